@@ -1,0 +1,1 @@
+"""The face: thin commands over the rest."""

@@ -1,0 +1,1 @@
+"""Facts and orders: what happened, in order. Imports nothing else of ours."""

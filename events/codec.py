@@ -1,0 +1,140 @@
+"""Record and report to msgpack (wire, log) and to JSON lines (export), with versions.
+
+Decoding has two stages: the envelope first, then the body by its kind. A kind that this version
+does not know keeps its raw bytes, so that a log written by a newer Unicron survives a passage
+through an older one. Source: measured with msgspec, 1.7 M encodes and 2.3 M decodes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from .errors import CorruptLog
+from .records import KINDS, VERSIONS, Record, Report
+from .reports import Body
+
+UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(kind, old version) -> the same body one version later, on plain data."""
+
+
+class UnknownBody(Body, frozen=True):
+    """A body of a kind or version that this code does not know, kept as it came."""
+
+    kind: str
+    version: int
+    raw: bytes
+
+
+class _Wire(Struct, frozen=True, kw_only=True):
+    """What is written: the envelope of a record or a report, its body still raw."""
+
+    kind: str
+    v: int
+    body: Raw
+    source: str
+    source_seq: int
+    occurred_s: float
+    seq: int = 0
+    epoch: int = 0
+    at_s: float = 0.0
+    cause: int = 0
+    incident: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_wire = msgspec.msgpack.Decoder(_Wire)
+_bodies: dict[str, msgspec.msgpack.Decoder[Body]] = {
+    kind: msgspec.msgpack.Decoder(body) for kind, body in KINDS.items()
+}
+
+
+def encode_body(body: Body) -> tuple[str, int, bytes]:
+    """`(kind, v, msgpack)` of a body."""
+    if isinstance(body, UnknownBody):
+        return body.kind, body.version, body.raw
+    kind = type(body).__name__
+    return kind, VERSIONS.get(kind, 1), _encoder.encode(body)
+
+
+def decode_body(kind: str, v: int, raw: bytes) -> Body:
+    """The body, brought up to today's version. Raises msgspec.MsgspecError on nonsense."""
+    current = VERSIONS.get(kind, 1)
+    if kind not in KINDS or v > current:
+        return UnknownBody(kind=kind, version=v, raw=bytes(raw))
+    if v == current:
+        return _bodies[kind].decode(raw)
+    data: dict[str, Any] = msgspec.msgpack.decode(raw)
+    for step in range(v, current):
+        data = UPCASTERS[kind, step](data)
+    return msgspec.convert(data, KINDS[kind])
+
+
+def encode_report(report: Report) -> bytes:
+    """msgpack, map-keyed."""
+    kind, v, raw = encode_body(report.body)
+    return _encoder.encode(
+        _Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
+              source_seq=report.source_seq, occurred_s=report.occurred_s)
+    )
+
+
+def decode_report(data: bytes) -> Report:
+    """Raises msgspec.MsgspecError on nonsense."""
+    wire = _wire.decode(data)
+    return Report(source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s,
+                  body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+
+
+def encode_record(record: Record) -> bytes:
+    """msgpack, map-keyed."""
+    kind, v, raw = encode_body(record.body)
+    return _encoder.encode(
+        _Wire(kind=kind, v=v, body=Raw(raw), source=record.source, source_seq=record.source_seq,
+              occurred_s=record.occurred_s, seq=record.seq, epoch=record.epoch, at_s=record.at_s,
+              cause=record.cause, incident=record.incident)
+    )
+
+
+def decode_record(data: bytes) -> Record:
+    """Raises msgspec.MsgspecError on nonsense."""
+    return _record(_wire.decode(data))
+
+
+def _record(wire: _Wire) -> Record:
+    return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
+                  source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
+                  incident=wire.incident, body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+
+
+def to_plain(record: Record) -> dict[str, Any]:
+    """The record as plain data in a fixed order, for JSON lines and for people."""
+    kind, v, raw = encode_body(record.body)
+    return {
+        "seq": record.seq, "epoch": record.epoch, "at_s": record.at_s, "kind": kind, "v": v,
+        "source": record.source, "source_seq": record.source_seq,
+        "occurred_s": record.occurred_s, "cause": record.cause, "incident": record.incident,
+        "body": msgspec.msgpack.decode(raw),
+    }
+
+
+def from_plain(data: dict[str, Any]) -> Record:
+    """The inverse of `to_plain`. Raises CorruptLog."""
+    seq = data.get("seq")
+    try:
+        fields = {key: value for key, value in data.items() if key not in ("kind", "v", "body")}
+        body = _plain_body(data["kind"], data["v"], data["body"])
+        return msgspec.convert({**fields, "body": body}, Record)
+    except (KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
+
+
+def _plain_body(kind: str, v: int, data: dict[str, Any]) -> Body:
+    if kind not in KINDS or v > VERSIONS.get(kind, 1):
+        return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data))
+    for step in range(v, VERSIONS.get(kind, 1)):
+        data = UPCASTERS[kind, step](data)
+    return msgspec.convert(data, KINDS[kind], str_keys=True)

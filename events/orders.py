@@ -1,0 +1,222 @@
+"""What was decided: the bodies of decisions and of orders (imperatives), frozen.
+
+An order states a whole target and is addressed to nodes. Its id is its seq. A lower epoch or a
+lower generation is refused; delivery twice is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from .reports import Body
+from .spec import JobSpec
+
+Severity = Literal["SEV1", "SEV2", "SEV3"]
+QuiesceMode = Literal["now", "boundary"]
+
+
+class Slot(Struct, frozen=True, order=True):
+    """One GPU (or one share of a CPU node)."""
+
+    node: str
+    index: int
+
+
+class Seat(Struct, frozen=True, order=True):
+    """A rank's place: the rank's number in its task (stable while it lives) and its slot."""
+
+    rank: int
+    slot: Slot
+
+
+class Member(Struct, frozen=True):
+    """One process of a generation; its place in the tuple is its torch.distributed rank."""
+
+    rank: int
+    attempt: int
+    node: str
+    endpoint: str
+
+
+# --- decisions ----------------------------------------------------------------------------------
+class IncidentOpened(Body, frozen=True):
+    """Its seq is the incident's id. `evidence` are seqs; `status` is a row of the paper's table."""
+
+    severity: Severity
+    status: str
+    task: int
+    """0 when no task is hurt."""
+    node: str
+    ranks: tuple[int, ...]
+    why: str
+    evidence: tuple[int, ...]
+
+
+class IncidentEscalated(Body, frozen=True):
+    """More of the same incident: what it became, and by which evidence."""
+
+    of: int
+    severity: Severity
+    ranks: tuple[int, ...]
+    why: str
+    evidence: tuple[int, ...]
+
+
+class IncidentClosed(Body, frozen=True):
+    """`healed`: the task steps again with what the plan gives it. `pause_s`: detected to stepped.
+
+    `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
+    that had been stepped and were done again; `ckpt_read` says whether a checkpoint was needed.
+    """
+
+    of: int
+    outcome: Literal["healed", "failed", "ended"]
+    pause_s: float
+    iterations_lost: int
+    kept: int
+    dealt: int
+    ckpt_read: bool
+    why: str
+
+
+class ThroughputSet(Body, frozen=True):
+    """T(t, x) in FLOP/s for each candidate size, and where it comes from."""
+
+    task: int
+    origin: Literal["declared", "modelled", "measured"]
+    sizes: tuple[int, ...]
+    rates_flops: tuple[float, ...]
+
+
+class Allocation(Struct, frozen=True):
+    """What one plan gives one task. WAF is weight times FLOP/s."""
+
+    task: int
+    slots_before: int
+    slots: int
+    waf: float
+
+
+class Alternative(Struct, frozen=True):
+    """A plan that was beaten, in words and in numbers."""
+
+    what: str
+    slots: tuple[tuple[int, int], ...]
+    waf: float
+    objective: int
+
+
+class PlanChosen(Body, frozen=True):
+    """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10)."""
+
+    trigger: str
+    num_slots: int
+    allocations: tuple[Allocation, ...]
+    waf: float
+    objective: int
+    alternatives: tuple[Alternative, ...]
+
+
+class TaskPlaced(Body, frozen=True):
+    """The seats that the task should fill from now on: its target."""
+
+    task: int
+    seats: tuple[Seat, ...]
+    why: str
+
+
+class TaskWaiting(Body, frozen=True):
+    """The task has no slots; why, and what would let it run."""
+
+    task: int
+    why: str
+    needs: str
+
+
+class TaskEnded(Body, frozen=True):
+    task: int
+    outcome: Literal["finished", "failed", "cancelled"]
+    why: str
+
+
+# --- orders -------------------------------------------------------------------------------------
+class StartRank(Body, frozen=True):
+    """Start one process on a slot. `seats` is how many the command tier starts (WORLD_SIZE).
+
+    For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
+    `checkpoint` is the published checkpoint that a first generation loads, or empty.
+    """
+
+    nodes: tuple[str, ...]
+    task: int
+    rank: int
+    attempt: int
+    slot: Slot
+    spec: JobSpec
+    num_seats: int
+    host: str
+    port: int
+    checkpoint: str
+
+
+class StopRank(Body, frozen=True):
+    """End the process and its group: SIGTERM, after `grace_s` SIGKILL. 0 kills at once."""
+
+    nodes: tuple[str, ...]
+    task: int
+    rank: int
+    attempt: int
+    grace_s: float
+    why: str
+
+
+class Quiesce(Body, frozen=True):
+    """Leave generation `generation`: `now` after the micro-batch, or at the iteration's `boundary`."""
+
+    nodes: tuple[str, ...]
+    task: int
+    generation: int
+    mode: QuiesceMode
+    ranks: tuple[int, ...]
+
+
+class Reconfigure(Body, frozen=True):
+    """Be generation `generation`: these members, in this order, data-parallel.
+
+    `store` is the endpoint of the member that hosts the rendezvous. Members settle step version,
+    kept micro-batches and sources among themselves: whoever has the highest step version gives.
+    """
+
+    nodes: tuple[str, ...]
+    task: int
+    generation: int
+    members: tuple[Member, ...]
+    store: str
+    dp: int
+    checkpoint: str
+    """Loaded by all when no member brings state; empty starts at iteration 0."""
+
+
+class Resume(Body, frozen=True):
+    """Train. The first member tells progress from iteration `progress_from` on."""
+
+    nodes: tuple[str, ...]
+    task: int
+    generation: int
+    progress_from: int
+
+
+class PublishCheckpoint(Body, frozen=True):
+    """Point `<output>/latest` at `path` (relative to output)."""
+
+    nodes: tuple[str, ...]
+    task: int
+    generation: int
+    output: str
+    path: str
+
+
+ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, PublishCheckpoint)
+Order = StartRank | StopRank | Quiesce | Reconfigure | Resume | PublishCheckpoint

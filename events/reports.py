@@ -1,0 +1,292 @@
+"""What happened: the bodies of reports, past participles, frozen."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from .spec import JobSpec
+
+
+class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Root of every record's body. `v` of the envelope is `V` of the class."""
+
+
+# --- said by the leader -------------------------------------------------------------------------
+class EpochStarted(Body, frozen=True):
+    """A leader took the log. Re-arms every deadline and lease with its full length."""
+
+    nonce: str
+    code: str
+    heart: int
+
+
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every limit and prior that the heart reads. Times in seconds."""
+
+    silence_s_max: float = 5.0
+    """A node not heard of for this long is unreachable."""
+    evidence_s_max: float = 1.0
+    """How long a collective's failure waits for its root cause before a reattempt in place."""
+    start_s_max: float = 180.0
+    quiesce_s_max: float = 60.0
+    """How long a rank told to stop at once may take (a micro-batch is finished first)."""
+    boundary_s_max: float = 600.0
+    """How long a rank told to stop at an iteration's end may take."""
+    reconfigure_s_max: float = 30.0
+    stop_s_max: float = 10.0
+    restarts_max: int = 3
+    """Restarts of one rank, or of a whole task, without progress in between."""
+    restart_iterations: int = 10
+    """Iterations after which earlier restarts are forgiven."""
+    replace_after_s: float = 60.0
+    """A task wholly on unreachable nodes is replaced after this."""
+    mtbf_gpu_s: float = 2_000.0 * 3600
+    """Prior: mean time between faults of one GPU (order of magnitude of Llama 3, 419 in 54 days)."""
+    transition_s: float = 10.0
+    """Prior: what one reconfiguration of a task costs it."""
+    gain_min: float = 0.005
+    """A plan changes a healthy task only for this share of the cluster's WAF."""
+
+
+class PolicySet(Body, frozen=True):
+    policy: Policy
+
+
+class DeadlineReached(Body, frozen=True):
+    """The clock passed a deadline that the state holds. `deadline` is its id."""
+
+    deadline: str
+
+
+class NodeSilenced(Body, frozen=True):
+    """No heartbeat of this incarnation for `silence_s`."""
+
+    node: str
+    incarnation: int
+    silence_s: float
+
+
+class NodeHeard(Body, frozen=True):
+    """A silenced incarnation was heard again."""
+
+    node: str
+    incarnation: int
+
+
+# --- said by an operator ------------------------------------------------------------------------
+class TaskSubmitted(Body, frozen=True):
+    """Its seq is the task's id."""
+
+    spec: JobSpec
+
+
+class TaskCancelRequested(Body, frozen=True):
+    task: int
+    reason: str = ""
+
+
+# --- said by an agent about its node ------------------------------------------------------------
+class NodeJoined(Body, frozen=True):
+    """An agent started. Whatever an older incarnation of this node ran is dead.
+
+    `incarnation` is the agent's start in ms since 1970; the newest wins.
+    `host` is the address at which its ranks can be reached.
+    """
+
+    node: str
+    incarnation: int
+    host: str
+    pid: int
+    num_slots: int
+    accelerator: str = "cpu"
+
+
+class NodeLeft(Body, frozen=True):
+    """An agent stops on purpose; its ranks are stopped already."""
+
+    node: str
+    incarnation: int
+    reason: str
+
+
+class ReportsLost(Body, frozen=True):
+    """The agent's spool overflowed: `num_lost` reports will never come."""
+
+    node: str
+    num_lost: int
+
+
+class OrderRefused(Body, frozen=True):
+    """An agent could not or would not carry out the order `order` (a seq)."""
+
+    node: str
+    order: int
+    why: str
+
+
+# --- said by an agent or a rank about a rank ----------------------------------------------------
+class RankStarted(Body, frozen=True):
+    """The process runs. Its output goes to `log_path` on the node."""
+
+    task: int
+    rank: int
+    attempt: int
+    node: str
+    pid: int
+    log_path: str
+
+
+class RankReady(Body, frozen=True):
+    """Model and data are built, no communicator yet. `endpoint` is its store, host:port."""
+
+    task: int
+    rank: int
+    attempt: int
+    endpoint: str
+    num_params: int
+    state_bytes: int
+    iteration_flops: float
+    data_digest: str
+
+
+class RankErrored(Body, frozen=True):
+    """An exception inside the rank, told before the process ends."""
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    iteration: int
+    error: str
+    text: str
+
+
+class RankExited(Body, frozen=True):
+    """The process and its group are gone and reaped. Exactly one of exit_code, signal is set."""
+
+    task: int
+    rank: int
+    attempt: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    tail: str = ""
+    """The end of what it wrote to stderr."""
+
+
+class CollectiveFailed(Body, frozen=True):
+    """A collective failed under this rank: second-hand evidence. The rank holds its state."""
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    iteration: int
+    error: str
+
+
+class Quiesced(Body, frozen=True):
+    """The rank left generation `generation` and holds.
+
+    `step_version` is the number of optimizer steps it has taken. `micro_batches` are those of
+    iteration `step_version` whose gradients are whole in its kept sum.
+    """
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    step_version: int
+    micro_batches: tuple[int, ...]
+    buckets_reduced: int
+    num_buckets: int
+
+
+class Reconfigured(Body, frozen=True):
+    """The rank is in generation `generation`, has settled with its peers, and holds.
+
+    Of iteration `step_version`: `kept` are the micro-batches whole in its own sum, `todo` those
+    that it will run, `dealt` the part of `todo` that the iteration's dealing had given to a rank
+    that is gone. `source` is the rank that gave it its state: itself, another, or -1 for none
+    (built from the seed, or read from the order's checkpoint). Times in seconds.
+    """
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    step_version: int
+    kept: tuple[int, ...]
+    todo: tuple[int, ...]
+    dealt: tuple[int, ...]
+    source: int
+    received_bytes: int
+    down_s: float
+    up_s: float
+    settle_s: float
+
+
+class ReconfigureFailed(Body, frozen=True):
+    """The new communicators did not come up; the rank holds its state, in no generation."""
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    error: str
+
+
+class TaskProgressed(Body, frozen=True):
+    """Finished iterations, told by the first member at most every second, and at once after Resume.
+
+    `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`.
+    """
+
+    task: int
+    generation: int
+    first_iteration: int
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]
+    rate_flops: float
+    """Achieved aggregate FLOP/s over these iterations."""
+    micro_batches: int
+    """Micro-batches in each optimizer step: the global batch, never changed."""
+
+
+class LossNotFinite(Body, frozen=True):
+    """A NaN or infinite loss, as text, since a record holds finite floats only."""
+
+    task: int
+    generation: int
+    iteration: int
+    text: str
+
+
+class CheckpointSaved(Body, frozen=True):
+    """A checkpoint lies, complete, at `path`; nobody may read it before it is published."""
+
+    task: int
+    generation: int
+    step_version: int
+    path: str
+    ckpt_bytes: int
+    final: bool
+
+
+class CheckpointPublished(Body, frozen=True):
+    """An agent moved the task's `latest` link to what the order named."""
+
+    task: int
+    order: int
+    path: str
+
+
+class RankFinished(Body, frozen=True):
+    """The rank did all iterations and ends with exit code 0."""
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    step_version: int
+    forward_calls: int

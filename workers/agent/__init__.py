@@ -1,0 +1,1 @@
+"""The agent: one process per node; orders in, reports out; supervises ranks. No torch."""

@@ -1,0 +1,1 @@
+"""Inside the rank: communicator generations, iterations, state. The only room with torch."""
