@@ -45,6 +45,19 @@ class _Wire(Struct, frozen=True, kw_only=True):
     incident: int = 0
 
 
+class _Head(Struct, frozen=True, kw_only=True):
+    """The envelope of a record as exported; all of it is required."""
+
+    seq: int
+    epoch: int
+    at_s: float
+    occurred_s: float
+    source: str
+    source_seq: int
+    cause: int
+    incident: int
+
+
 _encoder = msgspec.msgpack.Encoder()
 _wire = msgspec.msgpack.Decoder(_Wire)
 _bodies: dict[str, msgspec.msgpack.Decoder[Body]] = {
@@ -125,9 +138,9 @@ def from_plain(data: dict[str, Any]) -> Record:
     """The inverse of `to_plain`. Raises CorruptLog."""
     seq = data.get("seq")
     try:
-        fields = {key: value for key, value in data.items() if key not in ("kind", "v", "body")}
         body = _plain_body(data["kind"], data["v"], data["body"])
-        return msgspec.convert({**fields, "body": body}, Record)
+        head = msgspec.convert(data, _Head)
+        return Record(body=body, **msgspec.structs.asdict(head))
     except (KeyError, TypeError, msgspec.MsgspecError) as error:
         raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
 
