@@ -1,0 +1,60 @@
+# The verbs of this checkout; `make` alone lists them.
+
+# The first of these that runs and is Python 3.11 or later. Override: make setup PYTHON=/path/to/python
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v "$$p"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+TEST_S_MAX := 1800
+BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST_S_MAX))
+ROOMS := events control_plane workers cli
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check types docs wheel clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## lay .venv and install everything, once (again when the pins change)
+
+# torch comes first and bare, so that pip's index alone decides which build it is: a CPU build, or
+# PyPI's CUDA build of the same version. Then the rest cannot change it.
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "setup    no Python 3.11 found"; \
+		echo "hint: make setup PYTHON=/path/to/python3.11"; exit 2; }
+	@begin=$$(date +%s); set -e; \
+	echo "setup    $(VENV) from $(PYTHON); the first time this fetches a few hundred MB"; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev]'; \
+	touch $@; \
+	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
+		"done in $$(( $$(date +%s) - begin )) s, once"
+
+demo: setup ## train a real model, break it, watch it heal (unicron demo)
+	@$(BIN)/unicron demo
+
+test: setup types ## run every test
+	@$(BOUND) $(BIN)/pytest -o faulthandler_timeout=300
+
+check: setup types ## rules: ruff, mypy and pyright strict, the house tests
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
+	@$(BIN)/pyright
+	@$(BIN)/pytest tests/test_house.py
+
+types: ## lay the link that lets type checkers see the root as the package unicron
+	@mkdir -p .typing && ln -sfn .. .typing/unicron
+
+docs: setup ## write docs/reference/records.md anew from the docstrings
+	@$(BIN)/python docs/reference/generate.py
+
+wheel: setup ## build the wheel into dist/
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
+	@ls dist
+
+clean: ## remove what was built, .venv included
+	rm -rf $(VENV) build dist .typing unicron.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
