@@ -147,6 +147,8 @@ class StartRank(Body, frozen=True):
 
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
     `checkpoint` is the published checkpoint that a first generation loads, or empty.
+    `incarnation` is the agent's that the order is meant for: another one, which reads the same
+    stream from its beginning, ignores it. 0 means any that has joined.
     """
 
     nodes: tuple[str, ...]
@@ -159,6 +161,7 @@ class StartRank(Body, frozen=True):
     host: str
     port: int
     checkpoint: str
+    incarnation: int = 0
 
 
 class StopRank(Body, frozen=True):
