@@ -64,4 +64,8 @@ class CorruptLog(LogError):
 
 
 class ServerError(UnicronError):
-    """The embedded server did not start."""
+    """The embedded server did not start: `str()` is one line; `hint` is where to look."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
