@@ -1,0 +1,80 @@
+"""Writes records.md from the docstrings of the records: run by `make docs`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+HEAD = """# Records
+
+Every kind of record in the log, in the words of its own source. Written by `make docs`: change the
+docstring, not this page. Times are seconds since 1970 unless a name says otherwise.
+
+Each record travels in one envelope:
+
+| field | meaning |
+|---|---|
+| `seq` | its place in the log: from 1, without a gap, also across epochs |
+| `epoch` | the leader's term that wrote it |
+| `at_s` | stamped by the leader; never decreases |
+| `kind`, `v` | the kind of its body, as below, and the version of that kind |
+| `source`, `source_seq` | who said it, and its number there; decisions have `heart` and 0 |
+| `occurred_s` | the reporter's clock |
+| `cause` | the seq that this one follows from; 0 for none |
+| `incident` | the seq of the `IncidentOpened` that it belongs to; 0 for none |
+| `body` | the fields below |
+"""
+ROOMS = (
+    ("reports", "Reports: what happened"),
+    ("orders", "Decisions and orders: what was decided"),
+)
+
+
+def render(root: Path) -> str:
+    """The whole page, from events/reports.py and events/orders.py under `root`."""
+    parts = [HEAD]
+    for module, title in ROOMS:
+        source = (root / f"events/{module}.py").read_text(encoding="utf-8")
+        lines = source.splitlines()
+        parts.append(f"\n## {title}\n")
+        shown = 0
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and node.name != "Body":
+                group = _group(lines, shown, node.lineno)
+                shown = node.lineno
+                parts += [f"\n*{group}*\n"] if group else []
+                parts.append(_section(node))
+    return "".join(parts)
+
+
+def _group(lines: list[str], begin: int, end: int) -> str:
+    """The divider comment between two classes, if there is one."""
+    found = [line.strip("#- \n") for line in lines[begin:end] if line.startswith("# ---")]
+    return found[-1] if found else ""
+
+
+def _section(node: ast.ClassDef) -> str:
+    is_record = any(isinstance(base, ast.Name) and base.id == "Body" for base in node.bases)
+    text = ast.get_docstring(node) or ""
+    name = node.name if is_record else f"{node.name} (a part of others)"
+    parts = [f"\n### {name}\n"] + ([f"\n{text}\n"] if text else [])
+    rows: list[str] = []
+    for at, item in enumerate(node.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            after = node.body[at + 1] if at + 1 < len(node.body) else None
+            words = _docstring(after)
+            default = f", default {ast.unparse(item.value)}" if item.value is not None else ""
+            kind = ast.unparse(item.annotation).replace("|", "or")
+            rows.append(f"- `{item.target.id}`: {kind}{default}" + (f". {words}" if words else ""))
+    return "".join(parts) + ("\n" + "\n".join(rows) + "\n" if rows else "")
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
+
+
+if __name__ == "__main__":
+    here = Path(__file__).resolve().parent
+    (here / "records.md").write_text(render(here.parent.parent), encoding="utf-8")

@@ -1,0 +1,111 @@
+"""The pages keep up with the code: every record, key, command and dependency has its words."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Rule = Callable[[Path], list[str]]
+
+
+def pages(root: Path) -> Iterator[tuple[str, str]]:
+    """Every page by its path from the root, with its text."""
+    found = [root.glob(p) for p in ("*.md", "docs/**/*.md", "deploy/**/*.md")]
+    for path in sorted(path for paths in found for path in paths):
+        yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+
+
+def every_dependency_has_a_page(root: Path) -> list[str]:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {})
+    found: list[str] = []
+    tools = root / "docs/decisions/development-tools.md"
+    said = tools.read_text(encoding="utf-8").lower() if tools.exists() else ""
+    for text in [*project["dependencies"], *extras.get("train", []), *extras.get("dev", [])]:
+        package = re.split(r"[\[<>=;~! ]", text)[0].lower()
+        if text in extras.get("dev", []):
+            documented = f"**{package}**" in said
+        else:
+            documented = (root / f"docs/decisions/dependency-{package}.md").exists()
+        found += [] if documented else [f"no page in docs/decisions for {package}"]
+    return found
+
+
+def every_record_is_documented(root: Path) -> list[str]:
+    """docs/reference/records.md is what its generator writes from the docstrings today."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/reference/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = root / "docs/reference/records.md"
+    fresh = page.exists() and page.read_text(encoding="utf-8") == generate.render(root)
+    return [] if fresh else ["docs/reference/records.md is stale: make docs"]
+
+
+def every_spec_key_is_documented(root: Path) -> list[str]:
+    """Each field of each struct of the job spec has a row of its own in the reference."""
+    page = root / "docs/reference/job-spec.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    found: list[str] = []
+    tree = ast.parse((root / "events/spec.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    key = field.target.id.rstrip("_")
+                    key = "apiVersion" if key == "api_version" else key
+                    if not re.search(rf"^\| `([a-z_]+\.)*{key}` \|", text, re.MULTILINE):
+                        found.append(f"docs/reference/job-spec.md: no row for {node.name}.{key}")
+    return found
+
+
+def every_link_leads_somewhere(root: Path) -> list[str]:
+    """Relative links of Markdown point at files that exist."""
+    found: list[str] = []
+    for name, text in pages(root):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            if not ((root / name).parent / target).exists():
+                found.append(f"{name} links to {target}")
+    return found
+
+
+def every_file_named_exists(root: Path) -> list[str]:
+    """A page that names `tests/test_x.py` or `events/log.py` names a file of this tree."""
+    named = re.compile(r"(?<![\w/.-])((?:tests|events|control_plane|workers|cli|deploy)/[\w/.-]+\."
+                       r"(?:py|yaml|service))\b")
+    return [f"{name} names {path}" for name, text in pages(root) for path in named.findall(text)
+            if not (root / path).exists()]
+
+
+PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n'
+REPORTS = '"""R."""\nclass Body: ...\nclass Fell(Body):\n    """It fell."""\n    node: str\n'
+# Each rule, and the smallest tree that breaks it: path -> text.
+RULES: dict[Rule, dict[str, str]] = {
+    every_dependency_has_a_page: {"pyproject.toml": PROJECT},
+    every_record_is_documented: {"events/reports.py": REPORTS, "events/orders.py": REPORTS},
+    every_spec_key_is_documented: {"events/spec.py": "class JobSpec:\n    name: str\n"},
+    every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
+    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_pages_keep(rule: Rule) -> None:
+    complaints = rule(ROOT)
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
+    for name, text in RULES[rule].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert len(rule(tmp_path)) >= 1
