@@ -71,3 +71,8 @@ class Record(Struct, frozen=True, kw_only=True):
 def incident_of(body: Body) -> int:
     """The incident that a decision names itself, else 0."""
     return getattr(body, "of", 0)
+
+
+def order_nodes(record: Record) -> tuple[str, ...]:
+    """The nodes that an order is addressed to; empty for any other record."""
+    return getattr(record.body, "nodes", ())
