@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from . import codec
 from .errors import Ambiguous, Conflict, Fenced, Unavailable
 from .log import Batch, Beat, SentOrder
-from .records import Record, Report
+from .records import Record, Report, order_nodes
 
 T = TypeVar("T")
 Outcome = Literal["done", "unavailable", "lost", "applied"]
@@ -211,11 +211,6 @@ class MemoryLog:
         if outcome != "done":
             raise Ambiguous("the reply was lost")
         return value
-
-
-def order_nodes(record: Record) -> tuple[str, ...]:
-    """The nodes that an order is addressed to; empty for any other record."""
-    return getattr(record.body, "nodes", ())
 
 
 def _settle(heard: asyncio.Future[None]) -> None:
