@@ -1,0 +1,91 @@
+"""Figures as a person reads them: times, spans, sizes, rates, curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def rfc3339(at_s: float) -> str:
+    """Seconds since 1970 as UTC with milliseconds."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+
+
+def span(length_s: float) -> str:
+    """A length of time in the unit that leaves two or three digits: `203 ms`, `1.1 s`, `39 min`."""
+    if length_s < 0.9995:
+        ms = length_s * 1000
+        return f"{ms:.1f} ms" if 0 < ms < 9.95 else f"{ms:.0f} ms"
+    if length_s < 99.95:
+        return f"{length_s:.1f} s" if length_s < 9.995 else f"{length_s:.0f} s"
+    if length_s < 90 * 60:
+        return f"{length_s / 60:.0f} min"
+    return f"{length_s / 3600:.1f} h" if length_s < 48 * 3600 else f"{length_s / 86400:.1f} d"
+
+
+def ms(length_s: float | None) -> str:
+    """Whole milliseconds below ten seconds, else seconds; `-` for what did not happen."""
+    if length_s is None:
+        return "-"
+    return f"{length_s * 1000:.0f} ms" if length_s < 9.9995 else f"{length_s:.1f} s"
+
+
+def scaled(value: float, unit: str) -> str:
+    """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`."""
+    if value == 0:
+        return f"0 {unit}"
+    power = min(max(int(math.floor(math.log10(abs(value)) / 3)), 0), 6)
+    return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}{unit}"
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0 1 3`, `ranks 0-7`."""
+    sorted_ = sorted(numbers)
+    if not sorted_:
+        return "no rank"
+    if len(sorted_) == 1:
+        return f"rank {sorted_[0]}"
+    if len(sorted_) > 2 and sorted_ == list(range(sorted_[0], sorted_[-1] + 1)):
+        return f"ranks {sorted_[0]}-{sorted_[-1]}"
+    return "ranks " + " ".join(map(str, sorted_))
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """The values as text blocks, the lowest `▁`, at most `width` wide (means of equal shares)."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    shares = [values[i * len(values) // width : (i + 1) * len(values) // width]
+              for i in range(width)]
+    means = [math.fsum(share) / len(share) for share in shares]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * width
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))]
+                   for mean in means)
+
+
+def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
+    """Signs under a curve of `length` values: each (index, sign) stands below its share."""
+    width = min(width, length)
+    line = [" "] * width
+    for index, sign in places:
+        line[min(index * width // length, width - 1)] = sign
+    return "".join(line).rstrip()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Columns as wide as their widest cell, two blanks between; `right` ones end flush."""
+    flush = set(right)
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.rjust(widths[i]) if i in flush else cell.ljust(widths[i])
+                      for i, cell in enumerate(line)).rstrip()
+            for line in [head, *rows]]

@@ -1,0 +1,194 @@
+"""One record of the log as one line: seq, time, kind, the essentials, cause.
+
+Works on the plain data of `codec.to_plain`, so that a kind of a newer Unicron is shown too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .figures import ms, ranks, rfc3339, scaled, span
+
+Plain = dict[str, Any]
+ESSENTIALS_LENGTH_MAX = 160
+
+
+def line(record: Plain) -> str:
+    """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
+    body: Plain = record["body"]
+    told = _ESSENTIALS.get(record["kind"], _anything)(body)
+    if len(told) > ESSENTIALS_LENGTH_MAX:
+        told = told[: ESSENTIALS_LENGTH_MAX - 3] + "..."
+    cause = f"  <{record['cause']}" if record["cause"] else ""
+    return f"{record['seq']:>6} {rfc3339(record['at_s'])} {record['kind']:<17} {told}{cause}"
+
+
+def essentials(kind: str, body: Plain) -> str:
+    """What a person needs to know of this body."""
+    return _ESSENTIALS.get(kind, _anything)(body)
+
+
+def _anything(body: Plain) -> str:
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in body.items())
+
+
+def _one_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " ".join(lines[-1].split()) if lines else ""
+
+
+def _who(body: Plain) -> str:
+    return f"task {body['task']} rank {body['rank']}.{body['attempt']}"
+
+
+def _joined(body: Plain) -> str:
+    return (f"{body['node']} {body['num_slots']} {body['accelerator']} slots, "
+            f"pid {body['pid']}, at {body['host']}")
+
+
+def _submitted(body: Plain) -> str:
+    spec = body["spec"]
+    slots, train = spec["slots"], spec.get("train")
+    what = (f"{train['iterations']} iterations" if train else "command: " + " ".join(spec["command"]))
+    return (f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}")
+
+
+def _ready(body: Plain) -> str:
+    return (f"{_who(body)} at {body['endpoint']}, {scaled(body['num_params'], 'parameters')}, "
+            f"{scaled(body['state_bytes'], 'B')} of state")
+
+
+def _exited(body: Plain) -> str:
+    how = (f"signal {body['signal']}" if body["signal"] is not None
+           else f"exit code {body['exit_code']}")
+    tail = _one_line(body["tail"]) if body["exit_code"] else ""
+    return f"{_who(body)} pid {body['pid']} {how}" + (f": {tail}" if tail else "")
+
+
+def _quiesced(body: Plain) -> str:
+    return (f"{_who(body)} left generation {body['generation']} at step {body['step_version']}, "
+            f"keeps {len(body['micro_batches'])} micro-batches, "
+            f"{body['buckets_reduced']} of {body['num_buckets']} buckets reduced")
+
+
+def _reconfigured(body: Plain) -> str:
+    from_ = {body["rank"]: "own state", -1: "no state yet"}.get(
+        body["source"], f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}")
+    return (f"{_who(body)} in generation {body['generation']} at step {body['step_version']}, {from_}, "
+            f"kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
+            f"down {ms(body['down_s'])} up {ms(body['up_s'])} settle {ms(body['settle_s'])}")
+
+
+def _progressed(body: Plain) -> str:
+    first, num = body["first_iteration"], len(body["losses"])
+    if not num:
+        return f"task {body['task']} iteration {first}"
+    last = f"-{first + num - 1}" if num > 1 else ""
+    return (f"task {body['task']} iteration {first}{last} loss {body['losses'][-1]:.4f}, "
+            f"{span(body['step_s'][-1])} each, {scaled(body['rate_flops'], 'FLOP/s')}")
+
+
+def _opened(body: Plain) -> str:
+    where = [f"task {body['task']}"] if body["task"] else []
+    where += [ranks(body["ranks"])] if body["ranks"] else []
+    where += [body["node"]] if body["node"] else []
+    return f"{body['severity']} {body['status']}, {' '.join(where)}: {body['why']}"
+
+
+def _closed(body: Plain) -> str:
+    return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
+            f"{body['iterations_lost']} iterations lost, kept {body['kept']} dealt {body['dealt']}"
+            f"{', a checkpoint was read' if body['ckpt_read'] else ''}"
+            f"{': ' + body['why'] if body['why'] else ''}")
+
+
+def _plan(body: Plain) -> str:
+    gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
+    beaten = body["alternatives"][0] if body["alternatives"] else None
+    next_ = f"; next {beaten['what']}: {scaled(beaten['waf'], 'WAF')}" if beaten else ""
+    return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}, "
+            f"{scaled(body['waf'], 'WAF')}{next_}")
+
+
+def _placed(body: Plain) -> str:
+    seats = " ".join(f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
+                     for seat in body["seats"])
+    return f"task {body['task']} {seats or 'no seats'}: {body['why']}"
+
+
+def _start(body: Plain) -> str:
+    return f"{_who(body)} on {body['slot']['node']}/{body['slot']['index']}"
+
+
+def _reconfigure(body: Plain) -> str:
+    members = ranks(member["rank"] for member in body["members"])
+    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}"
+
+
+_ESSENTIALS: dict[str, Callable[[Plain], str]] = {
+    "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
+    "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "
+                           f"{b['policy']['restarts_max']} restarts",
+    "DeadlineReached": lambda b: str(b["deadline"]),
+    "NodeSilenced": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
+    "NodeHeard": lambda b: f"{b['node']} heard again",
+    "TaskSubmitted": _submitted,
+    "TaskCancelRequested": lambda b: f"task {b['task']}" + (f": {b['reason']}" if b["reason"] else ""),
+    "NodeJoined": _joined,
+    "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
+    "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
+    "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
+    "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
+    "RankReady": _ready,
+    "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}: "
+                             f"{_one_line(b['text'])}",
+    "RankExited": _exited,
+    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: {_one_line(b['error'])}",
+    "Quiesced": _quiesced,
+    "Reconfigured": _reconfigured,
+    "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: {_one_line(b['error'])}",
+    "TaskProgressed": _progressed,
+    "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
+    "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "
+                                 f"{scaled(b['ckpt_bytes'], 'B')}, {b['path']}"
+                                 f"{', final' if b['final'] else ''}",
+    "CheckpointPublished": lambda b: f"task {b['task']} {b['path']}",
+    "RankFinished": lambda b: f"{_who(b)} at step {b['step_version']}, "
+                              f"{b['forward_calls']} forward calls",
+    "IncidentOpened": _opened,
+    "IncidentEscalated": lambda b: f"inc-{b['of']} {b['severity']} {ranks(b['ranks'])}: {b['why']}",
+    "IncidentClosed": _closed,
+    "ThroughputSet": lambda b: f"task {b['task']} {b['origin']}: " + " ".join(
+        f"{size}:{scaled(rate, 'FLOP/s').replace(' ', '')}"
+        for size, rate in zip(b["sizes"], b["rates_flops"], strict=False)),
+    "PlanChosen": _plan,
+    "TaskPlaced": _placed,
+    "TaskWaiting": lambda b: f"task {b['task']} {b['why']}; needs {b['needs']}",
+    "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}" + (f": {b['why']}" if b["why"] else ""),
+    "StartRank": _start,
+    "StopRank": lambda b: f"{_who(b)} grace {span(b['grace_s'])}: {b['why']}",
+    "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "
+                         f"{ranks(b['ranks'])}",
+    "Reconfigure": _reconfigure,
+    "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
+                        f"from iteration {b['progress_from']}",
+    "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",
+}
+
+
+def concerns(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
+             incident: int | None) -> bool:
+    """Whether the record passes the filters of `tail`; an empty or None filter passes all."""
+    body: Plain = record["body"]
+    if kinds and record["kind"] not in kinds:
+        return False
+    if task is not None and task not in (
+            body.get("task"), record["seq"] if record["kind"] == "TaskSubmitted" else None):
+        return False
+    if node is not None and not (
+            body.get("node") == node or node in body.get("nodes", ())
+            or record["source"].startswith(f"{node}/")):
+        return False
+    return incident is None or incident in (record["incident"], record["seq"], body.get("of"))
