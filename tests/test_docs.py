@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from unicron.cli import job_file
 
 ROOT = Path(__file__).resolve().parent.parent
 Rule = Callable[[Path], list[str]]
@@ -109,3 +110,22 @@ def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert len(rule(tmp_path)) >= 1
+
+
+JOBS = [*sorted(ROOT.glob("deploy/examples/*.yaml"))]
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_every_example_is_a_job(path: Path) -> None:
+    assert job_file.load(path).name
+
+
+def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
+    shown = [(name, block) for name, text in pages(ROOT)
+             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+             if "apiVersion" in block]
+    assert len(shown) >= 2
+    for at, (_, block) in enumerate(shown):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(block, encoding="utf-8")
+        assert job_file.load(path).name
