@@ -48,7 +48,7 @@ check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 types: ## lay the link that lets type checkers see the root as the package unicron
 	@mkdir -p .typing && ln -sfn .. .typing/unicron
 
-docs: setup ## write docs/reference/records.md anew from the docstrings
+docs: setup ## write the pages that come from docstrings anew (records, code map)
 	@$(BIN)/python docs/reference/generate.py
 
 wheel: setup ## build the wheel into dist/

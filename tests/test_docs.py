@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from unicron.cli import job_file
@@ -39,16 +40,28 @@ def every_dependency_has_a_page(root: Path) -> list[str]:
     return found
 
 
-def every_record_is_documented(root: Path) -> list[str]:
-    """docs/reference/records.md is what its generator writes from the docstrings today."""
+def _generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/reference/generate.py")
     assert spec is not None
     assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
+    return generate
+
+
+def every_record_is_documented(root: Path) -> list[str]:
+    """docs/reference/records.md is what its generator writes from the docstrings today."""
     page = root / "docs/reference/records.md"
-    fresh = page.exists() and page.read_text(encoding="utf-8") == generate.render(root)
+    fresh = page.exists() and page.read_text(encoding="utf-8") == _generator().render(root)
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
+
+
+def every_file_is_on_the_map(root: Path) -> list[str]:
+    """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
+    page = root / "docs/ARCHITECTURE.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    fresh = text != "" and _generator().with_map(text, root) == text
+    return [] if fresh else ["the code map in docs/ARCHITECTURE.md is stale: make docs"]
 
 
 def every_spec_key_is_documented(root: Path) -> list[str]:
@@ -92,6 +105,7 @@ REPORTS = '"""R."""\nclass Body: ...\nclass Fell(Body):\n    """It fell."""\n   
 RULES: dict[Rule, dict[str, str]] = {
     every_dependency_has_a_page: {"pyproject.toml": PROJECT},
     every_record_is_documented: {"events/reports.py": REPORTS, "events/orders.py": REPORTS},
+    every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
     every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},

@@ -1,4 +1,8 @@
-"""Writes records.md from the docstrings of the records: run by `make docs`."""
+"""Writes what the pages say in the words of the source: run by `make docs`.
+
+records.md comes from the docstrings of the records, the code map of ARCHITECTURE.md from the first
+line of each file.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,37 @@ def _docstring(node: ast.stmt | None) -> str:
     return ""
 
 
+MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"
+MAP_END = "<!-- End of the code map. -->\n"
+MAP_ROOMS = ("events", "control_plane", "workers", "workers/agent", "workers/training", "cli")
+
+
+def render_map(root: Path) -> str:
+    """The rooms, and in each room its files with their captions."""
+    parts: list[str] = []
+    for room in MAP_ROOMS:
+        paths = sorted(path for path in (root / room).glob("*.py"))
+        captions = {path.name: _caption(path) for path in paths}
+        parts.append(f"\n### {room}/\n\n{captions.pop('__init__.py', '')}\n\n")
+        parts += [f"- `{name}`: {caption}\n" for name, caption in captions.items()]
+    return "".join(parts) + "\n"
+
+
+def with_map(text: str, root: Path) -> str:
+    """`text` with what stands between the two marks written anew."""
+    before, _, rest = text.partition(MAP_BEGIN)
+    _, _, after = rest.partition(MAP_END)
+    return before + MAP_BEGIN + render_map(root) + MAP_END + after
+
+
+def _caption(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     (here / "records.md").write_text(render(here.parent.parent), encoding="utf-8")
+    page = here.parent / "ARCHITECTURE.md"
+    fresh = with_map(page.read_text(encoding="utf-8"), here.parent.parent)
+    page.write_text(fresh, encoding="utf-8")
