@@ -1,0 +1,46 @@
+"""Real parts for every test: one private server, and a log on it with a name of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from unicron.events import embedded
+from unicron.events.redis_log import RedisLog
+
+_numbers = itertools.count(1)
+
+
+class Cluster:
+    """A cluster's log on the test's server: `async with cluster() as log`, as often as wanted."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.name = f"test-{os.getpid()}-{next(_numbers)}"
+
+    @asynccontextmanager
+    async def __call__(self, url: str = "") -> AsyncIterator[RedisLog]:
+        log = RedisLog(url or self.url, self.name)
+        try:
+            yield log
+        finally:
+            await log.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded.Server]:
+    """A private server for the whole session, stopped at its end."""
+    directory: Path = tmp_path_factory.mktemp("server")
+    running = embedded.start(directory)
+    yield running
+    running.stop(grace_s=1.0)
+
+
+@pytest.fixture
+def redis_log(server: embedded.Server) -> Cluster:
+    """A fresh cluster on the session's server."""
+    return Cluster(server.url)
