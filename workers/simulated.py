@@ -1,0 +1,293 @@
+"""A cluster on paper: agents and their processes behind the agents' port, with a seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+from msgspec import Struct
+
+from ..events.errors import Ambiguous, Unavailable
+from ..events.log import AgentPort, SentOrder
+from ..events.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume, StartRank, StopRank
+from ..events.records import Report
+from ..events.reports import (
+    Body,
+    CheckpointPublished,
+    NodeJoined,
+    NodeLeft,
+    OrderRefused,
+    RankErrored,
+    RankExited,
+    RankStarted,
+)
+from .simulated_rank import PaperNet, PaperRank, Tempo
+
+RESEND_S = 0.5
+"""How long an agent waits for an acknowledgement before it sends again."""
+BEAT_S = 1.0
+ORDERS_WAIT_S = 10.0
+COMMAND_S = (5.0, 30.0)
+
+
+class PaperProcess(Struct):
+    """What runs on a slot: a training rank, or a command of which only the end is known."""
+
+    order: StartRank
+    pid: int
+    rank: PaperRank | None = None
+    end: asyncio.TimerHandle | None = None
+    stopping: bool = False
+
+
+class PaperAgent:
+    """One incarnation of a node's agent, with its spool and its processes.
+
+    `run` until cancelled; `crash` is the sudden end of the agent with all its ranks. What it has
+    spooled is lost with it, as when the whole machine is gone.
+    """
+
+    def __init__(self, net: PaperNet, port: AgentPort, *, node: str, incarnation: int,
+                 num_slots: int, clock: Callable[[], float]) -> None:
+        self.net, self.port, self._clock = net, port, clock
+        self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
+        self.source = f"{node}/{incarnation}"
+        self.alive = True
+        self.processes: dict[int, PaperProcess] = {}
+        """Slot -> what runs there."""
+        self.spool: list[Report] = []
+        self._told = 0
+        self._seen: set[int] = set()
+        self._wake = asyncio.Event()
+
+    # --- life ------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Join, then send, listen and beat, each in a task of its own."""
+        self.say(NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
+                            host=f"{self.node}.paper", num_slots=self.num_slots))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._deliver(), name=f"{self.source} deliver")
+            group.create_task(self._listen(), name=f"{self.source} listen")
+            group.create_task(self._beat(), name=f"{self.source} beat")
+
+    def crash(self) -> None:
+        """The node is gone: nothing is told, peers see their connections close."""
+        self.alive = False
+        for process in list(self.processes.values()):
+            self._end(process)
+
+    def leave(self) -> None:
+        """Stop on purpose: end the ranks, say so, take no more orders."""
+        for process in list(self.processes.values()):
+            self._exit(process, exit_code=None, signal=15)
+        self.say(NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
+
+    def say(self, body: Body) -> None:
+        """Spool a report; it is sent until the log has it."""
+        if not self.alive:
+            return
+        self._told += 1
+        self.spool.append(Report(source=self.source, source_seq=self._told,
+                                 occurred_s=self._clock(), body=body))
+        self._wake.set()
+
+    # --- faults ----------------------------------------------------------------------------------
+    def kill(self, process: PaperProcess) -> None:
+        """SIGKILL from outside."""
+        self._exit(process, exit_code=None, signal=9)
+
+    def raise_in(self, process: PaperProcess, error: str) -> None:
+        """An exception in the rank: it tells of it, then its process ends with code 1."""
+        rank, order = process.rank, process.order
+        if rank is not None:
+            self.say(RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
+                                 generation=rank.seen, iteration=max(rank.step_version, 0),
+                                 error=error, text="on paper"))
+        self._exit(process, exit_code=1, signal=None)
+
+    # --- tasks -----------------------------------------------------------------------------------
+    async def _deliver(self) -> None:
+        num_sent, heard_s = 0, -inf
+        while True:
+            if not self.spool:
+                self._wake.clear()
+                await self._wake.wait()
+            try:
+                acked = await self.port.acked(self.source)
+                num_acked = sum(1 for r in self.spool if r.source_seq <= acked)
+                del self.spool[:num_acked]
+                num_sent = max(0, num_sent - num_acked)
+                now_s = self.net.loop.time()
+                if num_acked or num_sent == 0 or now_s - heard_s >= RESEND_S:
+                    num_sent = num_sent if num_acked else 0
+                    heard_s = now_s
+                batch, num_sent = self.spool[num_sent:], len(self.spool)
+                if batch:
+                    await self.port.send(batch)
+            except (Unavailable, Ambiguous):
+                num_sent = 0
+                await asyncio.sleep(self.net.rng.uniform(0.1, 0.5))
+                continue
+            if num_sent == len(self.spool) and self.spool:
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(RESEND_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+
+    async def _listen(self) -> None:
+        cursor = "0-0"
+        while True:
+            try:
+                for sent in await self.port.orders(self.node, after=cursor, wait_s=ORDERS_WAIT_S):
+                    self._carry_out(sent)
+                    cursor = sent.cursor
+            except (Unavailable, Ambiguous):
+                await asyncio.sleep(self.net.rng.uniform(0.1, 0.5))
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self.port.beat(self.node, self.incarnation)
+            except (Unavailable, Ambiguous):
+                pass
+            await asyncio.sleep(BEAT_S)
+
+    # --- orders ----------------------------------------------------------------------------------
+    def _carry_out(self, sent: SentOrder) -> None:
+        seq, body = sent.record.seq, sent.record.body
+        if seq in self._seen:
+            return
+        self._seen.add(seq)
+        if isinstance(body, StartRank):
+            # The heart had this incarnation in mind, so it knows that it has joined.
+            if body.incarnation == self.incarnation:
+                self._start(seq, body)
+        elif isinstance(body, StopRank):
+            self._stop(body)
+        elif isinstance(body, PublishCheckpoint):
+            self._publish(seq, body)
+        elif isinstance(body, Quiesce):
+            for rank in self._ranks(body.task):
+                if rank.rank in body.ranks:
+                    rank.quiesce(body)
+        elif isinstance(body, Reconfigure):
+            for rank in self._ranks(body.task):
+                rank.reconfigure(body)
+        elif isinstance(body, Resume):
+            for rank in self._ranks(body.task):
+                rank.resume(body)
+
+    def _ranks(self, task: int) -> list[PaperRank]:
+        return [p.rank for p in self.processes.values() if p.rank and p.order.task == task]
+
+    def _start(self, seq: int, order: StartRank) -> None:
+        busy = self.processes.get(order.slot.index)
+        if busy is not None:
+            if busy.stopping:
+                self.net.later(0.1, lambda: self._start(seq, order))
+                return
+            self.net.never(f"{order.slot} was given to task {order.task} rank {order.rank} while "
+                           f"task {busy.order.task} rank {busy.order.rank} runs there")
+            self.say(OrderRefused(node=self.node, order=seq, why="the slot is busy"))
+            return
+        if not self.alive:
+            return
+        process = PaperProcess(order=order, pid=self.net.next_pid())
+        self.processes[order.slot.index] = process
+        self.say(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
+                             node=self.node, pid=process.pid, log_path="/paper"))
+        if order.spec.train is None:
+            process.end = self.net.later(
+                self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
+        else:
+            process.rank = PaperRank(
+                self.net, order, self.node, process.pid, self.say,
+                lambda code: self._exit(process, exit_code=code, signal=None))
+
+    def _stop(self, order: StopRank) -> None:
+        key = (order.task, order.rank, order.attempt)
+        process = next((p for p in self.processes.values()
+                        if (p.order.task, p.order.rank, p.order.attempt) == key), None)
+        if process is None:
+            return
+        process.stopping = True
+        self.net.num_stopped += 1
+        signal = 15 if order.grace_s > 0 else 9
+        self.net.later(self.net.draw(self.net.tempo.exit_s),
+                       lambda: self._exit(process, exit_code=None, signal=signal))
+
+    def _publish(self, seq: int, order: PublishCheckpoint) -> None:
+        latest, _ = self.net.latest.get(order.output, ((0, 0), ""))
+        path = order.path.removeprefix(order.output).lstrip("/")
+        if (order.generation, seq) < latest:
+            self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
+            return
+        if (order.output, path) not in self.net.files:
+            self.net.never(f"{order.path} was published, and is not there")
+        self.net.latest[order.output] = ((order.generation, seq), path)
+        self.say(CheckpointPublished(task=order.task, order=seq, path=order.path))
+
+    def _exit(self, process: PaperProcess, *, exit_code: int | None, signal: int | None) -> None:
+        order = process.order
+        if self.processes.get(order.slot.index) is not process:
+            return
+        self._end(process)
+        self.say(RankExited(task=order.task, rank=order.rank, attempt=order.attempt,
+                            pid=process.pid, exit_code=exit_code, signal=signal))
+
+    def _end(self, process: PaperProcess) -> None:
+        del self.processes[process.order.slot.index]
+        if process.end:
+            process.end.cancel()
+        if process.rank:
+            process.rank.die()
+
+
+class PaperCluster:
+    """All nodes on paper. `port_of` gives each its way to the log; `clock` is in seconds."""
+
+    def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
+                 clock: Callable[[], float], tempo: Tempo | None = None) -> None:
+        self.net = PaperNet(seed, tempo or Tempo())
+        self._port_of, self._clock = port_of, clock
+        self.agents: dict[str, PaperAgent] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def boot(self, node: str, num_slots: int) -> None:
+        """Start the node's agent, in a new incarnation if it ran before."""
+        assert node not in self._running, f"{node} runs already"
+        old = self.agents.get(node)
+        incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
+        agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
+                           num_slots=num_slots, clock=self._clock)
+        self.agents[node] = agent
+        self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
+
+    def crash(self, node: str) -> None:
+        """The node is gone with all that runs on it."""
+        self.agents[node].crash()
+        self._running.pop(node).cancel()
+
+    def is_up(self, node: str) -> bool:
+        return node in self._running
+
+    def running(self) -> list[tuple[PaperAgent, PaperProcess]]:
+        """Every process of every living node, in a fixed order."""
+        return [(self.agents[node], self.agents[node].processes[slot])
+                for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]
+
+    def blip(self, task: int) -> None:
+        """The network hiccups: a collective fails under every rank of the task that is in one."""
+        for _, process in self.running():
+            rank = process.rank
+            if rank and rank.task == task and rank.phase == "reducing" and rank.group:
+                rank.group.lose(rank)
+                rank.fail()
+
+    def stop(self) -> None:
+        """End everything, telling nobody."""
+        for node in list(self._running):
+            self.crash(node)

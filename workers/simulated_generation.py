@@ -1,0 +1,140 @@
+"""One generation of a task on paper: complete, or broken for all its members."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..events.orders import Member, Reconfigure
+from ..events.reports import Reconfigured
+from .training.ledger import NO_STATE, settle
+
+if TYPE_CHECKING:
+    from .simulated_rank import PaperNet, PaperRank
+
+
+def first_digest(seed: int) -> int:
+    """What the parameters are before the first step."""
+    return zlib.crc32(f"seed {seed}".encode())
+
+
+def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
+    """What the parameters are after a step over these micro-batches."""
+    return zlib.crc32(f"{digest} {iteration} {batch}".encode())
+
+
+class PaperGeneration:
+    """One set of communicators: complete, or broken for all its members."""
+
+    def __init__(self, net: PaperNet, order: Reconfigure) -> None:
+        self.net, self.task, self.number = net, order.task, order.generation
+        self.members: tuple[Member, ...] = order.members
+        self.checkpoint = order.checkpoint
+        self.ranks: list[PaperRank] = []
+        self.broken = self.stop = False
+        self._entered: list[PaperRank] = []
+        self._pending: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        net.later(net.tempo.meet_s_max, self._give_up)
+
+    def arrive(self, rank: PaperRank) -> None:
+        self.ranks.append(rank)
+        if self.broken:
+            self._notice(rank)
+        elif len(self.ranks) == len(self.members):
+            place = {(m.rank, m.attempt): i for i, m in enumerate(self.members)}
+            self.ranks.sort(key=lambda r: place[r.key])
+            self.net.later(self.net.draw(self.net.tempo.meet_s), self._settle)
+
+    def enter(self, rank: PaperRank) -> None:
+        """The rank is in the iteration's reduction; complete when all are."""
+        if self.broken:
+            self._notice(rank)
+            return
+        self._entered.append(rank)
+        if len(self._entered) < len(self.ranks):
+            return
+        self._entered = []
+        first = self.ranks[0]
+        batch = tuple(sorted(i for r in self.ranks for i in r.kept))
+        if first.step_version < first.train.iterations:
+            self._check(batch)
+        for each in self.ranks:
+            self._pending[each.key] = self.net.later(
+                self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
+
+    def lose(self, rank: PaperRank) -> None:
+        """A member died or left: whoever waits for it fails."""
+        pending = self._pending.pop(rank.key, None)
+        if pending:
+            pending.cancel()
+        self.broken = True
+        for each in self.ranks:
+            if each is not rank and each.phase in ("reducing", "meeting") and each.group is self:
+                stopped = self._pending.pop(each.key, None)
+                if stopped:
+                    stopped.cancel()
+                self._notice(each)
+
+    def _stepper(self, rank: PaperRank, batch: tuple[int, ...], stop: bool) -> Callable[[], None]:
+        def step() -> None:
+            del self._pending[rank.key]
+            rank.step(batch, stop)
+
+        return step
+
+    def _notice(self, rank: PaperRank) -> None:
+        def fail() -> None:
+            if rank.alive and rank.group is self:
+                rank.fail()
+
+        self.net.later(self.net.draw(self.net.tempo.notice_s), fail)
+
+    def _give_up(self) -> None:
+        if len(self.ranks) < len(self.members) and not self.broken:
+            self.broken = True
+            for rank in self.ranks:
+                self._notice(rank)
+
+    def _check(self, batch: tuple[int, ...]) -> None:
+        first = self.ranks[0]
+        where = f"task {self.task} generation {self.number} iteration {first.step_version}"
+        if batch != tuple(range(first.train.num_micro_batches)):
+            self.net.never(f"{where}: stepped on micro-batches {batch}")
+        for rank in self.ranks:
+            if not rank.alive:
+                self.net.never(f"{where}: stepped with rank {rank.rank}, which is dead")
+            if (rank.step_version, rank.digest) != (first.step_version, first.digest):
+                self.net.never(f"{where}: rank {rank.rank} holds another state")
+        if len({r.rank for r in self.ranks}) != len(self.ranks):
+            self.net.never(f"{where}: two members are the same rank")
+
+    def _settle(self) -> None:
+        """Members settle by the rules that real ranks use."""
+        if self.broken:
+            return
+        first = self.ranks[0]
+        settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches)
+        states = [(r.step_version, r.digest) for r in self.ranks]
+        for rank, share in zip(self.ranks, settlement.shares, strict=True):
+            rank.step_version, rank.digest = (
+                self._origin() if share.source == NO_STATE else states[share.source])
+            finished = rank.step_version >= rank.train.iterations
+            rank.hold(() if finished else share.kept, () if finished else share.todo)
+            rank.dealt_in = self.number
+            own = share.source != NO_STATE and self.ranks[share.source] is rank
+            rank.say(Reconfigured(
+                task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
+                step_version=rank.step_version, kept=rank.kept, todo=rank.todo,
+                dealt=() if finished else share.dealt,
+                source=-1 if share.source == NO_STATE else self.ranks[share.source].rank,
+                received_bytes=0 if own else 16_000, down_s=0.02, up_s=0.05, settle_s=0.01))
+
+    def _origin(self) -> tuple[int, int]:
+        """The state that a generation without any starts from."""
+        train = self.ranks[0].train
+        if self.checkpoint:
+            path = self.checkpoint.removeprefix(train.output).lstrip("/")
+            return self.net.files[train.output, path]
+        return 0, first_digest(train.seed)

@@ -1,0 +1,292 @@
+"""Training processes on paper: they hold, meet, settle, step and fail as the protocol says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from math import floor
+from typing import Literal
+
+from msgspec import Struct
+
+from ..events.orders import Quiesce, Reconfigure, Resume, StartRank
+from ..events.reports import (
+    Body,
+    CheckpointSaved,
+    CollectiveFailed,
+    Quiesced,
+    RankFinished,
+    RankReady,
+    ReconfigureFailed,
+    TaskProgressed,
+)
+from .simulated_generation import PaperGeneration, next_digest
+from .training.ledger import Claim, deal
+
+FLOPS = 1e9
+"""FLOPs of one iteration on paper."""
+Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
+
+
+class Tempo(Struct, frozen=True, kw_only=True):
+    """How long things take on paper: seconds, each drawn between its two ends."""
+
+    load_s: tuple[float, float] = (0.5, 3.0)
+    micro_batch_s: tuple[float, float] = (0.02, 0.12)
+    reduce_s: tuple[float, float] = (0.01, 0.05)
+    notice_s: tuple[float, float] = (0.02, 0.05)
+    """How long until a peer's closed connection shows."""
+    meet_s: tuple[float, float] = (0.05, 0.2)
+    meet_s_max: float = 20.0
+    save_s: tuple[float, float] = (0.05, 0.5)
+    exit_s: tuple[float, float] = (0.01, 0.1)
+    progress_s: float = 1.0
+
+
+class PaperNet:
+    """What processes share: time, chance, generations, files; and what must never have happened."""
+
+    def __init__(self, seed: int, tempo: Tempo) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.rng = random.Random(f"net {seed}")
+        self.tempo = tempo
+        self.generations: dict[tuple[int, int], PaperGeneration] = {}
+        self.files: dict[tuple[str, str], tuple[int, int]] = {}
+        """(output, path) -> step version and digest of a complete checkpoint."""
+        self.latest: dict[str, tuple[tuple[int, int], str]] = {}
+        """output -> generation, order and path of what was published last."""
+        self.violations: list[str] = []
+        self.num_steps = self.num_stopped = 0
+        self._pid = 100
+
+    def next_pid(self) -> int:
+        self._pid += 1
+        return self._pid
+
+    def draw(self, span: tuple[float, float]) -> float:
+        return self.rng.uniform(*span)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, call)
+
+    def never(self, what: str) -> None:
+        self.violations.append(f"at {self.loop.time():.3f} s: {what}")
+
+    def meet(self, order: Reconfigure) -> PaperGeneration:
+        """The generation's meeting point, one for all its members."""
+        found = self.generations.get((order.task, order.generation))
+        if found is None:
+            found = PaperGeneration(self, order)
+            self.generations[order.task, order.generation] = found
+        elif found.members != order.members:
+            self.never(f"task {order.task} has two generations {order.generation}")
+        return found
+
+
+class PaperRank:
+    """One process of a training task. `say` takes what it reports."""
+
+    def __init__(self, net: PaperNet, order: StartRank, node: str, pid: int,
+                 say: Callable[[Body], None], end: Callable[[int], None]) -> None:
+        assert order.spec.train is not None
+        self.net, self.node, self.pid, self.say, self._end = net, node, pid, say, end
+        self.task, self.rank, self.attempt = order.task, order.rank, order.attempt
+        self.train, self.key = order.spec.train, (order.rank, order.attempt)
+        self.endpoint = f"{node}.paper:{10_000 + pid}"
+        self.phase: Phase = "loading"
+        self.alive = True
+        self.seen = 0
+        """The highest generation that it was told of."""
+        self.group: PaperGeneration | None = None
+        self.step_version, self.digest, self.trained_in = -1, 0, 0
+        self.kept: tuple[int, ...] = ()
+        self.todo: tuple[int, ...] = ()
+        self.owned: tuple[int, ...] = ()
+        self.dealt_in = 0
+        self.told = 0
+        """Iterations below this one were told by a first member, as far as this one knows."""
+        self._began_s = self._micro_batch_s = self._told_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._after(net.draw(net.tempo.load_s), self._ready)
+
+    # --- what the agent hands over ---------------------------------------------------------
+    def die(self) -> None:
+        """The process is gone at once; peers notice by its closed connections."""
+        self.alive = False
+        self._leave()
+
+    def reconfigure(self, order: Reconfigure) -> None:
+        if order.generation <= self.seen or self.phase == "loading":
+            return
+        if not any((m.rank, m.attempt) == self.key for m in order.members):
+            return
+        self._keep_whole()
+        self._leave()
+        self.seen, self.phase = order.generation, "meeting"
+        self.group = self.net.meet(order)
+        self.group.arrive(self)
+
+    def resume(self, order: Resume) -> None:
+        if self.group and self.group.number == order.generation and self.phase == "settled":
+            self.told, self._told_s = order.progress_from, -1.0
+            self.trained_in = self.group.number
+            self._tell(now=True)
+            self.begin()
+
+    def quiesce(self, order: Quiesce) -> None:
+        if order.generation < self.seen or self.phase == "loading":
+            return
+        self.seen = order.generation
+        if self.group is None:
+            self.say_quiesced()
+        elif order.mode == "boundary" and self.phase in ("computing", "reducing"):
+            self.group.stop = True
+        elif self.phase == "computing":
+            done = (self.net.loop.time() - self._began_s) / self._micro_batch_s
+            whole_s = self._began_s + min(floor(done) + 1, len(self.todo)) * self._micro_batch_s
+            self._after(whole_s - self.net.loop.time() + 1e-6, self._stop)
+        else:
+            self._stop()
+
+    # --- iterations --------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Run what is to do of the iteration, then meet in its reduction."""
+        self.phase, self._began_s = "computing", self.net.loop.time()
+        self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s)
+        last = self.step_version >= self.train.iterations
+        busy_s = len(self.todo) * self._micro_batch_s
+        if last and self._is_first:
+            busy_s = self.net.draw(self.net.tempo.save_s)
+        self._after(busy_s, self._final if last else self._reduce)
+
+    def step(self, batch: tuple[int, ...], stop: bool) -> None:
+        """The reduction is complete on this rank: take the optimizer's step."""
+        assert self.group is not None
+        if self.step_version >= self.train.iterations:
+            self.say(RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
+                                  generation=self.group.number, step_version=self.step_version,
+                                  forward_calls=0))
+            self.group, self.phase = None, "holding"
+            self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
+            return
+        self.digest = next_digest(self.digest, self.step_version, batch)
+        self.step_version += 1
+        self.net.num_steps += 1
+        self.kept, self.todo, self.owned = (), (), ()
+        self._tell(now=stop or self.step_version == self.train.iterations)
+        if stop:
+            self._stop()
+            return
+        if self._is_first and self.train.checkpoint_every and (
+                self.step_version % self.train.checkpoint_every == 0
+                and self.step_version < self.train.iterations):
+            version, number, digest = self.step_version, self.group.number, self.digest
+            self.net.later(self.net.draw(self.net.tempo.save_s),
+                           lambda: self._save(version, number, digest, final=False))
+        place = self.group.ranks.index(self)
+        self.todo = self.owned = deal(self.train.num_micro_batches, len(self.group.ranks), place)
+        self.begin()
+
+    def fail(self) -> None:
+        """A collective failed under this rank: leave, hold, say so."""
+        assert self.group is not None
+        number, self.seen = self.group.number, max(self.seen, self.group.number)
+        was = self.phase
+        self._keep_whole()
+        self._leave()
+        if was == "meeting":
+            self.say(ReconfigureFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                       generation=number, error="connection refused"))
+            return
+        self.say(CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                  generation=number, iteration=max(self.step_version, 0),
+                                  error="Connection closed by peer"))
+        self.say_quiesced()
+
+    def say_quiesced(self) -> None:
+        self.say(Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
+                          generation=self.seen, step_version=self.step_version,
+                          micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
+
+    def claim(self) -> Claim:
+        """What it brings into a new generation."""
+        return Claim(step_version=self.step_version, kept=self.kept, owned=self.owned,
+                     dealt_in=self.dealt_in, trained_in=self.trained_in)
+
+    def hold(self, kept: tuple[int, ...], todo: tuple[int, ...]) -> None:
+        """Settled: this is its part of the iteration."""
+        self.phase, self.kept, self.todo = "settled", kept, todo
+        self.owned = tuple(sorted((*kept, *todo)))
+
+    # --- inside ------------------------------------------------------------------------------
+    @property
+    def _is_first(self) -> bool:
+        return self.group is not None and self.group.ranks[0] is self
+
+    def _after(self, delay_s: float, call: Callable[[], None]) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = self.net.later(delay_s, call)
+
+    def _ready(self) -> None:
+        self.phase = "holding"
+        self.say(RankReady(task=self.task, rank=self.rank, attempt=self.attempt,
+                           endpoint=self.endpoint, num_params=1000, state_bytes=16_000,
+                           iteration_flops=FLOPS, data_digest="paper"))
+
+    def _reduce(self) -> None:
+        assert self.group is not None
+        self.kept = tuple(sorted((*self.kept, *self.todo)))
+        self.todo, self.phase = (), "reducing"
+        self.group.enter(self)
+
+    def _final(self) -> None:
+        """After the last iteration: the first member writes, then all meet once more."""
+        assert self.group is not None
+        if self._is_first:
+            self._save(self.step_version, self.group.number, self.digest, final=True)
+        self.phase = "reducing"
+        self.group.enter(self)
+
+    def _save(self, version: int, number: int, digest: int, *, final: bool) -> None:
+        if not self.alive:
+            return
+        path = f"gen-{number}/iter-{version}"
+        self.net.files[self.train.output, path] = (version, digest)
+        self.say(CheckpointSaved(task=self.task, generation=number, step_version=version,
+                                 path=path, ckpt_bytes=12_000, final=final))
+
+    def _tell(self, now: bool) -> None:
+        at_s = self.net.loop.time()
+        due = now or self._told_s < 0 or at_s - self._told_s >= self.net.tempo.progress_s
+        if not self._is_first or not due or self.told >= self.step_version:
+            return
+        assert self.group is not None
+        span = range(self.told, self.step_version)
+        self.say(TaskProgressed(task=self.task, generation=self.group.number,
+                                first_iteration=self.told,
+                                losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
+                                step_s=tuple(0.25 for _ in span), rate_flops=FLOPS / 0.25,
+                                micro_batches=self.train.num_micro_batches))
+        self.told, self._told_s = self.step_version, at_s
+
+    def _keep_whole(self) -> None:
+        """Of an interrupted computation, keep the micro-batches that are whole."""
+        if self.phase == "computing" and self._micro_batch_s and self.todo:
+            num = floor((self.net.loop.time() - self._began_s) / self._micro_batch_s)
+            self.kept = tuple(sorted((*self.kept, *self.todo[:num])))
+            self.todo = ()
+
+    def _stop(self) -> None:
+        self._keep_whole()
+        self._leave()
+        self.say_quiesced()
+
+    def _leave(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        group, self.group, self.phase = self.group, None, "holding"
+        if group is not None:
+            group.lose(self)
