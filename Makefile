@@ -48,8 +48,9 @@ check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 types: ## lay the link that lets type checkers see the root as the package unicron
 	@mkdir -p .typing && ln -sfn .. .typing/unicron
 
-docs: setup ## write the pages that come from docstrings anew (records, code map)
+docs: setup ## write the pages that come from docstrings anew (records, commands, code map)
 	@$(BIN)/python docs/reference/generate.py
+	@$(BIN)/python docs/reference/commands.py
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

@@ -40,19 +40,27 @@ def every_dependency_has_a_page(root: Path) -> list[str]:
     return found
 
 
-def _generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/reference/generate.py")
+def _script(name: str) -> ModuleType:
+    """A script of docs/reference, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/reference/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    return generate
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def every_command_is_documented(root: Path) -> list[str]:
+    """docs/reference/cli.md is what the commands say of themselves today."""
+    page = root / "docs/reference/cli.md"
+    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("commands").render()
+    return [] if fresh else ["docs/reference/cli.md is stale: make docs"]
 
 
 def every_record_is_documented(root: Path) -> list[str]:
     """docs/reference/records.md is what its generator writes from the docstrings today."""
     page = root / "docs/reference/records.md"
-    fresh = page.exists() and page.read_text(encoding="utf-8") == _generator().render(root)
+    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("generate").render(root)
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
 
 
@@ -60,7 +68,7 @@ def every_file_is_on_the_map(root: Path) -> list[str]:
     """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
     page = root / "docs/ARCHITECTURE.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    fresh = text != "" and _generator().with_map(text, root) == text
+    fresh = text != "" and _script("generate").with_map(text, root) == text
     return [] if fresh else ["the code map in docs/ARCHITECTURE.md is stale: make docs"]
 
 
@@ -103,6 +111,7 @@ PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n'
 REPORTS = '"""R."""\nclass Body: ...\nclass Fell(Body):\n    """It fell."""\n    node: str\n'
 # Each rule, and the smallest tree that breaks it: path -> text.
 RULES: dict[Rule, dict[str, str]] = {
+    every_command_is_documented: {"docs/reference/cli.md": "# Commands\n"},
     every_dependency_has_a_page: {"pyproject.toml": PROJECT},
     every_record_is_documented: {"events/reports.py": REPORTS, "events/orders.py": REPORTS},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},

@@ -1,0 +1,55 @@
+"""Writes cli.md from the help of every command: run by `make docs`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import typer.main
+
+from unicron.cli.main import app, run
+
+COLUMNS = "100"
+HEAD = """# Commands
+
+The help of every command, as it is printed. Written by `make docs`: change the command, not this
+page. From a checkout, write `.venv/bin/unicron`.
+
+- Data goes to stdout, talk to stderr. Every command that reads has `-o json`.
+- Times are RFC 3339. `NO_COLOR` is respected.
+- Exit codes: 0 done, 1 failed, 2 wrong input or usage, 130 interrupted. An error is one line, and a
+  line `hint:` with what to type next.
+- Most commands speak HTTP to the control plane of `--state`, or of `--url` with the token in
+  `$UNICRON_TOKEN`. `up`, `down` and `replay FILE` need none.
+
+| variable | meaning |
+|---|---|
+| `UNICRON_STATE` | the cluster's folder on this machine; `--state` |
+| `UNICRON_URL` | the control plane; `--url` |
+| `UNICRON_TOKEN` | its token, when it runs elsewhere; here it is read from the folder |
+| `UNICRON_REDIS_URL` | the server that `unicron control-plane` keeps the log in |
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009 (a group has them)
+    parts = [HEAD, "\n## unicron\n", _help()]
+    for name in commands:
+        parts += [f"\n## unicron {name}\n", _help(name)]
+    return "".join(parts)
+
+
+def _help(*command: str) -> str:
+    os.environ |= {"COLUMNS": COLUMNS, "NO_COLOR": "1"}
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        run([*command, "--help"])
+    text = "\n".join(line.rstrip() for line in told.getvalue().strip().splitlines())
+    return f"\n```\n{text}\n```\n"
+
+
+if __name__ == "__main__":
+    (Path(__file__).resolve().parent / "cli.md").write_text(render(), encoding="utf-8")
