@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import typer.main
-
 from unicron.cli.main import app, run
 
 COLUMNS = "100"
