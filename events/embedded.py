@@ -27,6 +27,8 @@ START_S_MAX = 30.0
 """Until the server answers, its log loaded."""
 STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
+LOCK_S_MAX = 5.0
+"""How long a killed server's last threads, or its child rewriting the log, may hold the lock."""
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
 _PORT_TRIES_MAX = 5
@@ -247,15 +249,20 @@ def _make(directory: Path) -> Path:
 def _lock(directory: Path) -> int:
     """A descriptor that holds the directory's lock. Raises ServerError if another has it."""
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        note = _note(directory)
-        by = f" by server {note.pid}" if note and start_time(note.pid) == note.start_time else ""
-        raise ServerError(f"{directory} is in use{by}",
-                          "stop it with unicron down, or name another directory") from None
-    return lock
+    deadline = time.monotonic() + LOCK_S_MAX
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            note = _note(directory)
+            alive = note is not None and start_time(note.pid) == note.start_time
+            if note is None or alive or time.monotonic() > deadline:
+                os.close(lock)
+                by = f" by server {note.pid}" if note and alive else ""
+                raise ServerError(f"{directory} is in use{by}",
+                                  "stop it with unicron down, or name another directory") from None
+        time.sleep(_POLL_S)
 
 
 def _note(directory: Path) -> _Note | None:

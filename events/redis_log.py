@@ -20,7 +20,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
-    AuthenticationWrongNumberOfArgsError,
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
@@ -128,11 +127,14 @@ class _Link:
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
-        except (AuthenticationError, AuthenticationWrongNumberOfArgsError) as error:
-            raise UsageError(f"{self._where}: {error}", URL_HINT) from None
-        except (OSError, RedisError) as error:
-            what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
-            raise Unavailable(f"{self._where}: {what}") from None
+        except BaseException as error:
+            await connection.disconnect(nowait=True)  # half a handshake must not be gone on with
+            if isinstance(error, AuthenticationError):
+                raise UsageError(f"{self._where}: {error}", URL_HINT) from None
+            if isinstance(error, OSError | RedisError):
+                what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
+                raise Unavailable(f"{self._where}: {what}") from None
+            raise
 
 
 class RedisLog:
@@ -241,12 +243,11 @@ class RedisLog:
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
         sends = [(record, node) for record in sorted(open_orders, key=lambda record: record.seq)
                  for node in order_nodes(record)]
-        nodes = dict.fromkeys([*(node for _, node in sends), *sorted(n.decode() for n in known)])
+        used = dict.fromkeys(node for _, node in sends)
+        nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
-        args = (epoch, len(sends),
-                *(part for record, node in sends
-                  for part in (index[node], record.seq, codec.encode_record(record))),
-                *dict.fromkeys(node for _, node in sends))
+        args = (epoch, len(sends), *(part for record, node in sends for part in
+                (index[node], record.seq, codec.encode_record(record))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
         _fate(await self._run(redis_scripts.REBUILD_ORDERS, keys, args), epoch, 0)
 
@@ -330,12 +331,11 @@ class RedisLog:
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int], *,
                    repeatable: bool = True) -> Any:
         digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        rest = (len(keys), *keys, *args)
         try:
-            command: Command = ("EVALSHA", digest, len(keys), *keys, *args)
-            return (await self._ask([command], repeatable=repeatable))[0]
+            return (await self._ask([("EVALSHA", digest, *rest)], repeatable=repeatable))[0]
         except NoScriptError:
-            command = ("EVAL", script, len(keys), *keys, *args)
-            return (await self._ask([command], repeatable=repeatable))[0]
+            return (await self._ask([("EVAL", script, *rest)], repeatable=repeatable))[0]
 
     async def _ask(self, commands: Sequence[Command], *, repeatable: bool = True,
                    link: _Link | None = None, wait_s: float = REPLY_S_MAX) -> list[Any]:
