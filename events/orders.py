@@ -176,7 +176,7 @@ class StopRank(Body, frozen=True):
 
 
 class Quiesce(Body, frozen=True):
-    """Leave generation `generation`: `now` after the micro-batch, or at the iteration's `boundary`."""
+    """Leave generation `generation`: `now`, after the micro-batch, or at the next `boundary`."""
 
     nodes: tuple[str, ...]
     task: int

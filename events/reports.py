@@ -41,7 +41,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replace_after_s: float = 60.0
     """A task wholly on unreachable nodes is replaced after this."""
     mtbf_gpu_s: float = 2_000.0 * 3600
-    """Prior: mean time between faults of one GPU (order of magnitude of Llama 3, 419 in 54 days)."""
+    """Prior: mean time between faults of one GPU (the order of Llama 3: 419 in 54 days)."""
     transition_s: float = 10.0
     """Prior: what one reconfiguration of a task costs it."""
     gain_min: float = 0.005

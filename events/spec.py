@@ -33,7 +33,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tie_embeddings: bool = True
 
 
-class Batch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"global_": "global"}):
+class Batch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
+            rename={"global_": "global"}):
     """Samples per iteration and per micro-batch; the global batch never changes."""
 
     global_: int = 16
@@ -91,7 +92,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: Slots = field(default_factory=Slots)
     train: Train | None = None
     command: tuple[str, ...] = ()
-    throughput: dict[int, float] = field(default_factory=dict)
+    throughput: dict[int, float] = field(default_factory=dict[int, float])
 
 
 def parse(data: object) -> JobSpec:
@@ -156,6 +157,7 @@ def _check_train(train: Train, slots: Slots) -> None:
           "must be at least 0 and below train.iterations")
 
 
-def _need(holds: bool, path: str, message: str, hint: str = "see docs/reference/job-spec.md") -> None:
+def _need(holds: bool, path: str, message: str,
+          hint: str = "see docs/reference/job-spec.md") -> None:
     if not holds:
         raise SpecError(path, message, hint)
