@@ -40,7 +40,7 @@ test: setup types ## run every test
 	@$(BOUND) $(BIN)/pytest -o faulthandler_timeout=300
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
 	@$(BIN)/pyright
 	@$(BIN)/pytest tests/test_house.py
