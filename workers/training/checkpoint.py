@@ -1,0 +1,50 @@
+"""Checkpoints in torch's distributed format, written and read by one member alone.
+
+The keys are those of state.py: `model.<parameter>`, `optimizer.exp_avg.<parameter>` and so on, and
+`numbers`, plain values. torch.distributed.checkpoint reads them with nothing of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed.checkpoint as dcp
+
+from . import state
+from .history import History
+from .model import Trainee
+
+
+def place(generation: int, step_version: int) -> str:
+    """Where a checkpoint goes, relative to the task's output folder."""
+    return f"gen-{generation}/iter-{step_version}"
+
+
+def save(folder: Path, trainee: Trainee, step_version: int, history: History) -> int:
+    """Write the whole state into `folder`, which appears only when it is complete; its bytes."""
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        data: dict[str, Any] = dict(state.tensors(trainee))
+        data["numbers"] = msgspec.to_builtins(state.numbers(trainee, step_version, history))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(data, checkpoint_id=partial, no_dist=True)
+        partial.rename(folder)
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def load(folder: Path, trainee: Trainee, history: History) -> int:
+    """Read the whole state into the trainee; the step version."""
+    data: dict[str, Any] = dict(state.tensors(trainee))
+    data["numbers"] = msgspec.to_builtins(state.numbers(trainee, 0, history))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(data, checkpoint_id=folder, no_dist=True)
+    told = msgspec.convert(data["numbers"], state.Numbers)
+    return state.adopt(trainee, told, history)

@@ -1,0 +1,133 @@
+"""Generations of communicators: torch.distributed and Megatron's parallel state, up and down again
+in one process.
+
+Rules that hold here, each learnt from a hang or a wrong number:
+- gloo never gives up on a silent peer; only closing its own sockets wakes it (`wake`).
+- Its sockets close when its last reference is gone: `down` takes every handle out first, and is
+  never called inside an `except`, whose traceback would keep them.
+- Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
+- A collective counts only if nobody had begun to wake this generation when it came back.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import groups, sockets
+from .handles import Handles
+
+COLLECTIVE_S_MAX = 1800.0
+"""A collective may wait this long: for the slowest member, or for an order to stop waiting."""
+RENDEZVOUS_S_MAX = 25.0
+"""All members must have come within this; below the control plane's own limit for it."""
+GROUP_S_MAX = 10.0
+"""Building groups among members that have all come may take this long: gloo waits for a peer's
+connection where `wake` finds no socket to close."""
+REACH_S = 0.05
+"""Between two attempts to reach a store."""
+
+
+class Communicators:
+    """This process's place in one generation at a time, and the store that it hosts for others.
+
+    `wake` may be called from any thread; everything else from the one that trains.
+    """
+
+    def __init__(self, host: str, device: torch.device) -> None:
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._listener = socket.create_server((host, 0), backlog=128)
+        port: int = self._listener.getsockname()[1]
+        self._server = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=os.dup(self._listener.fileno()), use_libuv=True,
+        )
+        self.endpoint = f"{host}:{port}"
+        self._server_port = port
+        self._mine = sockets.inodes()
+        self._handles = Handles()
+        self.groups: Any = None
+        self.generation = 0
+        self.place = 0
+        self.num_members = 0
+        self.store: Any = None
+        self.woken = False
+        self.down_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        return dist.is_initialized()
+
+    def meet(self, generation: int, place: int, num_members: int, endpoint: str,
+             news: bytes) -> list[bytes]:
+        """Connect to the generation's store, say `news`, return everybody's, in order of place.
+
+        Raises RuntimeError when a member does not come within RENDEZVOUS_S_MAX, or when woken.
+        """
+        assert not self.is_up
+        self.generation, self.place, self.num_members = generation, place, num_members
+        host, _, port = endpoint.rpartition(":")
+        self._reach(host, int(port))
+        client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False,
+                               timeout=datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+        self.store = dist.PrefixStore(f"generation/{generation}", client)
+        self.store.set(f"news/{place}", news)
+        keys = [f"news/{other}" for other in range(num_members)]
+        self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+        return [self.store.get(key) for key in keys]
+
+    def up(self) -> None:
+        """Build the groups, and put them where `down` took the last ones out. RuntimeError."""
+        assert self.store is not None, "meet first"
+        dist.init_process_group(
+            self.backend, store=self.store, rank=self.place, world_size=self.num_members,
+            timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+        )
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
+        self.groups = groups.data_parallel(COLLECTIVE_S_MAX)
+        self._handles.put(groups.by_role(self.groups))
+
+    def _reach(self, host: str, port: int) -> None:
+        """Wait until the store can be connected to. torch's own wait cannot be woken."""
+        last_s = time.monotonic() + RENDEZVOUS_S_MAX
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=RENDEZVOUS_S_MAX).close()
+                return
+            except OSError as error:
+                why = str(error)
+            if self.woken or time.monotonic() > last_s:
+                raise RuntimeError(f"the store at {host}:{port} cannot be reached: {why}")
+            time.sleep(REACH_S)
+
+    def down(self, roots: Iterable[Any]) -> None:
+        """Leave the generation, whatever state it is in. Peers that wait for us wake up."""
+        began_s = time.monotonic()
+        self.wake()
+        if self.groups is not None:
+            self._handles.take(roots, groups.by_role(self.groups))
+            vars(self.groups).clear()
+            self.groups = None
+        groups.forget()
+        if self.is_up:
+            dist.destroy_process_group()
+        # A group's name, and so its keys in the store, counts the groups made before it: a member
+        # whose last attempt failed half-way must count from the same number as the others.
+        dist.distributed_c10d._world.group_count = 0
+        self.store = None
+        self.woken = False
+        self.down_s = time.monotonic() - began_s
+
+    def wake(self) -> None:
+        """End every wait of this generation in this process, with an error. From any thread."""
+        self.woken = True
+        if self.backend == "nccl" and self.is_up:
+            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
+        sockets.shut_down(self._mine, self._server_port)

@@ -1,0 +1,126 @@
+"""The control thread: the agent's orders come in while the main thread trains, or hangs.
+
+The thread does three things only: it queues orders, it closes the generation's connections when
+an order to stop at once finds the main thread inside a collective, and it ends the process when
+the agent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...events.orders import Quiesce, QuiesceMode, Reconfigure, Resume
+from ...events.reports import Body
+from ..wire import Frame, Unpacker, pack
+
+RECEIVE_BYTES = 1 << 16
+AGENT_GONE = 3
+"""Exit code of a rank whose agent is gone."""
+
+
+class Interrupted(Exception):
+    """An order to stop came before the collective was entered."""
+
+
+class Control:
+    """Orders in, reports out, over the socket to the agent. `rank` is this process's own."""
+
+    def __init__(self, connection: socket.socket, rank: int, unpacker: Unpacker) -> None:
+        self._connection = connection
+        self._unpacker = unpacker
+        self._rank = rank
+        self._orders: deque[Body] = deque()
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._generation = 0
+        self._wake: Callable[[], None] | None = None
+
+    def start(self, early: list[Frame]) -> None:
+        """Listen from now on; `early` are orders that came together with the first frame."""
+        for frame in early:
+            self._take(frame.body)
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def tell(self, body: Body) -> None:
+        """Report. Ends the process when the agent is gone."""
+        data = pack(Frame(body=body, at_s=time.time()))
+        try:
+            with self._sending:
+                self._connection.sendall(data)
+        except OSError:
+            os._exit(AGENT_GONE)
+
+    def next_order(self) -> Body:
+        """The next order; waits for ever: a rank that holds ends only with its agent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._orders)
+            return self._orders.popleft()
+
+    def asked(self, generation: int) -> QuiesceMode | None:
+        """Whether an order waits that ends this generation, and how soon."""
+        with self._changed:
+            return self._asked(generation)
+
+    def settle(self, generation: int) -> None:
+        """Forget the orders to leave `generation`: it has been left."""
+        with self._changed:
+            self._orders = deque(
+                order for order in self._orders
+                if not (isinstance(order, (Quiesce, Resume)) and order.generation <= generation)
+            )
+
+    @contextmanager
+    def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Iterator[None]:
+        """While in here, the main thread may wait for other members of `generation`.
+
+        An order to stop at once calls `wake` from the control thread. Raises Interrupted when
+        such an order is here already.
+        """
+        with self._changed:
+            if self._asked(generation) == "now":
+                raise Interrupted
+            self._generation, self._wake = generation, wake
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._wake = None
+
+    def _asked(self, generation: int) -> QuiesceMode | None:
+        found: QuiesceMode | None = None
+        for order in self._orders:
+            if isinstance(order, Reconfigure) and order.generation > generation:
+                return "now"
+            if isinstance(order, Quiesce) and order.generation >= generation:
+                if order.mode == "now":
+                    return "now"
+                found = "boundary"
+        return found
+
+    def _take(self, order: Body) -> None:
+        if not isinstance(order, (Quiesce, Reconfigure, Resume)):
+            return
+        if isinstance(order, Quiesce) and order.ranks and self._rank not in order.ranks:
+            return
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify_all()
+            if self._wake is not None and self._asked(self._generation) == "now":
+                self._wake()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data = self._connection.recv(RECEIVE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                os._exit(AGENT_GONE)
+            for frame in self._unpacker.feed(data):
+                self._take(frame.body)

@@ -1,0 +1,52 @@
+"""Megatron without a GPU: what it asks of CUDA is answered by the CPU, without patching Megatron.
+
+Nothing here is entered where CUDA is available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Reads `device="cuda"` as the CPU, the way torch.set_default_device works.
+
+    Megatron writes the literal 'cuda' in its optimizers and clipping, calls `.cuda()`, and tells
+    parameters apart by names such as 'torch.cuda.FloatTensor'.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
+                           args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int):
+            if torch.device(device).type == "cuda":
+                kwargs = dict(kwargs, device=CPU)
+        elif func is torch.Tensor.cuda:
+            return args[0]
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+_mode: CudaMeansCpu | None = None
+
+
+def stand_in() -> torch.device:
+    """The device to train on; without CUDA, prepare this thread for Megatron on the CPU. Once."""
+    global _mode
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if _mode is None:
+        # Megatron passes these two answers on as `device=` and expects no more of them.
+        torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
+        torch.cuda.synchronize = lambda device=None: None
+        _mode = CudaMeansCpu()
+        _mode.__enter__()  # type: ignore[no-untyped-call]
+    return CPU

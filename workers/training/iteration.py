@@ -1,0 +1,187 @@
+"""An iteration: micro-batches into the local sum, the sum reduced over all members, one step.
+
+Every phase can be left and taken up again. Up to the reduction the local sum only grows, by whole
+micro-batches. The reduction is done in place and so on a copy's credit: `kept` is the sum before
+it, put back if it fails. Nothing that belongs to the step is touched before the whole reduction
+is known to be good.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from .communicators import Communicators
+from .control import Control, Interrupted
+from .ledger import NO_STATE, Claim, Share, deal
+from .model import Trainee
+from .text import Text
+from .trace import Trace
+
+Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
+"""`boundary`: stepped, and all members stop here. `quiesced`: told to stop. `failed`: see why."""
+
+
+class Iteration:
+    """The iteration that this member is in, and what it has of it.
+
+    `step_version` is the number of steps taken; NO_STATE until the member has settled once.
+    `loss` is that of the last step.
+    """
+
+    def __init__(self, trainee: Trainee, text: Text, trace: Trace) -> None:
+        self.trainee = trainee
+        self.text = text
+        self.trace = trace
+        self.step_version = NO_STATE
+        self.done: list[int] = []
+        self.owned: tuple[int, ...] = ()
+        self.dealt_in = 0
+        self.begun = False
+        self.trained_in = 0
+        self.loss_sum = 0.0
+        self.num_tokens = 0
+        self.forward_calls = 0
+        self.loss = 0.0
+        self.why = ""
+        self._kept: list[Tensor] = []
+
+    def claim(self) -> Claim:
+        """What this member brings into a settlement."""
+        return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
+                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     trained_in=self.trained_in)
+
+    def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
+        """Go on from a settlement: keep the sum only if the settlement keeps it."""
+        if step_version != self.step_version or sorted(self.done) != list(share.kept):
+            assert not share.kept
+            self._clear()
+        self.step_version = step_version
+        self.owned = tuple(sorted((*share.kept, *share.todo)))
+        self.dealt_in = generation
+        # Whoever is given a part of what others have begun has begun it too.
+        self.begun = begun
+
+    def run(self, control: Control, communicators: Communicators) -> Outcome:
+        """Finish this iteration with the members of the generation that is up."""
+        generation = communicators.generation
+        self.why = ""
+        self.begun = True
+        self.trained_in = generation
+        for item in self.owned:
+            if item in self.done:
+                continue
+            if control.asked(generation) == "now":
+                return "quiesced"
+            self._micro_batch(generation, item)
+        return self._reduce_and_step(control, communicators)
+
+    def meet(self, control: Control, communicators: Communicators) -> Outcome:
+        """After the last iteration: wait until every member has come this far."""
+        outcome, stats = self._together(control, communicators, self._stats_alone)
+        if outcome == "stepped" and stats is not None and stats[2] > 0:
+            return "boundary"
+        return outcome
+
+    def _micro_batch(self, generation: int, item: int) -> None:
+        trainee, train = self.trainee, self.trainee.train
+        trainee.draw.at(self.step_version, item)
+        tokens = self.text.sample(train.seed, self.step_version, item, rows=train.batch.micro,
+                                  sequence=train.model.sequence)
+        self.trace.note("forward", generation, self.step_version, item)
+        self.forward_calls += 1
+        loss = trainee.loss(tokens)
+        self.trace.note("backward", generation, self.step_version, item)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss_sum += loss.item()
+        self.num_tokens += trainee.num_tokens(tokens)
+        self.done.append(item)
+
+    def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
+        self.trace.note("reduce", communicators.generation, self.step_version)
+        self._keep()
+        outcome, stats = self._together(control, communicators, self._reduce)
+        if outcome != "stepped" or stats is None:
+            self._put_back()
+            return outcome
+        self.trace.note("step", communicators.generation, self.step_version)
+        self.trainee.optimizer.step()
+        self.trainee.scheduler.step(self.trainee.train.batch.global_)
+        self.loss = stats[0] / stats[1]
+        self.step_version += 1
+        self._clear()
+        self.owned = deal(self.trainee.train.num_micro_batches, communicators.num_members,
+                          communicators.place)
+        self.dealt_in = communicators.generation
+        self.begun = False
+        return "boundary" if stats[2] > 0 else "stepped"
+
+    def _together(self, control: Control, communicators: Communicators, collective: Any
+                  ) -> tuple[Outcome, list[float] | None]:
+        """Run what needs all members. Its result counts only if nobody had begun to abort it."""
+        generation = communicators.generation
+        boundary = control.asked(generation) is not None
+        stats: list[float] | None = None
+        self.why = ""
+        try:
+            with control.waiting_for_others(generation, communicators.wake):
+                stats = collective(communicators, boundary)
+        except Interrupted:
+            return "quiesced", None
+        except RuntimeError as error:
+            if poisoned(error):
+                raise
+            self.why = f"{type(error).__name__}: {error}".strip()
+        if communicators.woken or (self.why and control.asked(generation) == "now"):
+            return "quiesced", None
+        return ("failed", None) if self.why else ("stepped", stats)
+
+    def _stats_alone(self, communicators: Communicators, boundary: bool) -> list[float]:
+        stats = torch.tensor([self.loss_sum, self.num_tokens, float(boundary)],
+                             dtype=torch.float64, device=self.trainee.device)
+        dist.all_reduce(stats)
+        found: list[float] = stats.tolist()
+        return found
+
+    def _reduce(self, communicators: Communicators, boundary: bool) -> list[float]:
+        """The loss sum, the token count and the wish to stop; then Megatron's own reduction."""
+        stats = self._stats_alone(communicators, boundary)
+        num_tokens = torch.tensor(self.num_tokens, dtype=torch.int, device=self.trainee.device)
+        finalize_model_grads([self.trainee.ddp], num_tokens, pg_collection=communicators.groups)
+        if self.trainee.device.type == "cuda":
+            torch.cuda.synchronize()
+        assert num_tokens.item() == stats[1], "the two token counts are reductions of one number"
+        return stats
+
+    def _keep(self) -> None:
+        if not self._kept:
+            self._kept = [torch.empty_like(part) for part in self.trainee.gradients]
+        for kept, live in zip(self._kept, self.trainee.gradients, strict=True):
+            kept.copy_(live)
+
+    def _put_back(self) -> None:
+        for kept, live in zip(self._kept, self.trainee.gradients, strict=True):
+            live.copy_(kept)
+
+    def _clear(self) -> None:
+        self.trainee.ddp.zero_grad_buffer()
+        self.trainee.optimizer.zero_grad()
+        self.done = []
+        self.loss_sum = 0.0
+        self.num_tokens = 0
+
+
+def poisoned(error: BaseException) -> bool:
+    """Whether this error has ruined the process's CUDA context: only a new process helps."""
+    return "CUDA error" in str(error)
+
+
+def clock() -> float:
+    """Seconds, never going back; for step times only."""
+    return time.monotonic()

@@ -1,0 +1,287 @@
+"""The life of a member: hold, join a generation, settle, train, leave it, hold again."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from ...events.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.reports import (
+    CheckpointSaved,
+    CollectiveFailed,
+    Quiesced,
+    RankFinished,
+    RankReady,
+    Reconfigured,
+    ReconfigureFailed,
+)
+from . import checkpoint, cpu, model, state, text
+from .communicators import RENDEZVOUS_S_MAX, Communicators
+from .control import Control, Interrupted
+from .history import History
+from .iteration import Iteration, Outcome, clock, poisoned
+from .ledger import NO_STATE, Claim, Share, settle
+from .trace import Trace
+
+PROGRESS_S = 1.0
+"""How often the first member tells its progress."""
+
+log = structlog.get_logger()
+
+
+class Spoilt(Exception):
+    """Half of a peer's state was received, no peer is left, and there is no checkpoint."""
+
+
+class Member:
+    """One rank's process, from RankReady to RankFinished.
+
+    `generation` is the newest that it was told of; `inside` says whether it is in it. Outside of
+    every generation it holds: it waits for the next order, with all its state.
+    """
+
+    def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str]) -> None:
+        assert start.spec.train is not None, "a command task has no training rank"
+        self.control = control
+        self.start = start
+        self.train = start.spec.train
+        self.generation = 0
+        self.inside = False
+        self.members: tuple[int, ...] = ()
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
+        device = cpu.stand_in()
+        self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
+        words = text.load(self.train.data, self.train.model.sequence)
+        self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
+        self.communicators.up()
+        self.trainee = model.build(self.train, device, self.communicators.groups)
+        self.communicators.down(self.trainee.roots)
+        self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
+        self.history = History()
+        self.iteration = Iteration(self.trainee, words, Trace(
+            environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank, start.attempt))
+        self.digest = words.digest
+        self.spoilt = False
+        self.told_to = 0
+        self.told_s = 0.0
+        # Everything built by now stays: without this, a collection costs 100 to 500 ms.
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def step_version(self) -> int:
+        return self.iteration.step_version
+
+    def live(self) -> None:
+        """Say RankReady, then carry out orders until all iterations are done."""
+        self.control.tell(RankReady(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            endpoint=self.communicators.endpoint,
+            num_params=sum(param.numel() for param in self.trainee.module.parameters()),
+            state_bytes=state.num_bytes(self.trainee), iteration_flops=self.flops,
+            data_digest=self.digest,
+        ))
+        finished = False
+        while not finished:
+            match self.control.next_order():
+                case Reconfigure() as order if order.generation > self.generation:
+                    self._join(order)
+                case Resume() as order if self.inside and order.generation == self.generation:
+                    finished = self._train(order)
+                case Quiesce() as order if order.generation >= self.generation:
+                    self.generation = order.generation
+                    self._leave()
+                case order:
+                    log.info("order ignored", kind=type(order).__name__,
+                             generation=self.generation)
+
+    # --- joining --------------------------------------------------------------------------------
+    def _join(self, order: Reconfigure) -> None:
+        ranks = tuple(member.rank for member in order.members)
+        if self.start.rank not in ranks:
+            return
+        if self.inside:
+            self.communicators.down(self.trainee.roots)
+            self.inside = False
+        self.generation = order.generation
+        self.members = ranks
+        why, told = "", None
+        try:
+            with self.control.waiting_for_others(order.generation, self.communicators.wake):
+                told = self._meet_and_settle(order, ranks.index(self.start.rank))
+        except Interrupted:
+            why = "told to stop before it began"
+        except RuntimeError as error:
+            if poisoned(error):
+                raise
+            why = f"{type(error).__name__}: {error}".strip()
+        if self.communicators.woken:
+            why = f"told to stop; {why}"
+        if told is not None and not why:
+            self.inside = True
+            self.control.tell(told)
+            return
+        log.warning("generation did not come up", generation=order.generation, why=why)
+        self.communicators.down(self.trainee.roots)
+        self.control.tell(ReconfigureFailed(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            generation=order.generation, error=why[:1000],
+        ))
+        self._say_quiesced()
+
+    def _meet_and_settle(self, order: Reconfigure, place: int) -> Reconfigured:
+        """Communicators up, claims exchanged, state where it is missing. Raises RuntimeError."""
+        began_s = clock()
+        news = self.communicators.meet(order.generation, place, len(order.members), order.store,
+                                       msgspec.msgpack.encode(self.iteration.claim()))
+        claims = [msgspec.msgpack.decode(told, type=Claim) for told in news]
+        self.communicators.up()
+        up_s = clock()
+        settlement = settle(claims, self.train.num_micro_batches)
+        share = settlement.shares[place]
+        step_version, received_bytes, source = settlement.step_version, 0, NO_STATE
+        if step_version == NO_STATE:
+            step_version = self._without_state(order)
+        else:
+            takers = [other for other, part in enumerate(settlement.shares)
+                      if part.source == place and other != place]
+            if takers:
+                self._give(takers)
+            if share.source != place:
+                received_bytes = self._receive(share.source)
+            source = order.members[share.source].rank
+        if step_version >= self.train.iterations:
+            share = Share(kept=(), todo=(), dealt=(), source=share.source)
+        if not self.communicators.woken:
+            self.iteration.take(step_version, share, order.generation, begun=settlement.begun)
+        return Reconfigured(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            generation=order.generation, step_version=step_version, kept=share.kept,
+            todo=share.todo, dealt=share.dealt, source=source,
+            received_bytes=received_bytes, down_s=self.communicators.down_s,
+            up_s=up_s - began_s, settle_s=clock() - up_s,
+        )
+
+    def _without_state(self, order: Reconfigure) -> int:
+        """Nobody has state: the published checkpoint, or what the seed gave."""
+        if not order.checkpoint:
+            if self.spoilt:
+                raise Spoilt("what this process built from the seed has been written over")
+            return 0
+        folder = Path(self.train.output) / order.checkpoint
+        return checkpoint.load(folder, self.trainee, self.history)
+
+    def _give(self, takers: list[int]) -> None:
+        store = self.communicators.store
+        told = state.encode(state.numbers(self.trainee, self.step_version, self.history))
+        store.set(f"numbers/{self.communicators.place}", told)
+        for taker in takers:
+            state.give(self.trainee, taker)
+
+    def _receive(self, giver: int) -> int:
+        store = self.communicators.store
+        key = f"numbers/{giver}"
+        store.wait([key], datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+        told = state.decode(store.get(key))
+        worthless = self.step_version == NO_STATE
+        self.spoilt = self.spoilt or worthless
+        put_in_force, received_bytes = state.receive(self.trainee, giver, staged=not worthless)
+        if not self.communicators.woken:
+            put_in_force()
+            state.adopt(self.trainee, told, self.history)
+        return received_bytes
+
+    # --- training -------------------------------------------------------------------------------
+    def _train(self, order: Resume) -> bool:
+        """Train until told to stop, until something fails, or to the end; whether to the end."""
+        self.told_to, self.told_s = order.progress_from, 0.0
+        outcome: Outcome = "stepped"
+        began_s = clock()
+        while outcome == "stepped" and self.step_version < self.train.iterations:
+            outcome = self.iteration.run(self.control, self.communicators)
+            if outcome in ("stepped", "boundary"):
+                now_s = clock()
+                self.history.add(self.step_version - 1, self.iteration.loss, now_s - began_s)
+                began_s = now_s
+                if now_s - self.told_s >= PROGRESS_S:
+                    self._tell_progress()
+                self._save_when_due()
+        self._tell_progress()
+        if outcome == "stepped":
+            self._save(final=True)
+            outcome = self.iteration.meet(self.control, self.communicators)
+            if outcome == "stepped":
+                self._finish()
+                return True
+        if outcome == "failed":
+            self.control.tell(CollectiveFailed(
+                task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+                generation=self.generation, iteration=self.step_version,
+                error=self.iteration.why[:1000],
+            ))
+        self._leave()
+        return False
+
+    def _tell_progress(self) -> None:
+        """By the first member alone: all that has not been told."""
+        if self.communicators.place == 0:
+            for report in self.history.tell(
+                    self.told_to, task=self.start.task, generation=self.generation,
+                    micro_batches=self.train.num_micro_batches, flops=self.flops):
+                self.control.tell(report)
+            self.told_to = max(self.told_to, self.history.end)
+        self.told_s = clock()
+
+    def _save_when_due(self) -> None:
+        every = self.train.checkpoint_every
+        if every and self.step_version % every == 0 and self.step_version < self.train.iterations:
+            self._save(final=False)
+
+    def _save(self, *, final: bool) -> None:
+        """By the first member alone. Where it lies is told relative to the output folder."""
+        if self.communicators.place != 0:
+            return
+        path = checkpoint.place(self.generation, self.step_version)
+        ckpt_bytes = checkpoint.save(Path(self.train.output) / path, self.trainee,
+                                     self.step_version, self.history)
+        self.control.tell(CheckpointSaved(
+            task=self.start.task, generation=self.generation, step_version=self.step_version,
+            path=path, ckpt_bytes=ckpt_bytes, final=final,
+        ))
+
+    def _finish(self) -> None:
+        # A second meeting, whose outcome does not matter: a member that ends while another still
+        # waits for the first one's answer would look like a fault to it.
+        self.iteration.meet(self.control, self.communicators)
+        self.control.tell(RankFinished(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            generation=self.generation, step_version=self.step_version,
+            forward_calls=self.iteration.forward_calls,
+        ))
+
+    # --- leaving --------------------------------------------------------------------------------
+    def _leave(self) -> None:
+        """Out of the generation, if in it; say what is held, and hold."""
+        if self.inside:
+            self.inside = False
+            self.communicators.down(self.trainee.roots)
+        self._say_quiesced()
+
+    def _say_quiesced(self) -> None:
+        self.control.settle(self.generation)
+        self.control.tell(Quiesced(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            generation=self.generation, step_version=self.step_version,
+            micro_batches=tuple(sorted(self.iteration.done)), buckets_reduced=0,
+            num_buckets=self.trainee.num_buckets,
+        ))
+
+

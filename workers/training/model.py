@@ -1,0 +1,177 @@
+"""The trainee: Megatron's GPT, its DDP, its optimizer and its schedule, built from the job spec.
+
+All of it is stock megatron-core. Only the core attention is ours, in Megatron's slot for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch import Tensor
+
+from ...events.spec import Model, Train
+from .attention import CoreAttention
+from .draw import Draw, seed_of
+from .text import VOCABULARY
+
+Parts = tuple[Any, ...]
+
+
+@dataclass
+class Trainee:
+    """What is trained, and what trains it. The Any are Megatron's own, which has no types."""
+
+    train: Train
+    device: torch.device
+    draw: Draw
+    module: Any
+    ddp: Any
+    optimizer: Any
+    scheduler: Any
+    positions: Tensor
+
+    @property
+    def roots(self) -> Parts:
+        """Where handles of communicators can hide."""
+        return (self.ddp, self.optimizer, self.scheduler)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The local sum of gradients: Megatron's flat buffers, fp32."""
+        return [buffer.grad_data
+                for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
+
+    @property
+    def num_buckets(self) -> int:
+        return sum(len(group.buckets) for group in
+                   (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Sum of the loss over all tokens of one micro-batch [rows, sequence + 1]."""
+        tokens = tokens.to(self.device)
+        per_token: Tensor = self.ddp(
+            tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous()
+        )
+        return per_token.float().sum()
+
+    def num_tokens(self, tokens: Tensor) -> int:
+        """How many tokens of a micro-batch carry loss."""
+        return tokens[:, 1:].numel()
+
+
+def build(train: Train, device: torch.device, groups: Any = None) -> Trainee:
+    """Build everything, the same on every rank: the initial weights come from the seed alone.
+
+    Needs torch.distributed to be up (a world of one will do). `groups` is a
+    ProcessGroupCollection; None means Megatron's parallel state.
+    """
+    draw = Draw(train.seed)
+    torch.manual_seed(seed_of(train.seed, 4))
+    if device.type == "cuda":
+        draw.at(0, 0)
+        torch.manual_seed(seed_of(train.seed, 4))
+    config = _config(train)
+    module: Any = GPTModel(
+        config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
+        share_embeddings_and_output_weights=train.model.tie_embeddings,
+        pg_collection=groups,
+    ).to(device)
+    ddp: Any = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+                                      use_distributed_optimizer=False,
+                                      check_for_nan_in_grad=False),
+        module, pg_collection=groups,
+    )
+    ddp.train()
+    optimizer = _optimizer(train, ddp, groups)
+    positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
+    return Trainee(train, device, draw, module, ddp, optimizer, _scheduler(train, optimizer),
+                   positions)
+
+
+def _config(train: Train) -> Any:
+    model = train.model
+    return TransformerConfig(
+        num_layers=model.num_layers, hidden_size=model.hidden,
+        num_attention_heads=model.num_heads, hidden_dropout=model.dropout,
+        attention_dropout=model.dropout, use_cpu_initialization=True,
+        # The gradient's scale must not depend on how micro-batches are dealt.
+        calculate_per_token_loss=True,
+        pipeline_dtype=torch.float32, bias_dropout_fusion=False,
+    )
+
+
+def _layers(draw: Draw) -> Any:
+    spec: Any = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=CoreAttention, params={"draw": draw}
+    )
+    return spec
+
+
+def _optimizer(train: Train, ddp: Any, groups: Any) -> Any:
+    wanted = train.optimizer
+    config = OptimizerConfig(
+        optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.beta1, adam_beta2=wanted.beta2, adam_eps=wanted.eps,
+        clip_grad=wanted.clip_grad, bf16=False, fp16=False, use_distributed_optimizer=False,
+    )
+    optimizer: Any = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False,
+                                            pg_collection=groups)
+    _materialise(optimizer)
+    return optimizer
+
+
+def _materialise(optimizer: Any) -> None:
+    """Give Adam its moments and steps now, so that a newcomer has where to receive them.
+
+    Megatron's own init_state_fn leaves out `step`, which torch's AdamW needs.
+    """
+    for part in parts(optimizer):
+        for group in part.param_groups:
+            for param in group["params"]:
+                if not part.state[param]:
+                    part.state[param].update(step=torch.zeros((), dtype=torch.float32),
+                                             exp_avg=torch.zeros_like(param),
+                                             exp_avg_sq=torch.zeros_like(param))
+
+
+def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = [part.optimizer for part in chained if part.optimizer is not None]
+    assert all(isinstance(part, torch.optim.AdamW) for part in found)
+    return found
+
+
+def _scheduler(train: Train, optimizer: Any) -> Any:
+    """Megatron's schedule, counted in samples."""
+    wanted, batch = train.optimizer, train.batch.global_
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0 if wanted.warmup_iterations else wanted.lr,
+        max_lr=wanted.lr, min_lr=min(wanted.min_lr, wanted.lr),
+        lr_warmup_steps=wanted.warmup_iterations * batch,
+        lr_decay_steps=train.iterations * batch, lr_decay_style=wanted.decay,
+        start_wd=wanted.weight_decay, end_wd=wanted.weight_decay,
+        wd_incr_steps=train.iterations * batch, wd_incr_style="constant",
+    )
+
+
+def iteration_flops(model: Model, num_samples: int) -> float:
+    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh).
+
+    Source: Narayanan et al., SC 2021, without activation recomputation.
+    """
+    s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
+    return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))
+
+

@@ -1,0 +1,125 @@
+"""The process of one training rank: `python -m unicron.workers.training.rank --fd N`.
+
+Life: read StartRank from the agent's socket N; listen on it from a thread of its own; import torch
+and Megatron; build model, data and optimizer alone; say RankReady; then do what orders say, for as
+long as the agent lives (member.py). It ends
+
+- with exit code 0 after RankFinished;
+- with exit code 1 after RankErrored, whatever was raised;
+- with exit code 3 as soon as the agent's end of the socket is closed;
+- by SIGTERM at once: nothing of a rank needs tidying, and a checkpoint appears only when whole.
+
+Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
+UNICRON_TRACE_DIR (trace.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from types import TracebackType
+
+from ...events.errors import UsageError
+from ...events.orders import StartRank
+from ...events.reports import RankErrored
+from ..wire import Frame, Unpacker
+from .control import AGENT_GONE, RECEIVE_BYTES, Control
+
+TEXT_MAX = 4000
+"""Characters of an error that are told; its end, where the cause is."""
+
+
+def main() -> None:
+    """Be a rank until there is nothing left to do."""
+    parser = argparse.ArgumentParser(prog="unicron.workers.training.rank")
+    parser.add_argument("--fd", type=int, required=True)
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    connection.set_inheritable(False)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    unpacker = Unpacker()
+    order, early = _first(connection, unpacker)
+    control = Control(connection, order.rank, unpacker)
+    control.start(early)
+    last_words = LastWords(control, order)
+    sys.excepthook = last_words.say
+    _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
+
+    from .member import Member
+
+    member = Member(control, order, os.environ)
+    last_words.member = member
+    member.live()
+    _end(0)
+
+
+class LastWords:
+    """Says RankErrored for whatever ends the process, and ends it."""
+
+    def __init__(self, control: Control, order: StartRank) -> None:
+        self._control = control
+        self._order = order
+        self.member: object | None = None
+
+    def say(self, kind: type[BaseException], error: BaseException,
+            trace: TracebackType | None) -> None:
+        """As sys.excepthook."""
+        lines = traceback.format_exception(kind, error, trace)
+        if isinstance(error, UsageError):
+            text = f"{error} ({error.hint})"
+        else:
+            text = "".join(lines)
+        sys.stderr.write(text if text.endswith("\n") else text + "\n")
+        self._control.tell(RankErrored(
+            task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
+            generation=getattr(self.member, "generation", 0),
+            iteration=max(getattr(self.member, "step_version", 0), 0),
+            error=kind.__name__, text=text[-TEXT_MAX:],
+        ))
+        _end(1)
+
+
+def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
+    """StartRank, and what came with it."""
+    while True:
+        data = connection.recv(RECEIVE_BYTES)
+        if not data:
+            os._exit(AGENT_GONE)
+        frames = unpacker.feed(data)
+        if frames:
+            order = frames[0].body
+            assert isinstance(order, StartRank), f"{type(order).__name__} before StartRank"
+            return order, frames[1:]
+
+
+def _prepare(host: str) -> None:
+    """What must be in the environment before torch is imported."""
+    from .sockets import interface_of
+
+    interface = interface_of(host)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # torch must not end the process, nor hold it, on an NCCL error: the rank reports and holds.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Said once per rank and never of use: Apex and Transformer Engine are optional, and absent.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed")
+
+
+def _end(code: int) -> None:
+    """End without torch's own tidying, which waits for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

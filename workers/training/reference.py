@@ -1,0 +1,183 @@
+"""The undisturbed twin: the same task as a plain Megatron loop, in one process, without an agent.
+
+`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--compare CKPT]`
+
+It shares with the rank only the model, the data and the draws. Everything that could hide a fault
+of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
+finalisation. Prints JSON lines: one per iteration, then the result. FILE is a job spec as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ...events.spec import Train, parse
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    """The largest differences between two trainings.
+
+    A relative difference of parameters is that of a whole tensor: |a - b| / |b|, Euclidean.
+    """
+
+    num_losses: int
+    loss_abs: float
+    loss_rel: float
+    param_abs: float
+    param_rel: float
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """Losses of all iterations, and the final parameters: their digest and where they lie."""
+
+    losses: list[float]
+    digest: str
+    path: str
+
+
+def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
+                      tell: Callable[[int, float], None] | None = None) -> Result:
+    """Train all iterations; the final state goes to `out`/final.
+
+    `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from . import checkpoint, cpu, model, text
+    from .history import History
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = cpu.stand_in()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
+                            rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    trainee = model.build(train, device)
+    trainee.ddp.config.finalize_model_grads_func = finalize_model_grads
+    words = text.load(train.data, train.model.sequence)
+    items = list(order if order is not None else range(train.num_micro_batches))
+    assert sorted(items) == list(range(train.num_micro_batches))
+    history = History()
+
+    def forward_step(iterator: Iterator[tuple[int, int]], ddp: Any) -> tuple[Any, Any]:
+        iteration, item = next(iterator)
+        trainee.draw.at(iteration, item)
+        tokens = words.sample(train.seed, iteration, item, rows=train.batch.micro,
+                              sequence=train.model.sequence)
+        return trainee.loss(tokens), partial(loss_of, trainee.num_tokens(tokens))
+
+    def loss_of(num_tokens: int, loss: torch.Tensor) -> tuple[Any, Any, dict[str, float]]:
+        return (loss, torch.tensor(num_tokens, dtype=torch.int, device=device),
+                {"loss": loss.item(), "tokens": num_tokens})
+
+    for iteration in range(train.iterations):
+        trainee.ddp.zero_grad_buffer()
+        trainee.optimizer.zero_grad()
+        told: list[dict[str, float]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([(iteration, item) for item in items]), model=[trainee.ddp],
+            num_microbatches=len(items), seq_length=train.model.sequence,
+            micro_batch_size=train.batch.micro, forward_only=False,
+        )
+        trainee.optimizer.step()
+        trainee.scheduler.step(train.batch.global_)
+        loss = math.fsum(part["loss"] for part in told) / math.fsum(part["tokens"] for part in told)
+        history.add(iteration, loss, 0.0)
+        if tell is not None:
+            tell(iteration, loss)
+    shutil.rmtree(out / "final", ignore_errors=True)
+    checkpoint.save(out / "final", trainee, train.iterations, history)
+    digest = hashlib.sha256()
+    for param in trainee.module.parameters():
+        digest.update(param.detach().cpu().numpy().tobytes())
+    dist.destroy_process_group()
+    return Result(losses=list(history.losses), digest=f"sha256:{digest.hexdigest()}",
+                  path=str(out / "final"))
+
+
+def compare(one: Path, other: Path) -> Difference:
+    """Compare two checkpoints, read with nothing but torch. `other` is what `one` is held to."""
+    mine, theirs = read(one), read(other)
+    losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
+    loss_abs = [abs(a - b) for a, b in losses]
+    param_abs, param_rel = [0.0], [0.0]
+    for name, wanted in theirs.items():
+        if name.startswith("model."):
+            gap = (mine[name] - wanted).double()
+            param_abs.append(gap.abs().max().item())
+            param_rel.append((gap.norm() / max(wanted.double().norm().item(), 1e-30)).item())
+    return Difference(
+        num_losses=len(losses), loss_abs=_most(loss_abs),
+        loss_rel=_most([gap / abs(b) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
+        param_abs=_most(param_abs), param_rel=_most(param_rel),
+    )
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """All tensors and numbers of a checkpoint, without knowing the model."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    data: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            data[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        else:
+            data[key] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(data, checkpoint_id=folder, no_dist=True)
+    return data
+
+
+def _most(values: Sequence[float]) -> float:
+    """The largest; a NaN is larger than everything."""
+    return math.inf if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+def main() -> None:
+    """Train, and compare if asked."""
+    parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
+    parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--compare", type=Path)
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    spec = parse(json.loads(asked.spec.read_text()))
+    assert spec.train is not None, "a command task has no twin"
+
+    def tell(iteration: int, loss: float) -> None:
+        _say({"iteration": iteration, "loss": loss})
+
+    result = train_undisturbed(spec.train, asked.out, tell=tell)
+    _say({"losses": result.losses, "digest": result.digest, "path": result.path})
+    if asked.compare is not None:
+        gap = compare(asked.compare, Path(result.path))
+        _say({name: getattr(gap, name) for name in gap.__struct_fields__})
+
+
+def _say(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

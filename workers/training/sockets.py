@@ -1,0 +1,87 @@
+"""The sockets of this process: which are a generation's, and how to wake who sleeps on them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterable
+
+Inode = int
+
+
+def inodes() -> dict[Inode, int]:
+    """Open sockets of this process: inode -> descriptor."""
+    found: dict[Inode, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[status.st_ino] = int(name)
+    return found
+
+
+def shut_down(mine: Iterable[Inode], server_port: int) -> int:
+    """Shut down every connection but `mine` and those that our own store serves; how many.
+
+    A shut connection wakes both ends at once, unlike everything that gloo offers. It is never
+    done to a listening socket, which would abort the process. The inode is looked at again after
+    the descriptor has been duplicated: by then it may have become another's.
+    """
+    spared = frozenset(mine)
+    num_shut = 0
+    for inode, descriptor in inodes().items():
+        if inode in spared:
+            continue
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            continue
+        if os.fstat(copy).st_ino != inode:
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as connection:
+            num_shut += _shut(connection, server_port)
+    return num_shut
+
+
+def _shut(connection: socket.socket, server_port: int) -> bool:
+    try:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        if connection.getsockname()[1] == server_port:
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has this IPv4 address; "" when it cannot be told.
+
+    Source: netdevice(7), SIOCGIFADDR.
+    """
+    import fcntl
+    import struct
+
+    siocgifaddr = 0x8915
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""

@@ -1,0 +1,123 @@
+"""The whole state of a trainee: what a newcomer needs to be the same as a replica.
+
+Everything that changes while training is named here, once, for the exchange between members and
+for checkpoints alike:
+- tensors: parameters, buffers, Adam's two moments;
+- numbers: Adam's step counts, the schedule's position (which is the number of consumed samples),
+  the step version, and the losses so far.
+Not state, because they follow from the spec and the iteration: the data's order, every random
+generator (draw.py), learning rate and weight decay (the schedule's position). Not there at all in
+fp32: master weights, loss scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch import Tensor
+
+from .history import History
+from .model import Trainee, parts
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Numbers(Struct, kw_only=True):
+    """The part of the state that is not tensors. `adam_steps` is by parameter name."""
+
+    step_version: int
+    consumed_samples: int
+    adam_steps: dict[str, float]
+    first_loss: int
+    losses: list[float]
+    step_s: list[float]
+
+
+def names(trainee: Trainee) -> dict[int, str]:
+    """id of a parameter -> its name, the same on every rank."""
+    return {id(param): name for name, param in trainee.module.named_parameters()}
+
+
+def tensors(trainee: Trainee) -> dict[str, Tensor]:
+    """Every tensor of the state, live, by name, in an order that is the same on every rank."""
+    found: dict[str, Tensor] = {}
+    for name, param in trainee.module.named_parameters():
+        found[f"model.{name}"] = param.data
+    for name, buffer in trainee.module.named_buffers():
+        found[f"buffer.{name}"] = buffer
+    for name, moments in _moments(trainee):
+        for moment in MOMENTS:
+            found[f"optimizer.{moment}.{name}"] = moments[moment]
+    return found
+
+
+def num_bytes(trainee: Trainee) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(trainee).values())
+
+
+def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
+    """The rest of the state, copied."""
+    return Numbers(
+        step_version=step_version, consumed_samples=trainee.scheduler.num_steps,
+        adam_steps={name: float(moments["step"]) for name, moments in _moments(trainee)},
+        first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
+    )
+
+
+def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
+    """Take over the numbers; the step version."""
+    for name, moments in _moments(trainee):
+        moments["step"].fill_(told.adam_steps[name])
+    trainee.scheduler.num_steps = told.consumed_samples
+    trainee.scheduler.step(0)
+    history.replace(told.first_loss, told.losses, told.step_s)
+    return told.step_version
+
+
+def give(trainee: Trainee, place: int) -> None:
+    """Send every tensor to the member at `place`, out of live memory."""
+    for tensor in tensors(trainee).values():
+        dist.send(tensor, place)
+
+
+def receive(trainee: Trainee, place: int, *, staged: bool) -> tuple[Callable[[], None], int]:
+    """Receive every tensor from the member at `place`.
+
+    Returns what puts them in force, and the bytes received. `staged` keeps the own state whole
+    until then, for a member whose own state would still be worth something if this failed; it
+    costs that much memory.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    received_bytes = 0
+    for tensor in tensors(trainee).values():
+        target = torch.empty_like(tensor) if staged else tensor
+        dist.recv(target, place)
+        received_bytes += tensor.numel() * tensor.element_size()
+        if staged:
+            pairs.append((tensor, target))
+
+    def put_in_force() -> None:
+        for live, new in pairs:
+            live.copy_(new)
+
+    return put_in_force, received_bytes
+
+
+def encode(told: Numbers) -> bytes:
+    return msgspec.msgpack.encode(told)
+
+
+def decode(data: bytes) -> Numbers:
+    return msgspec.msgpack.decode(data, type=Numbers)
+
+
+def _moments(trainee: Trainee) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    by_id = names(trainee)
+    for part in parts(trainee.optimizer):
+        for group in part.param_groups:
+            for param in group["params"]:
+                yield by_id[id(param)], part.state[param]
