@@ -1,0 +1,124 @@
+"""One node's agent between the log and its ranks: one TaskGroup, four loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from ...events.errors import Ambiguous, Unavailable
+from ...events.log import AgentPort
+from ...events.reports import Body, NodeJoined, NodeLeft
+from . import linux
+from .link import CALL_S_MAX, Link
+from .outbox import Forgotten, Outbox
+from .ranks import STOP_GRACE_S, Node, Ranks
+from .spool import Spool
+
+BEAT_S = 0.5
+ORDERS_WAIT_S = 5.0
+FLUSH_S_MAX = 5.0
+"""How long a stopping agent waits for its last reports to be acknowledged."""
+SWEEP_S = 1.0
+
+_log = structlog.get_logger("agent")
+
+
+class Agent:
+    """`clock` gives seconds since 1970. `sweeps`: every child of this process is the agent's."""
+
+    def __init__(self, node: Node, port: AgentPort, clock: Callable[[], float], pid: int, *,
+                 spool: Spool, left: list[Spool], sweeps: bool) -> None:
+        self._node = node
+        self._port = port
+        self._clock = clock
+        self._pid = pid
+        self._link = Link()
+        self._outbox = Outbox(port, self._link, spool, left)
+        self._spool = spool
+        self._sweeps = sweeps
+        self._has_joined = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set.
+
+        Start: NodeJoined is spooled behind what predecessors left; then, beside each other,
+        reports, beats and orders begin. No rank starts before NodeJoined is in the log.
+        Stop: no more orders; ranks end (SIGTERM, after STOP_GRACE_S SIGKILL) and are reaped;
+        NodeLeft; reports are flushed for at most FLUSH_S_MAX; reports and beats end. What was not
+        acknowledged stays in the spool's file.
+        Cancel, or an error in a loop: ranks are killed at once, nothing is told or flushed.
+        Raises Forgotten when the log is another one than before.
+        """
+        try:
+            await self._serve(stop)
+        except BaseExceptionGroup as group:
+            if found := group.subgroup(Forgotten):
+                raise Forgotten(str(found.exceptions[0])) from None
+            raise
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        node = self._node
+        self._outbox.put(NodeJoined(
+            node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
+            num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu"))
+        async with asyncio.TaskGroup() as group:
+            ranks = Ranks(node, self._report, group)
+            try:
+                loops = [group.create_task(self._outbox.run(), name="reports"),
+                         group.create_task(self._beat(), name="beats"),
+                         group.create_task(self._sweep(ranks), name="sweep")]
+                orders = group.create_task(self._follow(ranks), name="orders")
+                await stop.wait()
+                _log.info("stopping", ranks=len(ranks.pids))
+                orders.cancel()
+                await ranks.stop_all(STOP_GRACE_S)
+                self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
+                                          reason="stopped"))
+                if not await self._outbox.flush(FLUSH_S_MAX):
+                    _log.warning("stopped with reports that nobody acknowledged",
+                                 num_reports=self._outbox.num_unacked)
+                for loop in loops:
+                    loop.cancel()
+            finally:
+                ranks.kill_all()
+
+    def _report(self, body: Body, occurred_s: float | None) -> None:
+        self._outbox.put(body, occurred_s)
+
+    async def _follow(self, ranks: Ranks) -> None:
+        """Read this node's orders from the beginning, each once, in order of seq."""
+        cursor, last = "0-0", 0
+        while True:
+            sent = await self._link.insist(
+                partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
+                ORDERS_WAIT_S + CALL_S_MAX)
+            if sent and not self._has_joined:
+                # Asked after the read: if NodeJoined is not in the log now, it was not then.
+                acked = await self._link.insist(lambda: self._port.acked(self._node.source))
+                self._has_joined = acked >= 1
+            for order in sent:
+                cursor = order.cursor
+                if order.record.seq > last:
+                    last = order.record.seq
+                    ranks.obey(order.record, stale=not self._has_joined)
+
+    async def _beat(self) -> None:
+        """A sign of life every BEAT_S; a failed one is not sent again."""
+        while True:
+            try:
+                await self._link.call(
+                    lambda: self._port.beat(self._node.name, self._node.incarnation))
+            except (Unavailable, Ambiguous):
+                pass
+            await asyncio.sleep(BEAT_S)
+
+    async def _sweep(self, ranks: Ranks) -> None:
+        """Reap orphans that ended by themselves while their rank lives on."""
+        while self._sweeps:
+            for pid in linux.dead_children():
+                if pid not in ranks.pids:
+                    linux.reap(pid)
+            await asyncio.sleep(SWEEP_S)

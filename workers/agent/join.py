@@ -1,0 +1,100 @@
+"""An agent's way in: POST /v1/join with the token, answered with where the log is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from ...events.errors import UsageError
+from .link import backoff_s
+
+JOIN_S_MAX = 60.0
+"""How long an unreachable or leaderless server is tried."""
+ANSWER_S_MAX = 5.0
+RETRY_S_MAX = 1.0
+
+
+class Joined(Struct, frozen=True, kw_only=True):
+    """The control plane's answer."""
+
+    redis_url: str
+    cluster: str
+    node: str
+    epoch: int
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises UsageError."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageError(f"token file {path}: {error.strerror}",
+                         "give --token-file FILE, as written by unicron up") from None
+    if not token:
+        raise UsageError(f"token file {path} is empty", "copy it from the control plane's state")
+    return token
+
+
+async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
+               s_max: float = JOIN_S_MAX) -> Joined:
+    """Ask until answered, at most `s_max` seconds.
+
+    Raises UsageError at once when the token or the request is refused, and at the end when the
+    server could not be reached.
+    """
+    deadline = time.monotonic() + s_max
+    body = {"node": node, "host": host, "incarnation": incarnation}
+    headers = {"Authorization": f"Bearer {token}",
+               "Idempotency-Key": f"join-{node}-{incarnation}"}
+    num_tries = 0
+    async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
+        while True:
+            try:
+                return await _ask(session, url, headers, body)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            wait_s = backoff_s(num_tries, RETRY_S_MAX)
+            num_tries += 1
+            if time.monotonic() + wait_s > deadline:
+                raise UsageError(f"cannot join {url}: {why}",
+                                 "is the control plane up? try: unicron up, or another --url")
+            await asyncio.sleep(wait_s)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
+               body: Mapping[str, object]) -> Joined:
+    """One try. Raises UsageError (do not try again), ClientError or TimeoutError (do)."""
+    try:
+        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
+    except aiohttp.InvalidURL:
+        raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
+    data = await reply.read()
+    if reply.status == 401 or reply.status == 403:
+        raise UsageError(f"{url} does not accept the token",
+                         "give the --token-file of this control plane")
+    if reply.status >= 500:
+        raise aiohttp.ClientError(f"{reply.status} {_error(data)}".strip())
+    if reply.status != 200:
+        raise UsageError(f"{url} refuses to let {body['node']} join: {_error(data)}",
+                         "does --url name a unicron control plane?")
+    try:
+        return msgspec.json.decode(data, type=Joined)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{url} gives an answer that is not understood: {error}",
+                         "is it a unicron control plane of this version?") from None
+
+
+def _error(data: bytes) -> str:
+    """The one line of an error's body."""
+    try:
+        found = msgspec.json.decode(data)
+        return str(found["error"]) if isinstance(found, dict) and "error" in found else ""
+    except msgspec.MsgspecError:
+        return data[:200].decode(errors="replace").strip().partition("\n")[0]

@@ -1,0 +1,120 @@
+"""What the agent asks of Linux: death signals, adoption of orphans, the table of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+# PyDLL keeps the interpreter's lock: the call is made between fork and exec, where no other
+# thread exists that could hand it back.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_PDEATHSIG_CODE = 1
+_SUBREAPER_CODE = 36
+
+
+class Proc(NamedTuple):
+    """One line of the table of processes. `start_ticks` tells a pid from a later one's."""
+
+    pid: int
+    state: str
+    ppid: int
+    pgid: int
+    sid: int
+    start_ticks: int
+
+
+def die_with(parent: int) -> None:
+    """Have the calling process killed when its parent ends; in the child, before exec."""
+    _libc.prctl(_PDEATHSIG_CODE, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the request was made
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be reaped."""
+    if _libc.prctl(_SUBREAPER_CODE, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def read(pid: int) -> Proc | None:
+    """One process, None if there is none. Zombies (state Z) are included."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return Proc(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def table() -> list[Proc]:
+    """All processes. Linear in their number: about 20 us each (measured)."""
+    found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [proc for proc in found if proc is not None]
+
+
+def environ(pid: int) -> list[bytes]:
+    """What a process was started with, `NAME=value`; empty if it is gone or not ours to read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
+    """The processes of `roots` and all below them."""
+    children: dict[int, list[Proc]] = {}
+    for proc in procs:
+        children.setdefault(proc.ppid, []).append(proc)
+    found = [proc for proc in procs if proc.pid in roots]
+    for proc in found:  # grows while it is walked
+        found.extend(child for child in children.get(proc.pid, ()) if child.pid not in roots)
+    return found
+
+
+def kill(proc: Proc) -> None:
+    """SIGKILL exactly this process; nothing if its pid belongs to another by now."""
+    try:
+        handle = os.pidfd_open(proc.pid)
+    except ProcessLookupError:
+        return
+    try:
+        now = read(proc.pid)
+        if now is not None and now.start_ticks == proc.start_ticks:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def reap(pid: int) -> None:
+    """Take the status of an ended child of ours; nothing if it is alive or not a child."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
+
+
+def dead_children() -> list[int]:
+    """Zombies whose parent this process is, by the kernel's list of this thread's children."""
+    me = os.getpid()
+    children = Path(f"/proc/{me}/task/{me}/children").read_text(encoding="ascii").split()
+    found = (read(int(pid)) for pid in children)
+    return [proc.pid for proc in found if proc is not None and proc.state == "Z"]
+
+
+def end_marked(marker: bytes) -> list[Proc]:
+    """SIGKILL every other process started with an environment entry that begins with `marker`.
+
+    Returns those that were found.
+    """
+    found: list[Proc] = []
+    for proc in table():
+        marked = any(entry.startswith(marker) for entry in environ(proc.pid))
+        if marked and proc.pid != os.getpid():
+            kill(proc)
+            found.append(proc)
+    return found

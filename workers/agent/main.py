@@ -1,0 +1,191 @@
+"""The agent's process: its place, its way in, its signals, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+from msgspec import Struct
+
+from ...events.errors import Unavailable, UsageError
+from ...events.redis_log import RedisLog, connect
+from . import linux
+from .agent import Agent
+from .join import join
+from .link import backoff_s
+from .outbox import Forgotten
+from .pid_file import PidFile
+from .ranks import RANK_ARGV, Node
+from .spool import Spool, load
+
+CONNECT_S_MAX = 60.0
+"""How long the log's server is tried at the start; later, for ever."""
+EXIT_S_MAX = 1.0
+"""How long a second signal waits for a tidy end."""
+LEFT_NUM_MAX = 8
+"""Spools of predecessors that are kept for delivery; older ones are given up."""
+
+_log = structlog.get_logger("agent")
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What `unicron agent` is asked for.
+
+    `host` is where this node's ranks can be reached. `redis_url` empty takes what the control
+    plane tells. `devices` None takes CUDA_VISIBLE_DEVICES: one entry per slot, else CPU.
+    """
+
+    node: str
+    url: str
+    token: str
+    num_slots: int
+    state_dir: Path
+    host: str = "127.0.0.1"
+    redis_url: str = ""
+    devices: tuple[str, ...] | None = None
+    trace: bool = False
+    rank_argv: tuple[str, ...] = RANK_ARGV
+
+
+def run(options: Options) -> int:
+    """Run the node's agent until SIGTERM or SIGINT; the exit code. Raises UsageError.
+
+    0: stopped on purpose. 1: the log is another one than before, or a second signal.
+    """
+    _configure_talk()
+    if not sys.platform.startswith("linux"):
+        raise UsageError("an agent runs on Linux only",
+                         "run the control plane here and agents elsewhere")
+    pid_file = PidFile(options.state_dir.absolute(), options.node)
+    incarnation = pid_file.take(time.time())
+    try:
+        return asyncio.run(_run(options, incarnation))
+    except Forgotten as error:
+        _log.error("stopped: the log is another one than before; start the agent again",
+                   why=str(error))
+        return 1
+    finally:
+        pid_file.drop()
+
+
+async def _run(options: Options, incarnation: int) -> int:
+    """Start order: signals, an end to what predecessors left running, join, log, agent.
+
+    Stop order: agent, log. A signal before the agent runs ends at once; the first one after lets
+    it stop by itself; the second cancels it, which kills the ranks.
+    """
+    stop = asyncio.Event()
+    signals = _Signals(stop)
+    state_dir = options.state_dir.absolute()
+    mark = f"UNICRON_PROCESS={state_dir}:{options.node}/"
+    for proc in linux.end_marked(mark.encode()):
+        _log.warning("ended what a predecessor's rank left running", pid=proc.pid)
+    linux.adopt_orphans()
+    try:
+        joined = await join(options.url, options.token, node=options.node, host=options.host,
+                            incarnation=incarnation)
+        log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
+        try:
+            node = Node(name=options.node, incarnation=incarnation, cluster=joined.cluster,
+                        host=options.host, num_slots=options.num_slots, state_dir=state_dir,
+                        devices=_devices(options, os.environ), trace=options.trace,
+                        rank_argv=options.rank_argv)
+            spool, left = spools(state_dir / "agents", node.name, node.source)
+            signals.is_serving = True
+            _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
+            await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
+                        sweeps=True).run(stop)
+            spool.close(forget=not spool.num_unacked)
+        finally:
+            await log.close()
+    except asyncio.CancelledError:
+        if not signals.num_heard:
+            raise
+        return 1 if signals.is_serving else 0
+    return 0
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first asks, the second insists."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self.num_heard = 0
+        self.is_serving = False
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._hear)
+
+    def _hear(self) -> None:
+        self.num_heard += 1
+        self._stop.set()
+        if not self.is_serving or self.num_heard > 1:
+            self._task.cancel()
+            self._loop.call_later(EXIT_S_MAX, os._exit, 1)
+
+
+def spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
+    """This agent's spool, and those that predecessors left undelivered, oldest first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = f"{node}.{source.rpartition('/')[2]}.spool"
+    # The name ends in the incarnation; sorted by it. A node's name may hold dots.
+    found = sorted((int(number), path) for path in folder.glob(f"{node}.*.spool")
+                   if (number := path.name.removeprefix(f"{node}.").removesuffix(".spool"))
+                   .isdecimal() and path.name != mine)
+    for _, path in found[:-LEFT_NUM_MAX]:
+        _log.warning("a predecessor's reports are given up", file=path.name)
+        path.unlink()
+    left: list[Spool] = []
+    for _, path in found[-LEFT_NUM_MAX:]:
+        spool = load(path, node, time.time)
+        if spool is None:
+            path.unlink()
+        else:
+            left.append(spool)
+    return Spool(source, node, time.time, file=folder / mine), left
+
+
+async def _connect(url: str, cluster: str) -> RedisLog:
+    """Raises UsageError when the server is unfit, or not reached within CONNECT_S_MAX."""
+    deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
+    while True:
+        try:
+            return await connect(url, cluster)
+        except Unavailable as error:
+            if time.monotonic() > deadline:
+                raise UsageError(f"the log's server cannot be reached: {error}",
+                                 "on another host, give --redis URL as seen from here") from None
+        await asyncio.sleep(backoff_s(num_tries))
+        num_tries += 1
+
+
+def _devices(options: Options, env: Mapping[str, str]) -> tuple[str, ...]:
+    """One GPU for each slot, or none. Raises UsageError when there are fewer than slots."""
+    if options.devices is not None:
+        given = options.devices
+    else:
+        given = tuple(part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+                      if part.strip() not in ("", "-1"))
+    if given and len(given) < options.num_slots:
+        raise UsageError(f"{len(given)} GPUs for {options.num_slots} slots",
+                         "lower --slots, or widen CUDA_VISIBLE_DEVICES")
+    return given[: options.num_slots]
+
+
+def _configure_talk() -> None:
+    if not structlog.is_configured():
+        shown = (structlog.dev.ConsoleRenderer() if sys.stderr.isatty()
+                 else structlog.processors.JSONRenderer())
+        structlog.configure(
+            processors=[structlog.processors.add_log_level,
+                        structlog.processors.TimeStamper(fmt="iso"), shown],
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr))

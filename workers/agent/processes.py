@@ -1,0 +1,142 @@
+"""One process of a rank: started, watched by its pidfd, ended and reaped with all it started.
+
+The process leads a session of its own, dies with the agent (PR_SET_PDEATHSIG), and writes to a
+file. Its exit is seen at once and it is left unreaped until nothing of its group lives: so its pid,
+which is also the number of its group and session, cannot become another's meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from . import linux
+
+TAIL_BYTES = 4096
+_POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
+
+
+class Exit(NamedTuple):
+    """How a process ended: exactly one of the two is set."""
+
+    exit_code: int | None
+    signal: int | None
+
+
+class Process:
+    """A running process. `marker` is an environment entry that all its descendants inherit."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log_path: Path, log_start: int,
+                 marker: bytes) -> None:
+        self.pid = popen.pid
+        self.log_path = log_path
+        self._popen = popen
+        self._log_start = log_start
+        self._marker = marker
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._see_end)
+
+    @classmethod
+    def start(cls, argv: Sequence[str], *, env: Mapping[str, str], marker: tuple[str, str],
+              log_path: Path, pass_fds: Sequence[int] = ()) -> Process:
+        """Start `argv`; stdout and stderr are appended to `log_path`. Raises OSError."""
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        with log_path.open("ab") as log:
+            log_start = log.tell()
+            popen = subprocess.Popen(
+                list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds),
+                start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
+        return cls(popen, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
+
+    async def wait(self) -> Exit:
+        """Until the process has ended; it stays a zombie until `end_group`."""
+        await asyncio.shield(self._ended)
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert status is not None, f"{self.pid} has ended without a status"
+        if status.si_code == os.CLD_EXITED:
+            return Exit(status.si_status, None)
+        return Exit(None, status.si_status)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send to the process and its group; nothing if they are gone."""
+        if self._popen.returncode is None:
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+    async def wait_group(self, s_max: float) -> bool:
+        """Until nothing that the ended process started is left; False after `s_max`."""
+        return await self._until_alone(s_max, kill=False)
+
+    async def end_group(self, s_max: float) -> bool:
+        """Kill and reap what the process started, then reap it; False if some live after `s_max`.
+
+        Afterwards (True) its number is free. Call it again after False.
+        """
+        self.signal_group(signal.SIGKILL)
+        if not await self._until_alone(s_max, kill=True):
+            return False
+        self._popen.wait()
+        self.close()
+        return True
+
+    def tail(self) -> str:
+        """The end of what it wrote, at most TAIL_BYTES."""
+        try:
+            with self.log_path.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - TAIL_BYTES))
+                return log.read(TAIL_BYTES).decode("utf-8", errors="replace")
+        except OSError as error:
+            return f"(no output: {error.strerror})"
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _see_end(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _until_alone(self, s_max: float, *, kill: bool) -> bool:
+        deadline, pause_s = self._loop.time() + s_max, _POLL_S_MIN
+        while left := self._descendants():
+            if self._loop.time() > deadline:
+                return False
+            for proc in left if kill else ():
+                linux.kill(proc)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S_MAX)
+        return True
+
+    def _descendants(self) -> list[linux.Proc]:
+        """What lives of its session and group, and of orphans that the agent adopted from it."""
+        procs, me = linux.table(), os.getpid()
+        roots: set[int] = set()
+        for proc in procs:
+            if proc.pid == self.pid:
+                continue
+            ours = self.pid in (proc.sid, proc.pgid)
+            if ours or (proc.ppid == me and self._marker in linux.environ(proc.pid)):
+                roots.add(proc.pid)
+                if proc.state == "Z" and proc.ppid == me:
+                    linux.reap(proc.pid)
+        return [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]

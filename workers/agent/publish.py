@@ -1,0 +1,86 @@
+"""Publication of a checkpoint: `<output>/latest` moves atomically, and only forward."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path, PurePosixPath
+
+import msgspec
+from msgspec import Struct
+
+from ...events.errors import UnicronError
+
+_NOTE = ".published.json"
+_LOCK = ".published.lock"
+
+
+class Refused(UnicronError):
+    """The checkpoint is not published; `str()` says why."""
+
+
+class _Note(Struct, frozen=True, kw_only=True):
+    """Which order moved `latest` last. Seqs are compared only within one cluster's log."""
+
+    cluster: str
+    order: int
+    task: int
+    generation: int
+    path: str
+
+
+def publish(*, cluster: str, order: int, task: int, generation: int, output: str,
+            path: str) -> None:
+    """Point `<output>/latest` at `path`, which is relative to `output`.
+
+    One compare-and-set under a lock in `output`: an order older than the last that was carried
+    out is refused; the same one twice is harmless. Blocks on the disk: call it in a thread.
+    Raises Refused, OSError.
+    """
+    folder, relative = Path(output), PurePosixPath(path)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        raise Refused(f"{path!r} is not a path inside the output folder")
+    if not (folder / relative).is_dir():
+        raise Refused(f"{folder / relative} is not there")
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        last = _read(folder / _NOTE)
+        if last is not None and last.cluster == cluster and last.order > order:
+            raise Refused(f"order {last.order} has published {last.path} since")
+        _move(folder, relative)
+        note = _Note(cluster=cluster, order=order, task=task, generation=generation, path=path)
+        _replace(folder / _NOTE, msgspec.json.encode(note))
+    finally:
+        os.close(lock)
+
+
+def _move(folder: Path, relative: PurePosixPath) -> None:
+    latest, new = folder / "latest", folder / ".latest.new"
+    if latest.exists() and not latest.is_symlink():
+        raise Refused(f"{latest} is not a link: move it away")
+    new.unlink(missing_ok=True)
+    new.symlink_to(relative, target_is_directory=True)
+    new.replace(latest)
+    _sync(folder)
+
+
+def _read(path: Path) -> _Note | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Note)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,326 @@
+"""The ranks of one node: orders become processes, and what processes do becomes reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+from msgspec import Struct
+
+from ...events import reports
+from ...events.orders import (
+    PublishCheckpoint,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    StartRank,
+    StopRank,
+)
+from ...events.records import Record
+from ...events.reports import Body, CheckpointPublished, OrderRefused, RankExited, RankStarted
+from ..wire import Frame
+from .pipe import Pipe
+from .processes import Exit, Process
+from .publish import Refused, publish
+
+STOP_GRACE_S = 5.0
+"""Given to each rank when its agent stops."""
+REAP_S_MAX = 5.0
+"""Until RankExited is told although something of the rank still lives; its slot stays taken."""
+PUBLISH_S_MAX = 60.0
+RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
+
+RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
+             reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
+             reports.LossNotFinite, reports.CheckpointSaved, reports.RankFinished)
+"""The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
+_log = structlog.get_logger("agent")
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """What ranks need to know of their node. `devices` has one entry per slot, or none (CPU)."""
+
+    name: str
+    incarnation: int
+    cluster: str
+    host: str
+    num_slots: int
+    state_dir: Path
+    devices: tuple[str, ...] = ()
+    trace: bool = False
+    rank_argv: tuple[str, ...] = RANK_ARGV
+
+    @property
+    def source(self) -> str:
+        return f"{self.name}/{self.incarnation}"
+
+    @property
+    def mark(self) -> str:
+        """Begins the UNICRON_PROCESS of everything that any incarnation of this node starts."""
+        return f"{self.state_dir}:{self.name}/"
+
+
+class _Rank:
+    """One attempt: it waits for its slot, lives, is ended and reaped."""
+
+    def __init__(self, order: StartRank, seq: int, epoch: int) -> None:
+        self.order = order
+        self.seq = seq
+        self.epoch = epoch
+        self.process: Process | None = None
+        self.pipe: Pipe | None = None
+        self.generation = 0
+        self.never = False
+        """Stopped before it could start."""
+        self.stop_at: float | None = None
+        """Loop time at which patience ends, once it is told to stop."""
+        self.stop = asyncio.Event()
+
+
+class Ranks:
+    """All ranks of the node. `report` spools a body; `group` owns one task per rank."""
+
+    def __init__(self, node: Node, report: Callable[[Body, float | None], None],
+                 group: asyncio.TaskGroup) -> None:
+        self._node = node
+        self._report = report
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
+        self._ranks: dict[tuple[int, int, int], _Rank] = {}
+        self._publishing = asyncio.Lock()
+        self._stopping = False
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that this room reaps itself."""
+        return {rank.process.pid for rank in self._ranks.values() if rank.process is not None}
+
+    def obey(self, record: Record, *, stale: bool = False) -> None:
+        """Carry out one order; `stale`: it was given before this agent had joined."""
+        match record.body:
+            case StartRank() as order:
+                if not stale and order.incarnation in (0, self._node.incarnation):
+                    self._start(order, record)
+            case StopRank() as order:
+                rank = self._ranks.get((order.task, order.rank, order.attempt))
+                if rank is not None:
+                    self._stop(rank, order.grace_s)
+            case Quiesce() as order:
+                self._forward(record, [rank for rank in self._of(order.task)
+                                       if rank.order.rank in order.ranks])
+            case Reconfigure() as order:
+                members = {(m.rank, m.attempt) for m in order.members
+                           if m.node == self._node.name}
+                ranks = [rank for rank in self._of(order.task)
+                         if (rank.order.rank, rank.order.attempt) in members]
+                for rank in ranks:
+                    rank.generation = max(rank.generation, order.generation)
+                self._forward(record, ranks)
+            case Resume() as order:
+                self._forward(record, [rank for rank in self._of(order.task)
+                                       if rank.generation == order.generation])
+            case PublishCheckpoint() as order:
+                self._group.create_task(self._publish(order, record.seq),
+                                        name=f"publish {record.seq}")
+            case other:
+                self._refuse(record.seq, f"{type(other).__name__} is no order")
+
+    async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End every rank; returns when all are reaped, or after the limits of each."""
+        self._stopping = True
+        for rank in list(self._ranks.values()):
+            self._stop(rank, grace_s)
+        deadline = self._loop.time() + grace_s + 2 * REAP_S_MAX
+        while self._ranks and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+
+    def kill_all(self) -> None:
+        """SIGKILL every group, wait for nothing."""
+        self._stopping = True
+        for rank in self._ranks.values():
+            if rank.process is not None:
+                rank.process.signal_group(signal.SIGKILL)
+
+    # --- orders ---------------------------------------------------------------------------------
+    def _of(self, task: int) -> list[_Rank]:
+        return [rank for rank in self._ranks.values() if rank.order.task == task]
+
+    def _start(self, order: StartRank, record: Record) -> None:
+        slot = order.slot
+        if slot.node != self._node.name or not 0 <= slot.index < self._node.num_slots:
+            self._refuse(record.seq, f"slot {slot.node}/{slot.index} is not on this node")
+            return
+        if self._stopping:
+            self._refuse(record.seq, "the agent is stopping")
+            return
+        for other in self._of(order.task):
+            if other.order.rank == order.rank:
+                if other.order.attempt >= order.attempt:
+                    return  # told twice, or overtaken
+                self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
+        rank = _Rank(order, record.seq, record.epoch)
+        self._ranks[order.task, order.rank, order.attempt] = rank
+        self._group.create_task(
+            self._live(rank), name=f"task {order.task} rank {order.rank}.{order.attempt}")
+
+    def _stop(self, rank: _Rank, grace_s: float) -> None:
+        stop_at = self._loop.time() + grace_s
+        if rank.process is None:
+            if not rank.never:
+                rank.never = True
+                self._exited(rank, 0, Exit(None, int(signal.SIGTERM)), "stopped before its start")
+            return
+        if rank.stop_at is None or stop_at < rank.stop_at:
+            rank.stop_at = stop_at
+            rank.process.signal_group(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+            rank.stop.set()
+
+    def _forward(self, record: Record, ranks: list[_Rank]) -> None:
+        for rank in ranks:
+            sent = rank.pipe is not None and rank.pipe.send(
+                Frame(body=record.body, seq=record.seq, epoch=record.epoch))
+            if not sent and rank.process is not None and not rank.process.has_ended:
+                self._refuse(record.seq, f"rank {rank.order.rank} does not read its pipe")
+
+    def _refuse(self, seq: int, why: str) -> None:
+        _log.warning("order refused", order=seq, why=why)
+        self._report(OrderRefused(node=self._node.name, order=seq, why=why), None)
+
+    # --- a rank's life --------------------------------------------------------------------------
+    async def _live(self, rank: _Rank) -> None:
+        order = rank.order
+        try:
+            async with self._slots[order.slot.index]:
+                if not rank.never and self._spawn(rank):
+                    await self._watch(rank)
+        finally:
+            del self._ranks[order.task, order.rank, order.attempt]
+
+    def _spawn(self, rank: _Rank) -> bool:
+        """Start the process; False, and OrderRefused, if the system does not let us."""
+        order, node = rank.order, self._node
+        name = f"{order.task}-{order.spec.name}"
+        log_path = node.state_dir / "logs" / name / f"rank-{order.rank}.attempt-{order.attempt}.log"
+        pipe: Pipe | None = None
+        argv: tuple[str, ...] = order.spec.command
+        if order.spec.train is not None:
+            pipe = Pipe(lambda frame: self._heard(rank, frame),
+                        lambda why: self._broken(rank, why))
+            argv = (*node.rank_argv, "--fd", str(pipe.theirs.fileno()))
+        mark = f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}"
+        try:
+            process = Process.start(
+                argv, env=environment(order, node, os.environ), log_path=log_path,
+                marker=("UNICRON_PROCESS", mark),
+                pass_fds=(pipe.theirs.fileno(),) if pipe is not None else ())
+        except (OSError, ValueError) as error:
+            if pipe is not None:
+                pipe.close()
+            self._refuse(rank.seq, f"cannot start {argv[0]}: {error}")
+            return False
+        rank.process, rank.pipe = process, pipe
+        self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
+                                 node=node.name, pid=process.pid, log_path=str(log_path)), None)
+        if pipe is not None:
+            pipe.started()
+            pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
+        return True
+
+    async def _watch(self, rank: _Rank) -> None:
+        process = rank.process
+        assert process is not None
+        try:
+            how = await self._until_end(rank, process)
+            if rank.stop_at is not None:  # told to stop: the rest of its group has its grace too
+                await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
+            is_gone = await process.end_group(REAP_S_MAX)
+            if rank.pipe is not None:
+                rank.pipe.drain()  # what it said last comes before its end
+            self._exited(rank, process.pid, how, process.tail())
+            while not is_gone:
+                _log.error("a process does not die; its slot stays taken", pid=process.pid)
+                is_gone = await process.end_group(60.0)
+        finally:
+            process.signal_group(signal.SIGKILL)
+            process.close()
+            if rank.pipe is not None:
+                rank.pipe.close()
+
+    async def _until_end(self, rank: _Rank, process: Process) -> Exit:
+        ending = asyncio.ensure_future(process.wait())
+        try:
+            while not ending.done():
+                left_s = None
+                if rank.stop_at is not None:
+                    left_s = rank.stop_at - self._loop.time()
+                    if left_s <= 0:
+                        process.signal_group(signal.SIGKILL)
+                        left_s = None
+                rank.stop.clear()
+                told = asyncio.ensure_future(rank.stop.wait())
+                await asyncio.wait((ending, told), timeout=left_s,
+                                   return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+            return ending.result()
+        finally:
+            ending.cancel()
+
+    def _exited(self, rank: _Rank, pid: int, how: Exit, tail: str) -> None:
+        order = rank.order
+        self._report(RankExited(task=order.task, rank=order.rank, attempt=order.attempt, pid=pid,
+                                exit_code=how.exit_code, signal=how.signal, tail=tail), None)
+
+    # --- what ranks say -------------------------------------------------------------------------
+    def _heard(self, rank: _Rank, frame: Frame) -> None:
+        if not isinstance(frame.body, RANK_SAYS):
+            self._broken(rank, f"{type(frame.body).__name__} is not for a rank to say")
+            return
+        try:
+            self._report(frame.body, frame.at_s or None)
+        except ValueError as error:
+            self._broken(rank, f"a report that cannot be written: {error}")
+
+    def _broken(self, rank: _Rank, why: str) -> None:
+        """A rank that speaks nonsense cannot be led: it ends, and is restarted like any other."""
+        _log.error("a rank broke its pipe's protocol", rank=rank.order.rank, why=why)
+        if rank.process is not None:
+            rank.process.signal_group(signal.SIGKILL)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+    async def _publish(self, order: PublishCheckpoint, seq: int) -> None:
+        async with self._publishing:  # in the order of the orders
+            try:
+                async with asyncio.timeout(PUBLISH_S_MAX):
+                    await asyncio.to_thread(
+                        publish, cluster=self._node.cluster, order=seq, task=order.task,
+                        generation=order.generation, output=order.output, path=order.path)
+            except (Refused, OSError) as error:  # TimeoutError is an OSError
+                self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
+                return
+        self._report(CheckpointPublished(task=order.task, order=seq, path=order.path), None)
+
+
+def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a rank is started with: all that the agent has, and what its tier asks for."""
+    env = {"PYTHONUNBUFFERED": "1", **inherited}
+    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
+            "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),
+            "UNICRON_ATTEMPT": str(order.attempt)}
+    if node.trace:
+        env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
+    if order.spec.command:
+        env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
+                "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
+                "MASTER_PORT": str(order.port)}
+    elif node.devices:
+        env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
