@@ -29,6 +29,9 @@ STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
 """How long a killed server's last threads, or its child rewriting the log, may hold the lock."""
+PORT_WAIT_S_MAX = 2.0
+PORT_MIN, PORT_MAX = 20000, 32000
+"""Below the ports that Linux (32768 on) and macOS (49152 on) give to outgoing connections."""
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
 _PORT_TRIES_MAX = 5
@@ -118,14 +121,16 @@ def start(directory: Path, *, port: int = 0) -> Server:
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        last = _note(directory)
-        tries = [port] if port else [*([last.port] if last else []), *[0] * _PORT_TRIES_MAX]
+        last = None if port else _note(directory)
+        if last:
+            _wait_free(last.port)
+        tries = [port] if port else [last.port if last else 0, *[0] * _PORT_TRIES_MAX]
         for one in tries:
             if server := _start(binary, directory, one or _free_port(), lock):
                 return server
     finally:
         os.close(lock)
-    raise ServerError(f"port {port} is in use" if port else "no free port on 127.0.0.1",
+    raise ServerError(f"port {port} is in use" if port else f"no free port on {_HOST}",
                       "choose another port" if port else "")
 
 
@@ -300,9 +305,23 @@ def _quoted(path: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that the system gives to nobody by itself.
+
+    A client that tries again and again to reach a dead server on a port of the system's own range
+    can be given that very port for its end, and is then connected to itself.
+    """
+    for _ in range(_PORT_TRIES_MAX):
+        port = PORT_MIN + secrets.randbelow(PORT_MAX - PORT_MIN)
+        if _is_free(port):
+            return port
+    raise ServerError(f"no free port of {_HOST} found from {PORT_MIN} to {PORT_MAX}")
+
+
+def _wait_free(port: int) -> None:
+    """The clients know the last port: worth a moment's wait for whoever holds it."""
+    deadline = time.monotonic() + PORT_WAIT_S_MAX
+    while not _is_free(port) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _is_free(port: int) -> bool:

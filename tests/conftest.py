@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class Cluster:
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
 
     @asynccontextmanager
-    async def __call__(self, url: str = "") -> AsyncIterator[RedisLog]:
+    async def __call__(self, url: str = "") -> AsyncGenerator[RedisLog]:
         log = RedisLog(url or self.url, self.name)
         try:
             yield log

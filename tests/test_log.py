@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ def opened(request: pytest.FixtureRequest) -> Open:
     log = MemoryLog(clock=time.monotonic)
 
     @asynccontextmanager
-    async def one() -> AsyncIterator[LogPort]:
+    async def one() -> AsyncGenerator[LogPort]:
         yield log
 
     return one

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxied(server: embedded.Server) -> AsyncIterator[Proxy]:
+async def proxied(server: embedded.Server) -> AsyncGenerator[Proxy]:
     proxy = Proxy(server.port)
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
