@@ -1,0 +1,51 @@
+"""The command tier: all processes start together, and one that fails takes all with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..events.orders import TaskEnded
+from ..events.reports import Body
+from .incidents import end_incident
+from .processes import slot_free, start_rank, stop_pending, stop_rank
+from .state import ClusterState, Task
+
+PORT_FIRST = 20_000
+NUM_PORTS = 10_000
+
+
+def step(state: ClusterState, task: Task) -> Iterator[Body]:
+    """The next decisions for a command task; none when it is as it should be."""
+    seats = {seat.rank: seat.slot for seat in task.target}
+    if task.target and not task.ranks and all(number in task.finished for number in seats):
+        yield from end_incident(state, task, "the task is finished")
+        yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")
+        return
+    if not task.ranks:
+        if all(slot_free(state, seat) for seat in task.target):
+            yield from _round(state, task)
+        return
+    whole = all(number in task.ranks or number in task.finished for number in seats)
+    moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.overdue:
+            if not stop_pending(state, task, rank):
+                yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        elif not rank.stopping and (moved or not whole or _any_stopping(task)):
+            why = "the plan has other seats" if moved else "another process of the task failed"
+            yield stop_rank(task, rank, state.policy.stop_s_max, why)
+
+
+def _any_stopping(task: Task) -> bool:
+    return any(rank.stopping or rank.overdue for rank in task.ranks.values())
+
+
+def _round(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Start all. The port changes with each round: the last one's may still be held."""
+    if not task.target:
+        return
+    host = state.nodes[task.target[0].slot.node].host
+    port = PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS
+    for seat in task.target:
+        yield start_rank(state, task, seat, host=host, port=port)

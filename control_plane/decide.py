@@ -1,0 +1,118 @@
+"""The decision: what follows from a report that has just been folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..events import reports as r
+from ..events.orders import PlanChosen, Slot, TaskPlaced, TaskWaiting
+from ..events.records import Record
+from . import placement, planner, throughput, transition
+from .state import ClusterState, Task, live_tasks, usable_slots
+
+_OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
+           r.DeadlineReached, r.OrderRefused, r.RankExited)
+"""What may concern every task: nodes, time, slots that become free."""
+
+
+def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
+    """The decisions that follow from `record`, which is folded already.
+
+    The driver folds each body before it asks for the next. Called for reports only.
+    """
+    if isinstance(record.body, r.TaskSubmitted):
+        yield throughput.table(record.seq, record.body.spec)
+    for task in _concerned(state, record):
+        yield from transition.step(state, task)
+    for _ in range(2 * len(state.tasks) + 2):
+        if not state.replan or not live_tasks(state):
+            return
+        yield from _plan(state)
+        for task in [state.tasks[key] for key in sorted(state.tasks)]:
+            yield from transition.step(state, task)
+    raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
+
+
+def _concerned(state: ClusterState, record: Record) -> list[Task]:
+    if isinstance(record.body, _OF_ALL):
+        return [state.tasks[key] for key in sorted(state.tasks)]
+    number = getattr(record.body, "task", 0)
+    return [state.tasks[number]] if number in state.tasks else []
+
+
+def _plan(state: ClusterState) -> Iterator[r.Body]:
+    """Counts for the whole cluster, then seats, then who waits and for what."""
+    slots = usable_slots(state)
+    open_tasks: list[Task] = []
+    held: list[Slot] = []
+    for task in live_tasks(state):
+        if task.ending or _pinned(state, task):
+            held += [rank.slot for rank in task.ranks.values()]
+            held += [seat.slot for seat in task.target]
+        else:
+            open_tasks.append(task)
+    slots = [slot for slot in slots if slot not in held]
+    policy = state.policy
+    choice = planner.choose([_wish(state, task) for task in open_tasks], num_slots=len(slots),
+                            mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s,
+                            gain_min=policy.gain_min)
+    yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
+                     waf=choice.plan.waf, objective=choice.plan.objective,
+                     alternatives=choice.alternatives)
+    yield from _place(open_tasks, choice.plan.slots, slots)
+    for task, count in zip(open_tasks, choice.plan.slots, strict=True):
+        if count == 0:
+            yield from _wait(state, task, len(slots))
+
+
+def _pinned(state: ClusterState, task: Task) -> bool:
+    """It has ranks on a node that is silent: nothing is known of it, so nothing is changed."""
+    return any((node := state.nodes.get(rank.slot.node)) is not None
+               and node.health in ("unreachable", "lost") for rank in task.ranks.values())
+
+
+def _wish(state: ClusterState, task: Task) -> planner.Wish:
+    table = task.throughput or throughput.table(task.id, task.spec)
+    found = throughput.candidates(table, len(task.target))
+    reachable = usable_slots(state)
+    whole = len(task.living_members()) == len(task.target) if task.is_train else bool(task.ranks)
+    fits = all(seat.slot in reachable for seat in task.target)
+    hurt = bool(task.target) and not (fits and (whole or not task.incident))
+    weight = task.spec.weight
+    return planner.Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
+                        sizes=tuple(size for size, _ in found),
+                        wafs=tuple(weight * rate for _, rate in found))
+
+
+def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Iterator[r.Body]:
+    """Those that shrink or stay first, so that what they give is there for the others."""
+    kept = {seat.slot for task, count in zip(tasks, counts, strict=True)
+            if count for seat in task.target}
+    free = [slot for slot in slots if slot not in kept]
+    order = sorted(zip(tasks, counts, strict=True),
+                   key=lambda x: (x[1] >= len(x[0].target), x[1] > len(x[0].target), x[0].id))
+    for task, count in order:
+        own = [seat.slot for seat in task.target if seat.slot in slots]
+        seats = placement.place(task, count, [*own, *free]) if count else ()
+        taken = [seat.slot for seat in seats]
+        free = [slot for slot in [*free, *own] if slot not in taken]
+        free = list(dict.fromkeys(free))
+        if seats != task.target:
+            why = placement.why_placed(seats) if seats else "the plan gives it no slots"
+            yield TaskPlaced(task=task.id, seats=seats, why=why)
+
+
+def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
+    low = task.spec.slots.min
+    if low > state.num_slots_max:
+        why, needs = "too large", (f"{low} slots; the cluster has had at most "
+                                   f"{state.num_slots_max}")
+    elif low > num_slots:
+        why, needs = "not enough slots", f"{low} slots; there are {num_slots}"
+    else:
+        others = math.fsum(x.waf for x in state.plan.allocations) if state.plan else 0.0
+        why = "others earn more"
+        needs = f"{low} slots that earn more here than where they are (WAF {others:.3g})"
+    if (task.why, task.needs) != (why, needs):
+        yield TaskWaiting(task=task.id, why=why, needs=needs)

@@ -1,0 +1,443 @@
+"""The fold: one record changes the state, whatever it says and whenever it comes.
+
+Total: a report about an unknown task or rank, of an old attempt or an old generation, is recorded
+and has no consequence. It never plans and never orders; what needs a decision it leaves as a level
+(a fault, a rank that is overdue, a plan that is out of date) for `decide` to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events import reports as r
+from ..events.orders import Seat
+from ..events.records import Record
+from .fold_decisions import DECISIONS
+from .folding import (
+    arm,
+    disarm,
+    drop_rank,
+    fault,
+    find,
+    find_ghost,
+    give_up_node,
+    set_phase,
+    stepped,
+)
+from .severity import EXITED_ABNORMALLY, TASK_HANG, exit_in_words, network_status, status_of
+from .state import (
+    NUM_REQUESTS_MAX,
+    NUM_SLOTS_MAX,
+    Checkpoint,
+    ClusterState,
+    Node,
+    Rank,
+    Task,
+)
+
+
+def fold(state: ClusterState, record: Record) -> None:
+    """Change `state` in place by one record. Never raises."""
+    state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
+    if record.source_seq > state.sources.get(record.source, 0):
+        state.sources[record.source] = record.source_seq
+    handler = HANDLERS.get(type(record.body))
+    if handler is not None:
+        handler(state, record, record.body)
+
+
+# --- said by the leader -------------------------------------------------------------------------
+def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
+    state.nonce, state.heart = body.nonce, body.heart
+    for deadline in state.deadlines.values():
+        deadline.due_s = record.at_s + deadline.length_s
+    for source in list(state.sources):
+        if source.startswith("leader/") and source != record.source:
+            del state.sources[source]
+
+
+def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
+    state.policy = body.policy
+
+
+def _deadline_reached(state: ClusterState, record: Record, body: r.DeadlineReached) -> None:
+    deadline = state.deadlines.get(body.deadline)
+    if deadline is None or record.at_s < deadline.due_s:
+        return
+    del state.deadlines[body.deadline]
+    what, *of = body.deadline.split("/")
+    if what == "replace":
+        node = state.nodes.get("/".join(of))
+        if node is not None:
+            node.replace = True
+        return
+    number, *rest = (int(part) for part in of)
+    task = state.tasks.get(number)
+    if task is not None:
+        _LATE[what](state, record, task, rest)
+
+
+def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """A rank did not start, did not end after its error, or was not reaped."""
+    rank = find(task, rest[0], rest[1])
+    if rank is not None and not rank.overdue:
+        rank.overdue = "did not get ready in time"
+        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.overdue}")
+
+
+def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    rank = find(task, rest[0], rest[1])
+    if rank is not None:
+        rank.overdue = rank.overdue or "did not end in time"
+
+
+def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    late = [rank for rank in task.living_members()
+            if rank.quiesced < task.generation and rank.state != "finished" and not rank.stopping]
+    for rank in late:
+        rank.overdue = "did not quiesce in time"
+    if late:
+        fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
+
+
+def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    late = [rank for rank in task.living_members() if rank.reconfigured < task.generation]
+    _broken(task, record, late, network_status("timeout"),
+            f"{_names(late)} did not come up in generation {task.generation} in time")
+
+
+def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    told = [rank for rank in task.living_members() if rank.failed == task.generation]
+    if told and not task.faults and len(task.living_members()) == len(task.members):
+        task.evidence_over = task.generation
+        fault(task, record, told, network_status(told[0].failed_error),
+              f"a collective failed under {_names(told)}, no root cause in "
+              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told))
+
+
+def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    for rank in task.living_members():
+        if not rank.stopping:
+            rank.overdue = "did not end after the task was done"
+
+
+_LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
+    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "quiesce": _late_quiesce,
+    "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
+}
+
+
+def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation or node.health != "healthy":
+        return
+    node.health, node.since_s, node.silenced_seq = "unreachable", record.at_s, record.seq
+    arm(state, f"replace/{node.name}", state.policy.replace_after_s)
+
+
+def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    if node.health in ("unreachable", "lost"):
+        node.health, node.since_s, node.replace = "healthy", record.at_s, False
+        disarm(state, f"replace/{node.name}")
+        state.replan = f"node {node.name} is back"
+
+
+# --- said by an operator ------------------------------------------------------------------------
+def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
+    state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, submitted_s=record.at_s,
+                                   since_s=record.at_s)
+    state.replan = f"task {body.spec.name} submitted"
+    _forget_requests(state)
+
+
+def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None and task.phase != "ended" and not task.ending:
+        task.ending = "cancelled"
+        task.why = f"cancelled: {body.reason}" if body.reason else "cancelled"
+        task.since_s = record.at_s
+    _forget_requests(state)
+
+
+def _forget_requests(state: ClusterState) -> None:
+    requests = [source for source in state.sources if source.startswith("operator/")]
+    for source in requests[: len(requests) - NUM_REQUESTS_MAX]:
+        del state.sources[source]
+
+
+# --- said by an agent about its node ------------------------------------------------------------
+def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None:
+    old = state.nodes.get(body.node)
+    if old is not None and body.incarnation <= old.incarnation:
+        return
+    why = f"the agent of {body.node} started again"
+    if old is not None:
+        give_up_node(state, record, old, why)
+    state.nodes[body.node] = Node(
+        name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
+        num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
+        since_s=record.at_s,
+    )
+    disarm(state, f"replace/{body.node}")
+    _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
+    present = [node.num_slots for node in state.nodes.values() if node.health == "healthy"]
+    state.num_slots_max = max(state.num_slots_max, sum(present))
+    state.replan = f"node {body.node} joined"
+
+
+def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
+    """What an agent's predecessor spooled may still come; what was before that may not."""
+    for source in list(state.sources):
+        node, _, incarnation = source.rpartition("/")
+        if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
+            del state.sources[source]
+
+
+def _node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    give_up_node(state, record, node, "")
+    node.health, node.since_s = "left", record.at_s
+    disarm(state, f"replace/{node.name}")
+    state.replan = f"node {node.name} left"
+
+
+def _reports_lost(state: ClusterState, record: Record, body: r.ReportsLost) -> None:
+    state.reports_lost += max(body.num_lost, 0)
+
+
+def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> None:
+    for task in state.tasks.values():
+        for rank in list(task.ranks.values()):
+            if rank.start_order == body.order and rank.state == "ordered":
+                drop_rank(state, task, rank)
+                fault(task, record, [rank], EXITED_ABNORMALLY,
+                      f"{body.node} refused to start rank {rank.rank}: {body.why}")
+                return
+        refused = task.publishing.pop(body.order, None)
+        if refused is not None:
+            state.orders.pop(body.order, None)
+            if refused.final:
+                task.ending = task.ending or "failed"
+                task.why = f"the final checkpoint could not be published: {body.why}"
+            return
+
+
+# --- said by an agent or a rank about a rank ----------------------------------------------------
+def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.state != "ordered":
+        return
+    rank.state = "started"
+    rank.pid, rank.log_path = body.pid, body.log_path
+    state.orders.pop(rank.start_order, None)
+    if not task.is_train:
+        disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+        _round_started(state, record, task)
+
+
+def _round_started(state: ClusterState, record: Record, task: Task) -> None:
+    """Command tier: it runs when every seat has a process."""
+    if all(find_seat(task, seat) for seat in task.target):
+        set_phase(state, task, "training")
+        stepped(state, task)
+
+
+def find_seat(task: Task, seat: Seat) -> bool:
+    """Whether the seat's process runs."""
+    rank = task.ranks.get(seat.rank)
+    return rank is not None and rank.state == "started" and rank.slot == seat.slot
+
+
+def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.state not in ("ordered", "started"):
+        return
+    rank.state, rank.endpoint = "ready", body.endpoint
+    state.orders.pop(rank.start_order, None)
+    disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+
+
+def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.error_seq or rank.state == "finished":
+        return
+    rank.error, rank.error_text, rank.error_seq = status_of(body.error), body.text, record.seq
+    if not rank.stopping and not task.ending:
+        arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
+        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {body.error}: {body.text}",
+              ended=True)
+
+
+def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
+    task = state.tasks.get(body.task)
+    if task is None:
+        return
+    ghost = find_ghost(task, body.rank, body.attempt)
+    if ghost is not None:
+        drop_rank(state, task, ghost)
+        return
+    rank = find(task, body.rank, body.attempt)
+    if rank is None:
+        return
+    member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
+    drop_rank(state, task, rank)
+    if not task.is_train and body.exit_code == 0 and not rank.stopping:
+        task.finished.append(rank.rank)
+        return
+    if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
+        return
+    if rank.error_seq:
+        incident = state.incidents.get(task.incident)
+        if incident is not None:
+            incident.evidence.append(record.seq)
+        return
+    fault(task, record, [rank], EXITED_ABNORMALLY,
+          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None)
+
+
+def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.failed == task.generation:
+        return
+    if task.phase == "reconfiguring":
+        _broken(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
+        return
+    rank.failed, rank.failed_seq, rank.failed_error = task.generation, record.seq, body.error
+    if task.failed_s < 0:
+        task.failed_s = record.at_s
+        if len(task.living_members()) == len(task.members):
+            arm(state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max)
+
+
+def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if rank is not None:
+        rank.quiesced = body.generation
+
+
+def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.reconfigured == task.generation:
+        return
+    if task.phase != "reconfiguring":
+        return
+    rank.reconfigured, rank.has_state = task.generation, True
+    if rank.joined_iteration < 0:
+        rank.joined_iteration = body.step_version
+    task.settled = body.step_version
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.down_since_s >= 0:
+        incident.kept += len(body.kept)
+        incident.dealt += len(body.dealt)
+        if body.source == -1 and body.step_version > 0:
+            incident.ckpt_read = True
+
+
+def _reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is not None and rank is not None and task.phase == "reconfiguring":
+        _broken(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
+
+
+def _broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
+    """The generation did not come up: once is enough."""
+    if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
+        return
+    for rank in ranks:
+        rank.failed, rank.failed_seq = task.generation, record.seq
+    fault(task, record, ranks, status, why)
+
+
+def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if not body.losses or task.phase == "reconfiguring":
+        return
+    iteration = body.first_iteration + len(body.losses)
+    task.iteration = max(task.iteration, iteration)
+    task.loss, task.rate_flops, task.micro_batches = (
+        body.losses[-1], body.rate_flops, body.micro_batches)
+    if body.step_s:
+        task.step_s = body.step_s[-1]
+    for rank in task.living_members():
+        if iteration - rank.joined_iteration >= state.policy.restart_iterations:
+            task.restarts.pop(rank.rank, None)
+            task.reattempts = 0
+    if iteration > task.settled:
+        task.stepped = task.generation
+        stepped(state, task)
+
+
+def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
+                            path=body.path, final=body.final)
+
+
+def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
+    task = state.tasks.get(body.task)
+    published = task.publishing.get(body.order) if task is not None else None
+    if task is None or published is None:
+        return
+    for order in [order for order in task.publishing if order <= body.order]:
+        del task.publishing[order]
+        state.orders.pop(order, None)
+    task.checkpoint = published
+
+
+def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.state == "finished":
+        return
+    rank.state = "finished"
+    if not task.finished:
+        arm(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
+    task.finished.append(rank.rank)
+    task.forward_calls += body.forward_calls
+    task.iteration = max(task.iteration, body.step_version)
+
+
+def _of_generation(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
+    """The living member of the task's current generation, else None: what it says is stale."""
+    if task is None or generation != task.generation or task.phase == "ended":
+        return None
+    rank = task.member(number)
+    return rank if rank is not None and rank.attempt == attempt else None
+
+
+def _names(ranks: list[Rank]) -> str:
+    numbers = " ".join(str(rank.rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
+    r.DeadlineReached: _deadline_reached, r.NodeSilenced: _node_silenced,
+    r.NodeHeard: _node_heard, r.TaskSubmitted: _task_submitted,
+    r.TaskCancelRequested: _cancel_requested, r.NodeJoined: _node_joined,
+    r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,
+    r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
+    r.RankExited: _rank_exited, r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
+    r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
+    r.TaskProgressed: _progressed, r.CheckpointSaved: _checkpoint_saved,
+    r.CheckpointPublished: _checkpoint_published, r.RankFinished: _rank_finished, **DECISIONS,
+}

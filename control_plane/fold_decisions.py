@@ -1,0 +1,251 @@
+"""The fold of decisions and orders: what was decided becomes what is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events import orders as o
+from ..events.codec import encode_record
+from ..events.records import Record
+from ..events.reports import Body
+from .folding import (
+    arm,
+    close_orders,
+    disarm,
+    disarm_phase,
+    find,
+    find_ghost,
+    make_ghost,
+    set_phase,
+    settle_phase,
+)
+from .state import NUM_INCIDENTS_MAX, ClusterState, Incident, Occupant, Rank, Task
+
+
+# --- incidents ----------------------------------------------------------------------------------
+def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened) -> None:
+    task = state.tasks.get(body.task)
+    state.incidents[record.seq] = incident = Incident(
+        id=record.seq, task=body.task, node=body.node, severity=body.severity,
+        status=body.status, ranks=sorted(body.ranks), why=body.why,
+        evidence=list(body.evidence), opened_s=record.at_s)
+    if task is not None:
+        task.incident = record.seq
+        _take_in(state, task, incident, body.severity, body.ranks)
+
+
+def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEscalated) -> None:
+    incident = state.incidents.get(body.of)
+    task = state.tasks.get(incident.task) if incident is not None else None
+    if incident is None or task is None:
+        return
+    incident.severity = body.severity
+    incident.ranks = sorted({*incident.ranks, *body.ranks})
+    incident.evidence += body.evidence
+    _take_in(state, task, incident, body.severity, body.ranks)
+
+
+def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Severity,
+             ranks: tuple[int, ...]) -> None:
+    """The task's faults are decided upon; SEV1 takes out what the ranks ran on."""
+    down_s = [fault.at_s for fault in task.faults if fault.hurts]
+    if task.failed_s >= 0:
+        down_s.append(task.failed_s)
+    if severity == "SEV1" and any(task.member(number) is not None for number in ranks):
+        down_s.append(state.at_s)
+    if down_s and incident.down_since_s < 0:
+        incident.down_since_s = min(down_s)
+    task.faults = []
+    if task.reattempts > state.policy.restarts_max:
+        _restart(task, ranks)
+    if severity == "SEV1":
+        for number in ranks:
+            _take_out(state, task, number)
+
+
+def _restart(task: Task, ranks: tuple[int, ...]) -> None:
+    """Reattempts in place did not help: these processes are to be started again."""
+    task.reattempts = 0
+    for number in ranks:
+        rank = task.member(number)
+        if rank is not None and not rank.overdue and not rank.error_seq:
+            rank.overdue = "was reattempted in place too often"
+            task.restarts[number] = task.restarts.get(number, 0) + 1
+
+
+def _take_out(state: ClusterState, task: Task, number: int) -> None:
+    """The node if it cannot be reached, else the slot alone."""
+    rank = task.ranks.get(number)
+    slots = [seat.slot for seat in task.target if seat.rank == number]
+    slot = rank.slot if rank is not None else (slots[0] if slots else None)
+    node = state.nodes.get(slot.node) if slot is not None else None
+    if node is None or slot is None:
+        return
+    if node.health in ("unreachable", "lost"):
+        if node.health == "unreachable":
+            node.health, node.since_s = "lost", state.at_s
+        state.replan = f"node {node.name} lost"
+    else:
+        node.slots_out = sorted({*node.slots_out, slot.index})
+        task.restarts.pop(number, None)
+        state.replan = f"slot {slot.node}/{slot.index} is out"
+    if rank is not None and (node.health == "lost" or rank.stopping):
+        make_ghost(state, task, rank, "given up")
+
+
+def _incident_closed(state: ClusterState, record: Record, body: o.IncidentClosed) -> None:
+    incident = state.incidents.get(body.of)
+    if incident is None:
+        return
+    incident.outcome, incident.closed_s, incident.pause_s = (
+        body.outcome, record.at_s, body.pause_s)
+    task = state.tasks.get(incident.task)
+    if task is not None and task.incident == incident.id:
+        if body.outcome == "failed":
+            task.ending, task.why = task.ending or "failed", body.why
+        else:
+            task.incident = 0
+            task.healed += body.outcome == "healed"
+    closed = [key for key, value in state.incidents.items() if value.outcome]
+    for key in closed[: len(closed) - NUM_INCIDENTS_MAX]:
+        del state.incidents[key]
+
+
+# --- the plan -----------------------------------------------------------------------------------
+def _throughput_set(state: ClusterState, record: Record, body: o.ThroughputSet) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        task.throughput = body
+
+
+def _plan_chosen(state: ClusterState, record: Record, body: o.PlanChosen) -> None:
+    state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
+
+
+def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended":
+        return
+    task.target, task.why, task.needs = body.seats, "", ""
+    if body.seats and task.phase == "idle":
+        set_phase(state, task, "starting")
+    settle_phase(state, task)
+
+
+def _task_waiting(state: ClusterState, record: Record, body: o.TaskWaiting) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        task.why, task.needs = body.why, body.needs
+
+
+def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended":
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                         *task.publishing])
+    task.target, task.members, task.incident, task.faults = (), (), 0, []
+    task.outcome, task.why, task.needs, task.ending = body.outcome, body.why, "", ""
+    set_phase(state, task, "ended")
+    state.replan = f"task {task.spec.name} {body.outcome}"
+
+
+# --- orders -------------------------------------------------------------------------------------
+def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
+    task, node = state.tasks.get(body.task), state.nodes.get(body.slot.node)
+    if task is None or node is None:
+        return
+    if not task.is_train and not task.ranks:
+        task.finished, task.rounds = [], task.rounds + 1
+    task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
+                                 start_order=record.seq)
+    task.attempts[body.rank] = body.attempt
+    node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
+    state.orders[record.seq] = encode_record(record)
+    arm(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
+
+
+def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if rank is None and task is not None:
+        rank = find_ghost(task, body.rank, body.attempt)
+    if task is None or rank is None:
+        return
+    close_orders(state, [rank.start_order, *rank.stop_orders])
+    rank.stop_orders.append(record.seq)
+    state.orders[record.seq] = encode_record(record)
+    name = f"{task.id}/{rank.rank}/{rank.attempt}"
+    disarm(state, f"start/{name}")
+    disarm(state, f"error/{name}")
+    arm(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+
+
+def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation != task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+    task.quiesce_order, task.mode = record.seq, body.mode
+    state.orders[record.seq] = encode_record(record)
+    policy = state.policy
+    arm(state, f"quiesce/{task.id}/{task.generation}",
+        policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
+    set_phase(state, task, "quiescing")
+
+
+def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation <= task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+    task.reconfigure_order, task.generation, task.members = (
+        record.seq, body.generation, body.members)
+    task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
+    for rank in task.living_members():
+        rank.state = "member"
+    state.orders[record.seq] = encode_record(record)
+    arm(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
+    set_phase(state, task, "reconfiguring")
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.down_since_s >= 0:
+        incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
+
+
+def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation != task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.reconfigure_order])
+    task.resume_order = record.seq
+    state.orders[record.seq] = encode_record(record)
+    lost = max(task.iteration - task.settled, 0)
+    task.iterations_lost += lost
+    task.iteration = min(task.iteration, body.progress_from)
+    incident = state.incidents.get(task.incident)
+    if incident is not None:
+        incident.iterations_lost += lost
+    set_phase(state, task, "training")
+
+
+def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.saved is None:
+        return
+    task.publishing[record.seq], task.saved = task.saved, None
+    state.orders[record.seq] = encode_record(record)
+
+
+DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    o.IncidentOpened: _incident_opened, o.IncidentEscalated: _incident_escalated,
+    o.IncidentClosed: _incident_closed, o.ThroughputSet: _throughput_set,
+    o.PlanChosen: _plan_chosen, o.TaskPlaced: _task_placed, o.TaskWaiting: _task_waiting,
+    o.TaskEnded: _task_ended, o.StartRank: _start_rank, o.StopRank: _stop_rank,
+    o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
+    o.PublishCheckpoint: _publish,
+}

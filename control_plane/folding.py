@@ -1,0 +1,141 @@
+"""Edits of the state that several kinds of record make."""
+
+from __future__ import annotations
+
+from ..events.records import Record
+from .severity import EXITED_ABNORMALLY, severity_of
+from .state import ClusterState, Deadline, Fault, Node, Phase, Rank, Task
+
+
+def arm(state: ClusterState, deadline: str, length_s: float) -> None:
+    """Hold a deadline, due `length_s` from now."""
+    state.deadlines[deadline] = Deadline(state.at_s + length_s, length_s)
+
+
+def disarm(state: ClusterState, deadline: str) -> None:
+    state.deadlines.pop(deadline, None)
+
+
+def disarm_phase(state: ClusterState, task: Task) -> None:
+    """Forget what the current generation was to do in time."""
+    for what in ("quiesce", "reconfigure", "evidence", "finish"):
+        disarm(state, f"{what}/{task.id}/{task.generation}")
+
+
+def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
+    if task.phase != phase:
+        task.phase, task.since_s = phase, state.at_s
+
+
+def find(task: Task | None, number: int, attempt: int) -> Rank | None:
+    """The process of this attempt, if it is still one of the task's."""
+    rank = task.ranks.get(number) if task is not None else None
+    return rank if rank is not None and rank.attempt == attempt else None
+
+
+def find_ghost(task: Task, number: int, attempt: int) -> Rank | None:
+    """The process of this attempt, if it was given up and may still live."""
+    for ghost in task.ghosts:
+        if ghost.rank == number and ghost.attempt == attempt:
+            return ghost
+    return None
+
+
+def close_orders(state: ClusterState, orders: list[int]) -> None:
+    """Nobody has to carry these out any more."""
+    for order in orders:
+        state.orders.pop(order, None)
+
+
+def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
+    """Its deadlines, its orders: all but its slot."""
+    for what in ("start", "stop", "error"):
+        disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
+    close_orders(state, [rank.start_order, *rank.stop_orders])
+
+
+def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
+    """The process is gone and reaped: its slot is free."""
+    forget_rank(state, task, rank)
+    node = state.nodes.get(rank.slot.node)
+    if node is not None:
+        occupant = node.occupants.get(rank.slot.index)
+        if occupant is not None and (occupant.task, occupant.rank, occupant.attempt) == (
+                task.id, rank.rank, rank.attempt):
+            del node.occupants[rank.slot.index]
+    if find(task, rank.rank, rank.attempt) is not None:
+        del task.ranks[rank.rank]
+    else:
+        task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
+    settle_phase(state, task)
+
+
+def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
+    """Give the process up without proof of its end: its slot stays taken."""
+    forget_rank(state, task, rank)
+    del task.ranks[rank.rank]
+    rank.overdue, rank.stop_orders = why, []
+    task.ghosts.append(rank)
+    settle_phase(state, task)
+
+
+def settle_phase(state: ClusterState, task: Task) -> None:
+    """When nobody is left that has state, the task starts anew, or waits."""
+    if task.phase == "ended":
+        return
+    if not task.is_train:
+        if not task.ranks:
+            set_phase(state, task, "starting" if task.target else "idle")
+        return
+    if task.phase in ("training", "quiescing", "reconfiguring"):
+        if task.living_members() or (task.finished and task.final_known):
+            return
+        disarm_phase(state, task)
+        close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+        task.members, task.finished, task.failed_s = (), [], -1.0
+        set_phase(state, task, "starting")
+    if task.phase == "starting" and not task.target and not task.ranks:
+        set_phase(state, task, "idle")
+
+
+def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
+    """All processes of this incarnation are dead; a fault of their tasks if `why` says so."""
+    for number in sorted(state.tasks):
+        task = state.tasks[number]
+        for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
+            drop_rank(state, task, ghost)
+        gone = [task.ranks[key] for key in sorted(task.ranks)
+                if task.ranks[key].slot.node == node.name]
+        faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
+        hurts = any(task.member(rank.rank) is not None for rank in faulty)
+        for rank in gone:
+            drop_rank(state, task, rank)
+        if faulty and why and not task.ending and not (task.finished and task.final_known):
+            fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None)
+
+
+def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
+          evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False) -> None:
+    """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains."""
+    if hurts is None:
+        living = task.living_members()
+        hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
+    ended = ended or status == EXITED_ABNORMALLY
+    if severity_of(status, process_ended=ended) == "SEV3":
+        task.reattempts += 1
+    else:
+        for rank in ranks:
+            task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
+    node = ranks[0].slot.node if ranks else ""
+    task.faults.append(Fault(
+        ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
+        evidence=(*evidence, record.seq), at_s=record.at_s, hurts=hurts, ended=ended))
+
+
+def stepped(state: ClusterState, task: Task) -> None:
+    """The task steps again: the interruption is over."""
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.down_since_s >= 0:
+        incident.pause_s += state.at_s - incident.down_since_s
+        incident.down_since_s = -1.0
+        incident.kept_before, incident.dealt_before = incident.kept, incident.dealt

@@ -1,0 +1,138 @@
+"""From faults to incidents: opened, escalated and closed, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ..events.orders import IncidentClosed, IncidentEscalated, IncidentOpened, Severity
+from ..events.reports import Body
+from .severity import LOST_CONNECTION, OTHER_NETWORK, TASK_HANG, severity_of, worse
+from .state import ClusterState, Rank, Task
+
+NUM_STOPS_MAX = 3
+"""StopRank orders for one process before it is given up."""
+
+
+def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Turn the task's faults, and what silence and patience prove, into incidents."""
+    if task.faults:
+        yield from _from_faults(state, task)
+    yield from _lost(state, task)
+    for rank in [task.ranks[key] for key in sorted(task.ranks)]:
+        told = len(rank.stop_orders) >= NUM_STOPS_MAX
+        if rank.overdue and told and not _armed(state, task, rank):
+            yield _tell(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
+                        f"rank {rank.rank} could not be ended in {NUM_STOPS_MAX} orders",
+                        tuple(rank.stop_orders[-1:]))
+
+
+def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
+    faults, limit = task.faults, state.policy.restarts_max
+    ranks = tuple(sorted({number for fault in faults for number in fault.ranks}))
+    severity: Severity = "SEV3"
+    status = faults[0].status
+    for fault in faults:
+        own = severity_of(fault.status, process_ended=fault.ended)
+        if worse(own, severity) != severity:
+            severity, status = own, fault.status
+    why = "; ".join(fault.why for fault in faults)
+    evidence = tuple(seq for fault in faults for seq in fault.evidence)
+    if task.reattempts > limit:
+        ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
+        why = f"{limit} reattempts in place did not help, the processes start again: {why}"
+    yield _tell(state, task, severity, status, faults[0].node, ranks, why, evidence)
+    spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
+    if not spent:
+        return
+    left = [rank for rank in task.living_members() if rank.rank not in spent]
+    if left and task.is_train:
+        names = " ".join(str(number) for number in spent)
+        spent_why = f"rank {names}: {limit} restarts without progress, its slot is taken out"
+        yield _tell(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
+        return
+    last = f"failed {limit + 1} times without progress: {why}"
+    yield _tell(state, task, "SEV1", status, "", (), last, evidence)
+    yield _close(state, task, "failed", last)
+
+
+def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Ranks on nodes that are silent count as lost when a second source says so."""
+    silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
+              if name in state.nodes and state.nodes[name].health in ("unreachable", "lost")]
+    for name in silent:
+        node = state.nodes[name]
+        there = [task.ranks[key] for key in sorted(task.ranks)
+                 if task.ranks[key].slot.node == name]
+        peers = [rank for rank in task.living_members()
+                 if rank.slot.node not in silent and rank.failed == task.generation]
+        late = [rank for rank in there if rank.overdue]
+        if peers and len(task.living_members()) == len(task.members):
+            second = f"a collective failed under its peer rank {peers[0].rank}"
+            seq = peers[0].failed_seq
+        elif late:
+            second, seq = f"rank {late[0].rank} {late[0].overdue}", 0
+        elif node.replace and all(state.nodes[rank.slot.node].replace
+                                  for rank in task.ranks.values()
+                                  if rank.slot.node in state.nodes):
+            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
+        else:
+            continue
+        evidence = tuple(x for x in (node.silenced_seq, seq) if x)
+        yield _tell(state, task, "SEV1", LOST_CONNECTION, name,
+                    tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
+                    evidence)
+
+
+def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
+    """A collective failed and nothing else did: SEV3, before the reattempt in place."""
+    told = [rank for rank in task.living_members() if rank.failed == task.generation]
+    if told and task.failed_s >= 0 and not task.incident:
+        yield _tell(state, task, "SEV3", OTHER_NETWORK, told[0].slot.node,
+                    tuple(rank.rank for rank in told), "a collective failed, no rank is lost",
+                    tuple(rank.failed_seq for rank in told))
+
+
+def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Healed: the task steps with all that the plan gives it."""
+    incident = state.incidents.get(task.incident)
+    if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
+        return
+    if task.phase != "training" or (task.is_train and task.stepped != task.generation):
+        return
+    full = all((rank := task.ranks.get(seat.rank)) is not None and rank.slot == seat.slot
+               and (not task.is_train or task.member(seat.rank) is not None)
+               for seat in task.target)
+    if full and len(task.ranks) == len(task.target):
+        what = f"generation {task.generation} steps" if task.is_train else "all processes run"
+        yield _close(state, task, "healed", f"{what}, {len(task.target)} of {len(task.target)}")
+
+
+def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
+    """The task is over, and with it what was wrong with it."""
+    incident = state.incidents.get(task.incident)
+    if incident is not None and not incident.outcome:
+        yield _close(state, task, "ended", why)
+
+
+def _armed(state: ClusterState, task: Task, rank: Rank) -> bool:
+    return f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
+
+
+def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node: str,
+          ranks: tuple[int, ...], why: str, evidence: tuple[int, ...]) -> Body:
+    incident = state.incidents.get(task.incident)
+    if incident is not None and not incident.outcome:
+        return IncidentEscalated(of=incident.id, severity=worse(severity, incident.severity),
+                                 ranks=ranks, why=why, evidence=evidence)
+    return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,
+                          why=why, evidence=evidence)
+
+
+def _close(state: ClusterState, task: Task, outcome: Literal["healed", "failed", "ended"],
+           why: str) -> Body:
+    incident = state.incidents[task.incident]
+    down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
+    return IncidentClosed(of=incident.id, outcome=outcome, pause_s=incident.pause_s + down_s,
+                          iterations_lost=incident.iterations_lost, kept=incident.kept,
+                          dealt=incident.dealt, ckpt_read=incident.ckpt_read, why=why)

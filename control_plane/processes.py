@@ -1,0 +1,37 @@
+"""The orders that start and end one process, and whether they are due."""
+
+from __future__ import annotations
+
+from ..events.orders import Seat, StartRank, StopRank
+from .incidents import NUM_STOPS_MAX
+from .state import ClusterState, Rank, Task
+
+
+def start_rank(state: ClusterState, task: Task, seat: Seat, *, host: str, port: int) -> StartRank:
+    """The order that starts the seat's next process."""
+    return StartRank(
+        nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
+        attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=task.spec,
+        num_seats=len(task.target), host=host, port=port,
+        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        incarnation=state.nodes[seat.slot.node].incarnation)
+
+
+def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
+    """The order that ends one process."""
+    return StopRank(nodes=(rank.slot.node,), task=task.id, rank=rank.rank, attempt=rank.attempt,
+                    grace_s=grace_s, why=why)
+
+
+def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
+    """Whether another StopRank would be too early, or one too many."""
+    armed = f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
+    return armed or len(rank.stop_orders) >= NUM_STOPS_MAX
+
+
+def slot_free(state: ClusterState, seat: Seat) -> bool:
+    """Whether the seat's slot can be started on now: its last process is reaped."""
+    node = state.nodes.get(seat.slot.node)
+    return (node is not None and node.health == "healthy"
+            and seat.slot.index not in node.occupants
+            and seat.slot.index not in node.slots_out)

@@ -1,0 +1,67 @@
+"""How bad an error status is, and what more of it becomes: our reading of the paper's table."""
+
+from __future__ import annotations
+
+from ..events.orders import Severity
+from ..events.reports import RankExited
+
+LOST_CONNECTION = "lost connection"
+EXITED_ABNORMALLY = "exited abnormally"
+NCCL_TIMEOUT = "NCCL timeout"
+OTHER_NETWORK = "other network"
+OTHER_SOFTWARE = "other software"
+TASK_HANG = "task hang"
+
+TABLE: dict[str, Severity] = {
+    # node health monitoring
+    LOST_CONNECTION: "SEV1",
+    # process supervision
+    EXITED_ABNORMALLY: "SEV2",
+    # exception propagation
+    "connection refused": "SEV3",
+    "connection reset": "SEV3",
+    "illegal memory access": "SEV2",
+    "ECC": "SEV1",
+    "invalid DMA mapping": "SEV1",
+    "CUDA errors": "SEV2",
+    "NVLink": "SEV1",
+    "GPU driver": "SEV1",
+    OTHER_NETWORK: "SEV3",
+    OTHER_SOFTWARE: "SEV2",
+    # online statistical monitoring
+    NCCL_TIMEOUT: "SEV3",
+    "link flapping": "SEV3",
+    TASK_HANG: "SEV2",
+}
+_ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
+_BY_WORD = {status.lower(): status for status in TABLE}
+
+
+def status_of(error: str) -> str:
+    """The row of the table that a reported error belongs to; a stranger is other software."""
+    return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
+
+
+def severity_of(status: str, *, process_ended: bool = False) -> Severity:
+    """The severity of a status. What ended a process needs a restart, so it is at least SEV2."""
+    severity = TABLE.get(status, "SEV2")
+    return worse(severity, "SEV2") if process_ended else severity
+
+
+def worse(one: Severity, other: Severity) -> Severity:
+    """The graver of two: SEV1 before SEV2 before SEV3."""
+    return one if _ORDER[one] <= _ORDER[other] else other
+
+
+def network_status(error: str) -> str:
+    """Which network row a failed collective without root cause is."""
+    return NCCL_TIMEOUT if "time" in error.lower() else OTHER_NETWORK
+
+
+def exit_in_words(body: RankExited) -> str:
+    """How a process ended: `signal 9`, `exit code 1`, `exit code 0 before it had finished`."""
+    if body.signal is not None:
+        return f"signal {body.signal}"
+    if body.exit_code == 0:
+        return "exit code 0 before it had finished"
+    return f"exit code {body.exit_code}"

@@ -1,0 +1,313 @@
+"""The cluster as the log tells it: plain data, changed by the fold alone."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from ..events.codec import decode_record
+from ..events.orders import Member, PlanChosen, Seat, Severity, Slot, ThroughputSet
+from ..events.records import Record, Report
+from ..events.reports import Policy, ReportsLost
+from ..events.spec import JobSpec
+
+SCHEMA = "unicron-state-1"
+NUM_REQUESTS_MAX = 1024
+"""Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
+NUM_INCIDENTS_MAX = 256
+"""Closed incidents that the state keeps; the log keeps all."""
+NUM_SLOTS_MAX = 1024
+"""Of one node; a report of more is absurd."""
+
+Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
+Health = Literal["healthy", "unreachable", "lost", "left"]
+RankState = Literal["ordered", "started", "ready", "member", "finished"]
+
+
+class Deadline(Struct):
+    """Due at `due_s`; a new epoch arms it again with its full length."""
+
+    due_s: float
+    length_s: float
+
+
+class Occupant(Struct):
+    """The process on a slot."""
+
+    task: int
+    rank: int
+    attempt: int
+
+
+class Node(Struct, kw_only=True):
+    """One node, in its newest incarnation."""
+
+    name: str
+    incarnation: int
+    host: str
+    pid: int
+    num_slots: int
+    accelerator: str
+    health: Health = "healthy"
+    since_s: float = 0.0
+    silenced_seq: int = 0
+    replace: bool = False
+    """Unreachable for replace_after_s."""
+    slots_out: list[int] = field(default_factory=list[int])
+    """Slots with a hardware fault; they come back when the agent joins again."""
+    occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
+
+
+class Rank(Struct, kw_only=True):
+    """One process of a task, from its StartRank to its end."""
+
+    rank: int
+    attempt: int
+    slot: Slot
+    state: RankState = "ordered"
+    start_order: int = 0
+    stop_orders: list[int] = field(default_factory=list[int])
+    pid: int = 0
+    log_path: str = ""
+    endpoint: str = ""
+    quiesced: int = 0
+    """The last generation that it left in order."""
+    reconfigured: int = 0
+    """The last generation that it came up in."""
+    failed: int = 0
+    """The last generation in which a collective, or the coming up, failed under it."""
+    failed_seq: int = 0
+    failed_error: str = ""
+    overdue: str = ""
+    """What it was too late for; it is to be stopped at once."""
+    has_state: bool = False
+    joined_iteration: int = -1
+    error: str = ""
+    error_text: str = ""
+    error_seq: int = 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to end."""
+        return bool(self.stop_orders)
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
+
+    ranks: tuple[int, ...]
+    node: str
+    status: str
+    why: str
+    evidence: tuple[int, ...]
+    at_s: float
+    hurts: bool
+    """Training was interrupted by it."""
+    ended: bool
+    """It took a process, so that a restart is due."""
+
+
+class Incident(Struct, kw_only=True):
+    """What one fault, with all that followed from it, did to one task."""
+
+    id: int
+    task: int
+    node: str
+    severity: Severity
+    status: str
+    ranks: list[int]
+    why: str
+    evidence: list[int]
+    opened_s: float
+    down_since_s: float = -1.0
+    """Since when the task does not step; below 0: it does."""
+    pause_s: float = 0.0
+    iterations_lost: int = 0
+    kept: int = 0
+    dealt: int = 0
+    kept_before: int = 0
+    """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
+    dealt_before: int = 0
+    ckpt_read: bool = False
+    outcome: str = ""
+    closed_s: float = 0.0
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """One checkpoint, on its way to be published or published."""
+
+    generation: int
+    step_version: int
+    path: str
+    final: bool
+
+
+class Task(Struct, kw_only=True):
+    """One task, from TaskSubmitted to TaskEnded."""
+
+    id: int
+    spec: JobSpec
+    submitted_s: float
+    since_s: float
+    phase: Phase = "idle"
+    ending: Literal["", "failed", "cancelled"] = ""
+    outcome: str = ""
+    why: str = ""
+    needs: str = ""
+    target: tuple[Seat, ...] = ()
+    throughput: ThroughputSet | None = None
+    ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
+    ghosts: list[Rank] = field(default_factory=list[Rank])
+    """Processes given up that nobody has reaped yet; stopped when they are reached again."""
+    attempts: dict[int, int] = field(default_factory=dict[int, int])
+    restarts: dict[int, int] = field(default_factory=dict[int, int])
+    """Faults of a rank since it last made progress."""
+    reattempts: int = 0
+    rounds: int = 0
+    """Command tier: how often all were started."""
+    generation: int = 0
+    members: tuple[Member, ...] = ()
+    mode: str = ""
+    """Of the quiesce that is going on: now, boundary."""
+    evidence_over: int = 0
+    """The generation whose failed collective found no root cause in time."""
+    failed_s: float = -1.0
+    """When a collective of this generation first failed."""
+    stepped: int = 0
+    """The last generation that finished an iteration."""
+    settled: int = 0
+    """The step version that the last generation settled on."""
+    finished: list[int] = field(default_factory=list[int])
+    quiesce_order: int = 0
+    reconfigure_order: int = 0
+    resume_order: int = 0
+    saved: Checkpoint | None = None
+    """Complete, not yet ordered to be published."""
+    publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
+    """By the seq of the order."""
+    checkpoint: Checkpoint | None = None
+    iteration: int = 0
+    """Iterations told as finished."""
+    loss: float | None = None
+    step_s: float = 0.0
+    rate_flops: float = 0.0
+    micro_batches: int = 0
+    forward_calls: int = 0
+    faults: list[Fault] = field(default_factory=list[Fault])
+    incident: int = 0
+    healed: int = 0
+    iterations_lost: int = 0
+
+    @property
+    def final_known(self) -> bool:
+        """Whether a complete final checkpoint is published or on its way."""
+        ways = [self.saved, self.checkpoint, *self.publishing.values()]
+        return any(way is not None and way.final for way in ways)
+
+    @property
+    def is_train(self) -> bool:
+        return self.spec.train is not None
+
+    def member(self, number: int) -> Rank | None:
+        """The living process that is this member of the current generation."""
+        rank = self.ranks.get(number)
+        for member in self.members:
+            if member.rank == number and rank is not None and member.attempt == rank.attempt:
+                return rank
+        return None
+
+    def living_members(self) -> list[Rank]:
+        """Members of the current generation whose process is not gone, in their order."""
+        found: list[Rank] = []
+        for member in self.members:
+            rank = self.ranks.get(member.rank)
+            if rank is not None and rank.attempt == member.attempt:
+                found.append(rank)
+        return found
+
+    def has_seat(self, rank: Rank) -> bool:
+        """Whether the target has this process where it is."""
+        return any(seat.rank == rank.rank and seat.slot == rank.slot for seat in self.target)
+
+
+class ClusterState(Struct, kw_only=True):
+    """All that the heart knows: nothing but the fold of the log."""
+
+    seq: int = 0
+    epoch: int = 0
+    at_s: float = 0.0
+    nonce: str = ""
+    heart: int = 0
+    policy: Policy = field(default_factory=Policy)
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    tasks: dict[int, Task] = field(default_factory=dict[int, Task])
+    incidents: dict[int, Incident] = field(default_factory=dict[int, Incident])
+    sources: dict[str, int] = field(default_factory=dict[str, int])
+    deadlines: dict[str, Deadline] = field(default_factory=dict[str, Deadline])
+    orders: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Open orders: seq -> the record, encoded."""
+    plan: PlanChosen | None = None
+    plan_seq: int = 0
+    plan_s: float = 0.0
+    replan: str = ""
+    """What made the last plan out of date; empty: it holds."""
+    num_slots_max: int = 0
+    """The most slots ever seen at once."""
+    reports_lost: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(ClusterState)
+
+
+def encode_state(state: ClusterState) -> bytes:
+    """The whole state as msgpack, with sorted keys."""
+    return _encoder.encode(state)
+
+
+def decode_state(data: bytes) -> ClusterState:
+    """The inverse of `encode_state`. Raises msgspec.MsgspecError on nonsense."""
+    return _decoder.decode(data)
+
+
+def state_hash(state: ClusterState) -> str:
+    """`unicron-state-1:` and 16 hex digits; two folds of one log have the same."""
+    return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
+
+
+def open_orders(state: ClusterState) -> list[Record]:
+    """Orders that somebody may still have to carry out, by seq: the orders streams hold them."""
+    return [decode_record(state.orders[seq]) for seq in sorted(state.orders)]
+
+
+def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
+    """Whether a report is the next of its source (ARCHITECTURE, "Sources and acknowledgement")."""
+    node, _, incarnation = report.source.rpartition("/")
+    known, last = state.nodes.get(node), state.sources.get(report.source, 0)
+    old = known is not None and incarnation.isdecimal() and int(incarnation) < known.incarnation
+    if old and last == 0:
+        return "duplicate"
+    if report.source_seq <= last:
+        return "duplicate"
+    if report.source_seq == last + 1 or isinstance(report.body, ReportsLost):
+        return "next"
+    return "later"
+
+
+def live_tasks(state: ClusterState) -> list[Task]:
+    """Tasks that have not ended, by id."""
+    return [state.tasks[key] for key in sorted(state.tasks) if state.tasks[key].phase != "ended"]
+
+
+def usable_slots(state: ClusterState) -> list[Slot]:
+    """Slots that a plan may give: of healthy nodes, without a hardware fault."""
+    return [
+        Slot(name, index)
+        for name in sorted(state.nodes)
+        if (node := state.nodes[name]).health == "healthy"
+        for index in range(node.num_slots)
+        if index not in node.slots_out
+    ]

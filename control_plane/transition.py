@@ -1,0 +1,274 @@
+"""The transition of a task: one literal table, and the steps it names.
+
+`step` compares what should be (the target seats) with what is (the processes) and yields the next
+orders. It reads levels, not events: called again in the same state it yields nothing, so a takeover
+needs nothing special. The table is ARCHITECTURE's; the fold moves the phase when the order that a
+row names is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ..events.orders import (
+    Member,
+    PublishCheckpoint,
+    Quiesce,
+    QuiesceMode,
+    Reconfigure,
+    Resume,
+    Seat,
+    TaskEnded,
+)
+from ..events.reports import Body
+from . import command
+from .incidents import close_incident, end_incident, network_incident, open_incidents
+from .processes import slot_free, start_rank, stop_pending, stop_rank
+from .state import ClusterState, Phase, Rank, Task
+
+NUM_ROWS_MAX = 8
+"""Rows of the table that one record can set off; more is a bug."""
+
+Condition = Callable[[ClusterState, Task], bool]
+Action = Callable[[ClusterState, Task], Iterator[Body]]
+
+
+class Row(NamedTuple):
+    """In `phase`, when `on` holds, `then` is ordered, and its fold leads to `to`."""
+
+    phase: Phase
+    on: Condition
+    then: Action
+    to: Phase
+
+
+# --- what a row waits for -----------------------------------------------------------------------
+def every_seat_ready(state: ClusterState, task: Task) -> bool:
+    """Every wanted rank holds: RankReady, not told to end."""
+    return bool(task.target) and all(_ready(task.ranks.get(seat.rank), seat)
+                                     for seat in task.target)
+
+
+def member_gone(state: ClusterState, task: Task) -> bool:
+    """A process of the generation has ended or is being ended."""
+    return (len(task.living_members()) < len(task.members)
+            or any(rank.stopping for rank in task.living_members()))
+
+
+def no_root_cause(state: ClusterState, task: Task) -> bool:
+    """A collective failed, and evidence_s_max passed without a root cause."""
+    return task.evidence_over == task.generation
+
+
+def seats_differ(state: ClusterState, task: Task) -> bool:
+    """A newcomer holds, or a member has no seat any more; and nothing else is going on."""
+    if not task.target or task.failed_s >= 0 or _unreachable(state, task):
+        return False
+    newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
+    return newcomer or any(not task.has_seat(rank) for rank in task.living_members())
+
+
+def boundary_disturbed(state: ClusterState, task: Task) -> bool:
+    """The iteration's end will not come: a member is gone or its collective failed."""
+    return task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
+
+
+def every_member_quiesced(state: ClusterState, task: Task) -> bool:
+    """Every living member has left the generation and holds; and there is one to go on with."""
+    return (all(rank.quiesced == task.generation for rank in task.living_members())
+            and bool(_next_members(task)))
+
+
+def generation_broken(state: ClusterState, task: Task) -> bool:
+    """The generation will not come up: a member is gone or said so."""
+    return member_gone(state, task) or any(rank.failed == task.generation
+                                           for rank in task.living_members())
+
+
+def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
+    """All are in the generation, have settled and hold."""
+    return all(rank.reconfigured == task.generation for rank in task.living_members())
+
+
+def _ready(rank: Rank | None, seat: Seat) -> bool:
+    return (rank is not None and rank.state == "ready" and not rank.stopping
+            and not rank.overdue and rank.slot == seat.slot)
+
+
+def _unreachable(state: ClusterState, task: Task) -> bool:
+    return any((node := state.nodes.get(rank.slot.node)) is None or node.health != "healthy"
+               for rank in task.living_members())
+
+
+# --- what a row orders --------------------------------------------------------------------------
+def quiesce_now(state: ClusterState, task: Task) -> Iterator[Body]:
+    yield _quiesce(task, "now")
+
+
+def quiesce_boundary(state: ClusterState, task: Task) -> Iterator[Body]:
+    yield _quiesce(task, "boundary")
+
+
+def _quiesce(task: Task, mode: QuiesceMode) -> Quiesce:
+    living = task.living_members()
+    return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
+                   generation=task.generation, mode=mode,
+                   ranks=tuple(rank.rank for rank in living))
+
+
+def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Be the next generation, of everybody who holds and has a seat."""
+    yield from network_incident(state, task)
+    members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
+                    for rank in _next_members(task))
+    yield Reconfigure(
+        nodes=_nodes([member.node for member in members]), task=task.id,
+        generation=task.generation + 1, members=members, store=members[0].endpoint,
+        dp=len(members), checkpoint=task.checkpoint.path if task.checkpoint is not None else "")
+
+
+def _next_members(task: Task) -> list[Rank]:
+    """Those that hold and have a seat; who has state comes first, so that it tells progress.
+
+    If none of them has state, those that do stay for one more generation and hand it over.
+    """
+    holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
+    seated = [rank for rank in holding if task.has_seat(rank)]
+    givers = [rank for rank in holding if rank.has_state]
+    if seated and givers and not any(rank.has_state for rank in seated):
+        seated += givers
+    return sorted(seated, key=lambda rank: (not rank.has_state, rank.rank))
+
+
+def _holds(task: Task, rank: Rank) -> bool:
+    if rank.stopping or rank.overdue or rank.error_seq:
+        return False
+    return rank.state == "ready" or (rank.state == "member"
+                                     and rank.quiesced == task.generation
+                                     and task.member(rank.rank) is rank)
+
+
+def resume(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Train; what no first member lived to tell is told again."""
+    yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
+                 generation=task.generation, progress_from=min(task.iteration, task.settled))
+
+
+def _nodes(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sorted(names)))
+
+
+TABLE: tuple[Row, ...] = (
+    Row("starting", every_seat_ready, reconfigure, "reconfiguring"),
+    Row("training", member_gone, quiesce_now, "quiescing"),
+    Row("training", no_root_cause, quiesce_now, "quiescing"),
+    Row("training", seats_differ, quiesce_boundary, "quiescing"),
+    Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
+    Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
+    Row("reconfiguring", generation_broken, quiesce_now, "quiescing"),
+    Row("reconfiguring", every_member_reconfigured, resume, "training"),
+)
+
+
+# --- the steps of a task ------------------------------------------------------------------------
+def step(state: ClusterState, task: Task) -> Iterator[Body]:
+    """The next decisions for this task; none when it is as it should be."""
+    yield from _stop_ghosts(state, task)
+    if task.outcome:
+        return
+    yield from open_incidents(state, task)
+    if task.ending:
+        yield from _end(state, task)
+    elif not task.is_train:
+        yield from command.step(state, task)
+    elif task.finished:
+        yield from _finish(state, task)
+    else:
+        yield from _transition(state, task)
+        yield from _stop(state, task)
+        yield from _start(state, task)
+    if not task.outcome:
+        yield from _publish(task)
+        yield from close_incident(state, task)
+
+
+def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
+    for _ in range(NUM_ROWS_MAX):
+        row = next((row for row in TABLE if row.phase == task.phase and row.on(state, task)), None)
+        if row is None or not task.target:
+            return
+        yield from row.then(state, task)
+        assert task.phase == row.to, f"task {task.id}: {row} led to {task.phase}"
+    raise AssertionError(f"task {task.id} does not come to rest")
+
+
+def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
+    """End processes that are too late for something or have no place in the task any more."""
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.overdue:
+            if not stop_pending(state, task, rank):
+                yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        elif not rank.stopping and not task.has_seat(rank) and (
+                task.member(key) is None or not task.target):
+            yield stop_rank(task, rank, state.policy.stop_s_max, "the plan has no seat for it")
+
+
+def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
+    for ghost in list(task.ghosts):
+        node = state.nodes.get(ghost.slot.node)
+        if node is not None and node.health == "healthy" and not stop_pending(state, task, ghost):
+            yield stop_rank(task, ghost, 0.0, "it was replaced while its node was silent")
+
+
+def _start(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Fill the empty seats whose slot is free: its last process is reaped."""
+    for seat in task.target:
+        if seat.rank not in task.ranks and slot_free(state, seat):
+            yield start_rank(state, task, seat, host="", port=0)
+
+
+def _publish(task: Task) -> Iterator[Body]:
+    if task.saved is not None and task.spec.train is not None and task.members:
+        output, path = task.spec.train.output, task.saved.path
+        yield PublishCheckpoint(nodes=(task.members[0].node,), task=task.id,
+                                generation=task.saved.generation, output=output,
+                                path=path.removeprefix(output).lstrip("/"))
+
+
+def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
+    """All iterations are done: the rest is to publish the final checkpoint and to let go."""
+    member_lost = len(task.living_members()) + len(task.finished) < len(task.members) and any(
+        rank.state != "finished" for rank in task.living_members())
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.state == "finished" and not rank.overdue:
+            continue
+        if rank.overdue and not stop_pending(state, task, rank):
+            yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        elif not rank.stopping and (task.member(key) is None or member_lost):
+            yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
+    final = task.checkpoint is not None and task.checkpoint.final
+    if not task.ranks and final and not task.publishing and task.saved is None:
+        yield from end_incident(state, task, "the task is finished")
+        yield TaskEnded(task=task.id, outcome="finished",
+                        why=f"{task.iteration} iterations; {_final_path(task)}")
+
+
+def _final_path(task: Task) -> str:
+    return task.checkpoint.path if task.checkpoint is not None else ""
+
+
+def _end(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Cancelled or failed: stop all, and end when all are reaped."""
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if not rank.stopping or (rank.overdue and not stop_pending(state, task, rank)):
+            grace_s = 0.0 if rank.overdue else state.policy.stop_s_max
+            yield stop_rank(task, rank, grace_s, task.why)
+    if not task.ranks:
+        assert task.ending
+        outcome, why = task.ending, task.why
+        yield from end_incident(state, task, why)
+        yield TaskEnded(task=task.id, outcome=outcome, why=why)

@@ -1,0 +1,97 @@
+"""The state as plain data, for people and programs: GET /v1/state, `unicron status`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .state import ClusterState, Node, Rank, Task, state_hash
+
+_PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
+           "quiescing": "running", "reconfiguring": "running"}
+
+
+def view(state: ClusterState) -> dict[str, Any]:
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970."""
+    return {
+        "cluster": {
+            "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
+            "hash": state_hash(state), "heart": state.heart,
+            "num_slots": sum(node.num_slots for node in state.nodes.values()
+                             if node.health == "healthy"),
+            "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
+        },
+        "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
+        "tasks": [_task(state, state.tasks[key]) for key in sorted(state.tasks)],
+        "incidents": [msgspec.to_builtins(state.incidents[key])
+                      for key in sorted(state.incidents)],
+        "plan": _plan(state),
+        "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,
+                       "length_s": state.deadlines[name].length_s}
+                      for name in sorted(state.deadlines)],
+    }
+
+
+def state_in_words(state: ClusterState, task: Task) -> str:
+    """waiting, starting, running, healing, finishing, finished, failed or cancelled."""
+    if task.outcome:
+        return task.outcome
+    if task.ending or task.finished:
+        return "finishing"
+    incident = state.incidents.get(task.incident)
+    if incident is not None and not incident.outcome and task.target:
+        return "healing"
+    return _PHASES[task.phase]
+
+
+def _node(state: ClusterState, node: Node) -> dict[str, Any]:
+    slots: list[dict[str, Any]] = []
+    for index in range(node.num_slots):
+        occupant = node.occupants.get(index)
+        slot: dict[str, Any] = {"index": index, "out": index in node.slots_out, "task": 0,
+                                "rank": None, "pid": 0}
+        if occupant is not None:
+            task = state.tasks.get(occupant.task)
+            rank = task.ranks.get(occupant.rank) if task is not None else None
+            slot |= {"task": occupant.task, "rank": occupant.rank,
+                     "pid": rank.pid if rank is not None else 0}
+        slots.append(slot)
+    return {"id": node.name, "host": node.host, "pid": node.pid, "health": node.health,
+            "since_s": node.since_s, "incarnation": node.incarnation,
+            "accelerator": node.accelerator, "num_slots": node.num_slots, "slots": slots}
+
+
+def _task(state: ClusterState, task: Task) -> dict[str, Any]:
+    spec = task.spec
+    living = task.living_members()
+    return {
+        "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
+        "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
+        "submitted_s": task.submitted_s, "weight": spec.weight,
+        "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
+                  "max": spec.slots.max},
+        "layout": f"DP{len(living)}" if living else "", "generation": task.generation,
+        "iteration": task.iteration,
+        "iterations": spec.train.iterations if spec.train is not None else 0,
+        "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
+        "waf": spec.weight * task.rate_flops if task.phase == "training" else 0.0,
+        "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
+        "healed": task.healed, "iterations_lost": task.iterations_lost,
+        "incident": task.incident, "why": task.why, "needs": task.needs,
+        "output": spec.train.output if spec.train is not None else "",
+        "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
+        "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
+    }
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
+            "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
+            "state": "stopping" if rank.stopping else rank.state}
+
+
+def _plan(state: ClusterState) -> dict[str, Any] | None:
+    if state.plan is None:
+        return None
+    return {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}

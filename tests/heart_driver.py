@@ -1,0 +1,166 @@
+"""A synchronous cluster for tests of the heart: agents and ranks that do as they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicron.control_plane.heart import HEART, advance
+from unicron.control_plane.state import ClusterState, accepts
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record, Report
+from unicron.events.spec import API_VERSION, JobSpec, parse
+
+
+def spec(**changes: Any) -> JobSpec:
+    """A training task of four ranks, with changes."""
+    plain: dict[str, Any] = {
+        "apiVersion": API_VERSION, "name": "alpha", "slots": {"min": 1, "max": 4},
+        "train": {"iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}},
+    }
+    plain.update(changes)
+    return parse({key: value for key, value in plain.items() if value is not None})
+
+
+class Driver:
+    """Tells reports to the heart, one after the other, and plays obedient nodes on request."""
+
+    def __init__(self, *, nodes: int = 2, slots: int = 2) -> None:
+        self.state = ClusterState()
+        self.log: list[Record] = []
+        self.seqs: dict[str, int] = {}
+        self.now_s = 1000.0
+        self.pid = 4000
+        self.steps: dict[int, int] = {}
+        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=HEART), epoch=1)
+        self.epoch = 1
+        for number in range(1, nodes + 1):
+            self.join(f"n{number}", slots=slots)
+
+    epoch = 1
+
+    def tell(self, source: str, body: r.Body, *, epoch: int = 0) -> list[Record]:
+        self.now_s += 0.01
+        seq = self.seqs.get(source, 0) + 1
+        self.seqs[source] = seq
+        report = Report(source=source, source_seq=seq, occurred_s=self.now_s, body=body)
+        assert accepts(self.state, report) == "next"
+        records = advance(self.state, report, epoch=epoch or self.epoch, at_s=self.now_s)
+        self.log += records
+        return records
+
+    def bodies(self, source: str, body: r.Body) -> list[r.Body]:
+        """What was decided upon it."""
+        return [record.body for record in self.tell(source, body)[1:]]
+
+    def join(self, node: str, *, incarnation: int = 1, slots: int = 2) -> list[Record]:
+        return self.tell(f"{node}/{incarnation}", r.NodeJoined(
+            node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots))
+
+    def submit(self, job: JobSpec) -> int:
+        name = f"operator/{len(self.seqs)}"
+        return self.tell(name, r.TaskSubmitted(spec=job))[0].seq
+
+    def due(self, deadline: str) -> list[Record]:
+        """The clock passes a deadline that the state holds."""
+        self.now_s = max(self.now_s, self.state.deadlines[deadline].due_s)
+        return self.tell(f"leader/{self.state.nonce}", r.DeadlineReached(deadline=deadline))
+
+    def source(self, node: str) -> str:
+        return f"{node}/{self.state.nodes[node].incarnation}"
+
+    def exit(self, task: int, rank: int, *, signal: int | None = 9,
+             code: int | None = None) -> list[Record]:
+        process = self.state.tasks[task].ranks[rank]
+        return self.tell(self.source(process.slot.node), r.RankExited(
+            task=task, rank=rank, attempt=process.attempt, pid=process.pid,
+            exit_code=code, signal=None if code is not None else signal))
+
+    # --- obedience ------------------------------------------------------------------------------
+    def obey(self, records: list[Record], *, start: bool = True) -> list[Record]:
+        """Carry out the orders in `records`, then those that follow, until none is left."""
+        todo, done = list(records), []
+        while todo:
+            record = todo.pop(0)
+            if isinstance(record.body, o.StartRank) and not start:
+                continue
+            new = self.do(record.body)
+            done += new
+            todo += new
+        return done
+
+    def do(self, order: r.Body) -> list[Record]:
+        match order:
+            case o.StartRank():
+                return self._start(order)
+            case o.StopRank():
+                process = self._process(order.task, order.rank, order.attempt)
+                if process is None:
+                    return []
+                return self.tell(self.source(order.nodes[0]), r.RankExited(
+                    task=order.task, rank=order.rank, attempt=order.attempt, pid=1,
+                    exit_code=None, signal=15))
+            case o.Quiesce():
+                return [x for rank in order.ranks for x in self.quiesced(order.task, rank)]
+            case o.Reconfigure():
+                return [x for m in order.members for x in self.reconfigured(order, m.rank)]
+            case o.PublishCheckpoint():
+                seq = max(x for x in self.state.tasks[order.task].publishing)
+                return self.tell(self.source(order.nodes[0]), r.CheckpointPublished(
+                    task=order.task, order=seq, path=order.path))
+            case _:
+                return []
+
+    def _process(self, task: int, rank: int, attempt: int) -> Any:
+        found = self.state.tasks[task].ranks.get(rank)
+        ghosts = [x for x in self.state.tasks[task].ghosts if x.attempt == attempt]
+        return found if found is not None and found.attempt == attempt else (
+            ghosts[0] if ghosts else None)
+
+    def _start(self, order: o.StartRank) -> list[Record]:
+        self.pid += 1
+        node = order.slot.node
+        new = self.tell(self.source(node), r.RankStarted(
+            task=order.task, rank=order.rank, attempt=order.attempt, node=node, pid=self.pid,
+            log_path=f"/tmp/{order.rank}.log"))
+        if order.spec.train is None:
+            return new
+        return new + self.tell(self.source(node), r.RankReady(
+            task=order.task, rank=order.rank, attempt=order.attempt,
+            endpoint=f"127.0.0.1:{self.pid}", num_params=1, state_bytes=12,
+            iteration_flops=1e9, data_digest="d"))
+
+    def quiesced(self, task: int, rank: int) -> list[Record]:
+        it = self.state.tasks[task]
+        process = it.ranks[rank]
+        return self.tell(self.source(process.slot.node), r.Quiesced(
+            task=task, rank=rank, attempt=process.attempt, generation=it.generation,
+            step_version=self.steps.get(task, 0), micro_batches=(0, 1), buckets_reduced=0,
+            num_buckets=1))
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        process = self.state.tasks[order.task].ranks[rank]
+        return self.tell(self.source(process.slot.node), r.Reconfigured(
+            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=self.steps.get(order.task, 0), kept=(0, 1), todo=(2,), dealt=(2,),
+            source=rank, received_bytes=0, down_s=0.01, up_s=0.01, settle_s=0.01))
+
+    def progress(self, task: int, num: int = 1) -> list[Record]:
+        it = self.state.tasks[task]
+        first = self.steps.get(task, 0)
+        self.steps[task] = first + num
+        return self.tell(self.source(it.members[0].node), r.TaskProgressed(
+            task=task, generation=it.generation, first_iteration=first,
+            losses=(2.5,) * num, step_s=(0.2,) * num, rate_flops=1e9, micro_batches=12))
+
+    def running(self, job: JobSpec | None = None) -> int:
+        """A task that trains."""
+        task = self.submit(job or spec())
+        self.obey(self.log[-20:])
+        self.progress(task)
+        return task
+
+
+def kinds(records: list[Record]) -> list[str]:
+    """The kinds of what was decided."""
+    return [record.kind for record in records if not record.is_report]
