@@ -52,8 +52,8 @@ class _Write(Struct):
 class Coordinator:
     """One control plane's leadership of one log.
 
-    Start order of `run`: a new epoch (older leaders are fenced); the log is folded; EpochStarted,
-    and PolicySet where it differs, are appended; the orders streams are restored; the heartbeats
+    Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
+    streams are restored; EpochStarted, and PolicySet where it differs, are appended; the heartbeats
     are watched; the loop. Each turn of the loop takes what has come (reports, operators' writes)
     and, once the intake is known to be empty, what time brought (deadlines, leases); decides upon
     it in order; appends it in one write; and only then answers, publishes and trims.
@@ -95,6 +95,10 @@ class Coordinator:
         """The epoch of this leader; 0 before it has one."""
         return self._leader.epoch
 
+    def answer(self, request_id: str) -> int | None:
+        """The seq of a write that is in the log already, None for a new one."""
+        return self._leader.answers.get(f"operator/{request_id}")
+
     async def settled(self) -> ClusterState:
         """The state, when it is what the log says and nothing more. Read it before you await.
 
@@ -120,8 +124,8 @@ class Coordinator:
                                   Unavailable("the log cannot be reached; ask again"))
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
-        """Pages of records behind `after`, for ever. Raises Unavailable."""
-        while True:
+        """Pages of records behind `after`, until this control plane stops. Raises Unavailable."""
+        while not self._stopping:
             news = self._news
             page: Sequence[Record] = [r for r in self._recent if r.seq > after]
             if not page or page[0].seq != after + 1:
@@ -136,6 +140,7 @@ class Coordinator:
         """End `run` after the current turn."""
         self._stopping = True
         self._wake.set()
+        self._news.set()
 
     # --- life ------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -227,13 +232,14 @@ class Coordinator:
             batch, timed = await self._drain(batch)
         writes = list(self._writes)
         if not batch.reports and not writes and not timed:
+            self._leader.position = batch.cursor
             return
         self._clean.clear()
         committed = await self._within(
             self._leader.commit(
                 chain(batch.reports, (write.report for write in writes),
                       self._due(self._leader.now_s()) if timed else ()),
-                cursor=batch.cursor if batch.reports else ""),
+                cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
         self._publish(committed.records)
         for write in writes:
@@ -249,12 +255,10 @@ class Coordinator:
 
     async def _drain(self, batch: Batch) -> tuple[Batch, bool]:
         """`batch` and what else waits in the intake; whether that is all."""
-        after = batch.cursor if batch.reports else self._leader.position
         num_max = self._limits.batch_reports_max
-        more = await self._within(self._log.take(after=after, num_max=num_max, wait_s=0.0),
-                                  Unavailable("the intake does not answer"))
-        if not more.reports:
-            return batch, True
+        more = await self._within(
+            self._log.take(after=batch.cursor, num_max=num_max, wait_s=0.0),
+            Unavailable("the intake does not answer"))
         full = len(more.reports) >= num_max
         if full:
             self._wake.set()

@@ -74,12 +74,14 @@ class Leader:
         first = state.seq == 0
         records: list[Record] = []
         if state.epoch != self.epoch:
+            # Before the epoch's first order, so that what is still open keeps its place. Later
+            # appends of this epoch write log and streams in one step: nothing is to restore.
+            await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
             started = EpochStarted(nonce=self._nonce, code=self._code, heart=HEART)
             records += (await self.commit([self.report(started)])).records
         policy = self._policy or (Policy() if first else self.state.policy)
         if first or policy != self.state.policy:
             records += (await self.commit([self.report(PolicySet(policy=policy))])).records
-        await self._log.rebuild_orders(open_orders(self.state), epoch=self.epoch)
         return records
 
     async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> Committed:

@@ -1,0 +1,226 @@
+"""The control plane's HTTP port (docs/ARCHITECTURE.md, "HTTP")."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from ..events import codec, spec
+from ..events.errors import LogError, SpecError, UsageError
+from ..events.log import ReaderPort
+from ..events.reports import TaskCancelRequested, TaskSubmitted
+from .coordinator import Coordinator
+from .view import view
+
+BODY_BYTES_MAX = 1 << 20
+PAGE_RECORDS_MAX = 1_000
+KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+OPEN_TO_ALL = ("/v1/health",)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Refusal(UsageError):
+    """A request that is not carried out; `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
+class Address(Struct, frozen=True, kw_only=True):
+    """What an agent is told when it joins."""
+
+    redis_url: str
+    cluster: str
+
+
+class _Cancel(Struct, frozen=True, forbid_unknown_fields=True):
+    reason: str = ""
+
+
+class _Join(Struct, frozen=True, forbid_unknown_fields=True):
+    node: str
+    host: str
+    incarnation: int
+
+
+class Http:
+    """The calls of one control plane. Only what the log has acknowledged is ever answered."""
+
+    def __init__(self, coordinator: Coordinator, log: ReaderPort, *, token: str,
+                 address: Address) -> None:
+        self._coordinator, self._log = coordinator, log
+        self._token, self._address = token.encode(), address
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._border], client_max_size=BODY_BYTES_MAX)
+        app.add_routes([
+            web.get("/v1/health", self._health),
+            web.get("/v1/state", self._state),
+            web.get("/v1/log", self._records),
+            web.post("/v1/tasks", self._submit),
+            web.post("/v1/tasks/{task}/cancel", self._cancel),
+            web.post("/v1/join", self._join),
+        ])
+        return app
+
+    # --- calls -----------------------------------------------------------------------------------
+    async def _health(self, request: web.Request) -> web.Response:
+        leading = self._coordinator.leading
+        return _json({"ok": leading, "cluster": self._address.cluster,
+                      "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
+                      "leader": leading, "pid": os.getpid()})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return _json(view(await self._coordinator.settled()))
+
+    async def _records(self, request: web.Request) -> web.StreamResponse:
+        after = _number(request, "after")
+        follow = _number(request, "follow")
+        if follow not in (0, 1):
+            raise Refusal(400, "follow is 0 or 1", "/v1/log?after=0&follow=1")
+        response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+        if follow:
+            await self._coordinator.settled()
+            await response.prepare(request)
+            async for page in self._coordinator.follow(after):
+                await response.write(_lines(page))
+        else:
+            page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
+            await response.prepare(request)
+            while page:
+                await response.write(_lines(page))
+                page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
+        await response.write_eof()
+        return response
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        key, body = _key(request), await _body(request)
+        seq = await self._coordinator.write(key, TaskSubmitted(spec=spec.parse(body)))
+        return _json({"seq": seq, "task": seq})
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        key, body = _key(request), _convert(await _body(request), _Cancel)
+        text = request.match_info["task"]
+        number = int(text) if text.isdecimal() and len(text) < 18 else 0
+        state = await self._coordinator.settled()
+        task = state.tasks.get(number)
+        if self._coordinator.answer(key) is None:
+            if task is None:
+                raise Refusal(404, f"there is no task {text}", "unicron status")
+            if task.phase == "ended":
+                raise Refusal(409, f"task {number} has ended: {task.outcome}",
+                              f"unicron status {number}")
+        cancel = TaskCancelRequested(task=number, reason=body.reason)
+        return _json({"seq": await self._coordinator.write(key, cancel)})
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = _convert(await _body(request), _Join)
+        if not spec.NAME.match(body.node):
+            raise Refusal(400, f"node: {body.node!r} is not a name",
+                          "lower-case letters, digits, '-' and '.', at most 63")
+        state = await self._coordinator.settled()
+        known = state.nodes.get(body.node)
+        if known is not None and known.incarnation > body.incarnation:
+            raise Refusal(409, f"a newer agent of {body.node} has joined",
+                          "give this one another --node, or set its clock")
+        return _json({"redis_url": self._address.redis_url, "cluster": self._address.cluster,
+                      "node": body.node, "epoch": self._coordinator.epoch})
+
+    # --- the border ------------------------------------------------------------------------------
+    @web.middleware
+    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The token on the way in, one line of JSON for every refusal on the way out."""
+        try:
+            if request.path not in OPEN_TO_ALL and not self._knows(request):
+                raise Refusal(401, "the token is missing or wrong",
+                              "Authorization: Bearer TOKEN, from the state folder's token file")
+            return await handler(request)
+        except Refusal as error:
+            return _error(error.status, str(error), error.hint)
+        except SpecError as error:
+            return _error(422, str(error), error.hint)
+        except UsageError as error:
+            return _error(400, str(error), error.hint)
+        except LogError as error:
+            return _error(503, str(error), "training goes on; try again in a moment")
+        except web.HTTPException as error:
+            hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
+            return _error(error.status, f"{request.method} {request.path}: {error.reason}", hint)
+
+    def _knows(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        return hmac.compare_digest(given, b"Bearer " + self._token)
+
+
+def _lines(records: Any) -> bytes:
+    encode = msgspec.json.encode
+    return b"".join(encode(codec.to_plain(record)) + b"\n" for record in records)
+
+
+def _json(data: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(data), status=status,
+                        content_type="application/json")
+
+
+def _error(status: int, message: str, hint: str) -> web.Response:
+    return _json({"error": " ".join(message.split()), "hint": hint}, status)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    if not text.isdecimal() or len(text) > 18:
+        raise Refusal(400, f"{name}: {text[:40]!r} is not a number from 0 on",
+                      "/v1/log?after=0&follow=0")
+    return int(text)
+
+
+def _key(request: web.Request) -> str:
+    """The request's id; one of our own for a client that does not mean to repeat it."""
+    key = request.headers.get("Idempotency-Key") or secrets.token_hex(16)
+    if not KEY.match(key):
+        raise Refusal(400, "Idempotency-Key is 1 to 128 of A-Z a-z 0-9 . _ : -", "send a uuid")
+    return key
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON body, strictly: no duplicate keys, no NaN."""
+    try:
+        raw = await request.read()
+        return json.loads(raw or b"{}", object_pairs_hook=_once, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _finite(text: str) -> float:
+    raise ValueError(f"{text} is not a finite number")
+
+
+def _convert(body: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at ")
+        where = at.strip("`").removeprefix("$.")
+        raise Refusal(400, f"{where}: {message}" if where else message, "") from None

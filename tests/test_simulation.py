@@ -1,0 +1,384 @@
+"""A cluster's worst days in virtual time: seeded faults first, then peace, and what must hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+from unicron.control_plane.coordinator import Coordinator
+from unicron.control_plane.fold import fold
+from unicron.control_plane.state import ClusterState, state_hash
+from unicron.events import codec, spec
+from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
+from unicron.events.log import AgentPort, LogPort
+from unicron.events.memory_log import MemoryLog
+from unicron.events.records import Record
+from unicron.events.reports import Policy, TaskCancelRequested, TaskSubmitted
+from unicron.workers import virtual_time
+from unicron.workers.simulated import PaperCluster
+from unicron.workers.simulated_link import CALM, PaperLink, Weather
+from unicron.workers.simulated_generation import first_digest, next_digest
+
+NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "200"))
+START_S = 1_700_000_000.0
+PEACE_S_MAX = 1_500.0
+POLICY = Policy(start_s_max=20.0, quiesce_s_max=10.0, boundary_s_max=30.0, reconfigure_s_max=30.0,
+                stop_s_max=5.0, restarts_max=100_000, replace_after_s=15.0)
+STORM = Weather(lost=0.1, doubled=0.1, delayed=0.2, unanswered=0.1, repeated=0.2)
+LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "rebuild_orders",
+                "trim_reports", "read")
+
+
+class LeaderLog:
+    """The log as one leader sees it: it may lose calls, replies, and the leader itself."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.doom = ""
+
+    def __getattr__(self, call: str) -> Callable[..., Awaitable[object]]:
+        assert call in LEADER_CALLS, call
+
+        async def passed(*args: object, **named: object) -> object:
+            world = self.world
+            await asyncio.sleep(0.0005)
+            fate = world.rng.random() if world.trouble else 1.0
+            if fate < 0.05:
+                raise Unavailable("out of reach")
+            if fate < 0.08:
+                raise Ambiguous("the request was lost")
+            if call == "append" and self.doom == "before":
+                await world.die_here(self.name)
+            reply = await getattr(world.log, call)(*args, **named)
+            if call == "append" and self.doom == "after":
+                await world.die_here(self.name)
+            if fate < 0.11 and call != "take":
+                raise Ambiguous("the reply was lost")
+            await asyncio.sleep(0.0005)
+            return reply
+
+        return passed
+
+
+class World:
+    """One simulated cluster: its log, its leaders, its nodes, and what goes wrong."""
+
+    def __init__(self, seed: int, *, only_leaders: bool = False) -> None:
+        self.seed, self.only_leaders = seed, only_leaders
+        self.rng = random.Random(f"world {seed}")
+        self.loop = asyncio.get_running_loop()
+        self.log = MemoryLog(self.clock)
+        self.links: dict[str, PaperLink] = {}
+        self.cluster = PaperCluster(seed, port_of=self._port_of, clock=self.clock)
+        self.leaders: dict[str, tuple[Coordinator, LeaderLog, asyncio.Task[None]]] = {}
+        self.trouble = False
+        self.num_leaders = 0
+        self.answered: dict[str, int] = {}
+        self.faults: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.nodes = {f"n{i}": self.rng.randint(1, 3) for i in range(self.rng.randint(2, 4))}
+        if only_leaders:
+            self.nodes = {"n0": 2, "n1": 2}
+
+    def clock(self) -> float:
+        return START_S + self.loop.time()
+
+    def _port_of(self, node: str) -> AgentPort:
+        if node not in self.links:
+            self.links[node] = PaperLink(self.log, random.Random(f"{self.seed} {node}"))
+        return self.links[node]
+
+    # --- leaders ----------------------------------------------------------------------------------
+    def start_leader(self) -> None:
+        self.num_leaders += 1
+        name = f"leader-{self.num_leaders}"
+        port = LeaderLog(self, name)
+        coordinator = Coordinator(port, clock=self.clock, nonce=name, code="paper",  # type: ignore[arg-type]
+                                  policy=POLICY, jitter=random.Random(f"{self.seed} {name}"))
+        task = asyncio.create_task(self._lead(name, coordinator), name=name)
+        self.leaders[name] = coordinator, port, task
+
+    async def _lead(self, name: str, coordinator: Coordinator) -> None:
+        try:
+            await coordinator.run()
+        except (Fenced, Conflict, Ambiguous):
+            self.leaders.pop(name, None)
+
+    def kill_leader(self, name: str) -> None:
+        found = self.leaders.pop(name, None)
+        if found:
+            found[2].cancel()
+
+    async def die_here(self, name: str) -> None:
+        self.kill_leader(name)
+        await asyncio.sleep(1e9)
+
+    def coordinator(self) -> Coordinator | None:
+        return next((c for c, _, _ in reversed(self.leaders.values()) if c.leading), None)
+
+    # --- operators --------------------------------------------------------------------------------
+    async def write(self, key: str, body: TaskSubmitted | TaskCancelRequested) -> int:
+        """As a client does: ask with the same key until answered."""
+        while True:
+            leader = self.coordinator()
+            if leader:
+                try:
+                    async with asyncio.timeout(5.0):
+                        self.answered[key] = await leader.write(key, body)
+                        return self.answered[key]
+                except (TimeoutError, Unavailable):
+                    pass
+            await asyncio.sleep(0.5)
+
+    def job(self, number: int) -> TaskSubmitted:
+        rng = self.rng
+        high = rng.randint(1, min(4, sum(self.nodes.values())))
+        data: dict[str, object] = {
+            "apiVersion": spec.API_VERSION, "name": f"task-{number}",
+            "weight": rng.choice([0.5, 1.0, 2.0]),
+            "slots": {"min": rng.randint(1, high), "max": high},
+        }
+        if rng.random() < 0.15 and not self.only_leaders:
+            data["command"] = ["sleep", "10"]
+        else:
+            micro = rng.randint(1, 2)
+            data["train"] = {
+                "batch": {"global": micro * rng.randint(high, 12), "micro": micro},
+                "iterations": rng.randint(5, 40), "output": f"/out/{number}",
+                "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
+            }
+        return TaskSubmitted(spec=spec.parse(data))
+
+    # --- chaos ------------------------------------------------------------------------------------
+    async def chaos(self, until_s: float) -> None:
+        """One fault after the other, at random moments."""
+        rate_s = self.rng.choice([1.0, 3.0, 8.0])
+        kinds: list[Callable[[], Awaitable[None]]] = [
+            self._kill_leader, self._doom_leader, self._rival, self._trouble]
+        if not self.only_leaders:
+            kinds += [self._kill_rank, self._kill_rank, self._kill_rank, self._raise, self._crash,
+                      self._cut, self._blip, self._storm, self._leave]
+        while self.loop.time() < until_s:
+            await asyncio.sleep(self.rng.expovariate(1 / rate_s))
+            fault = self.rng.choice(kinds)
+            self.faults.append(f"{self.loop.time():.3f} {fault.__name__}")
+            self.tasks.append(asyncio.create_task(fault(), name=f"fault {len(self.tasks)}"))
+
+    async def _kill_leader(self) -> None:
+        for name in list(self.leaders):
+            self.kill_leader(name)
+        await asyncio.sleep(self.rng.uniform(0, 10))
+        self.start_leader()
+
+    async def _doom_leader(self) -> None:
+        for _, port, _ in self.leaders.values():
+            port.doom = self.rng.choice(["before", "after"])
+        await asyncio.sleep(self.rng.uniform(2, 8))
+        self.start_leader()
+
+    async def _rival(self) -> None:
+        self.start_leader()
+
+    async def _trouble(self) -> None:
+        self.trouble = True
+        await asyncio.sleep(self.rng.uniform(1, 10))
+        self.trouble = False
+
+    async def _kill_rank(self) -> None:
+        running = self.cluster.running()
+        if running:
+            agent, process = self.rng.choice(running)
+            agent.kill(process)
+
+    async def _raise(self) -> None:
+        running = self.cluster.running()
+        if running:
+            agent, process = self.rng.choice(running)
+            agent.raise_in(process, "RuntimeError")
+
+    async def _crash(self) -> None:
+        node = self.rng.choice(sorted(self.nodes))
+        if self.cluster.is_up(node):
+            self.cluster.crash(node)
+            await asyncio.sleep(self.rng.uniform(0.5, 40))
+            if not self.cluster.is_up(node):
+                self.cluster.boot(node, self.nodes[node])
+
+    async def _leave(self) -> None:
+        node = self.rng.choice(sorted(self.nodes))
+        if self.cluster.is_up(node):
+            self.cluster.agents[node].leave()
+            await asyncio.sleep(self.rng.uniform(1.5, 3))
+            if self.cluster.is_up(node):
+                self.cluster.crash(node)
+            await asyncio.sleep(self.rng.uniform(0.5, 10))
+            if not self.cluster.is_up(node):
+                self.cluster.boot(node, self.nodes[node])
+
+    async def _cut(self) -> None:
+        link = self.links[self.rng.choice(sorted(self.links))]
+        link.cut = True
+        await asyncio.sleep(self.rng.uniform(0.5, 30))
+        link.cut = False
+
+    async def _blip(self) -> None:
+        for task in sorted({p.order.task for _, p in self.cluster.running()}):
+            self.cluster.blip(task)
+
+    async def _storm(self) -> None:
+        for link in self.links.values():
+            link.weather = STORM
+        await asyncio.sleep(self.rng.uniform(2, 20))
+        for link in self.links.values():
+            link.weather = CALM
+
+    # --- a whole life -------------------------------------------------------------------------------
+    async def live(self) -> list[Record]:
+        """Faults, then peace until all tasks have ended; the log."""
+        self.start_leader()
+        for node, num_slots in self.nodes.items():
+            self.cluster.boot(node, num_slots)
+        writers = [asyncio.create_task(self._submit(i)) for i in range(self.rng.randint(1, 3))]
+        await self.chaos(self.rng.uniform(10, 60))
+        for task in self.tasks:
+            task.cancel()
+        self.trouble = False
+        for node, num_slots in self.nodes.items():
+            self.links[node].cut, self.links[node].weather = False, CALM
+            if not self.cluster.is_up(node) or any("leave" in f for f in self.faults):
+                if self.cluster.is_up(node):
+                    self.cluster.crash(node)
+                self.cluster.boot(node, num_slots)
+        for name in list(self.leaders):
+            self.kill_leader(name)
+        self.start_leader()
+        for writer in writers:
+            await writer
+        peace_s = self.loop.time()
+        while not await self._is_over():
+            late = self.loop.time() - peace_s > PEACE_S_MAX
+            assert not late, f"in peace, {await self._unfinished()}"
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(40.0)
+        leader = self.coordinator()
+        assert leader is not None
+        self.last_hash = state_hash(await leader.settled())
+        records = await self.log.read(after=0, num_max=1_000_000)
+        self.cluster.stop()
+        for name in list(self.leaders):
+            self.kill_leader(name)
+        await asyncio.sleep(0)
+        return records
+
+    async def _submit(self, number: int) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 20) if number else 0)
+        job = self.job(number)
+        task = await self.write(f"submit-{number}", job)
+        if number == 2 and self.rng.random() < 0.3:
+            await asyncio.sleep(self.rng.uniform(0, 20))
+            await self.write(f"cancel-{number}", TaskCancelRequested(task=task, reason="a test"))
+
+    async def _is_over(self) -> bool:
+        leader = self.coordinator()
+        if leader is None:
+            return False
+        state = await leader.settled()
+        return all(task.phase == "ended" for task in state.tasks.values())
+
+    async def _unfinished(self) -> str:
+        leader = self.coordinator()
+        if leader is None:
+            return "nobody leads"
+        state = await leader.settled()
+        return "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why} {t.needs}"
+                         for t in state.tasks.values() if t.phase != "ended")
+
+
+# --- what must hold ---------------------------------------------------------------------------------
+def check(world: World, records: list[Record]) -> None:
+    """All invariants over one finished world."""
+    assert not world.cluster.net.violations, world.cluster.net.violations[:5]
+    assert [r.seq for r in records] == list(range(1, len(records) + 1)), "the log has a hole"
+    assert all(a.epoch <= b.epoch and a.at_s <= b.at_s
+               for a, b in zip(records, records[1:], strict=False)), "epoch or time went back"
+    state = ClusterState()
+    for record in records:
+        fold(state, codec.decode_record(codec.encode_record(record)))
+    assert state_hash(state) == world.last_hash, "folding the log again gives another state"
+    _check_sources(world, records)
+    _check_progress(records)
+    for task in state.tasks.values():
+        cancelled = any(r.kind == "TaskCancelRequested" and r.body.task == task.id  # type: ignore[attr-defined]
+                        for r in records)
+        assert task.outcome == "finished" or cancelled, f"task {task.id} {task.outcome} {task.why}"
+        train = task.spec.train
+        if train is not None and task.outcome == "finished":
+            digest, batch = first_digest(train.seed), tuple(range(train.num_micro_batches))
+            for iteration in range(train.iterations):
+                digest = next_digest(digest, iteration, batch)
+            _, path = world.cluster.net.latest[train.output]
+            published = world.cluster.net.files[train.output, path]
+            assert published == (train.iterations, digest), f"task {task.id}: another model"
+
+
+def _check_sources(world: World, records: list[Record]) -> None:
+    told: dict[str, list[int]] = {}
+    for record in records:
+        if record.source != "heart":
+            told.setdefault(record.source, []).append(record.source_seq)
+    for source, numbers in told.items():
+        assert numbers == list(range(1, len(numbers) + 1)), f"{source}: lost or doubled"
+    for source, last in world.log._acked.items():
+        assert len(told.get(source, ())) >= last, f"{source}: {last} acknowledged, not in the log"
+    for key, seq in world.answered.items():
+        assert records[seq - 1].source == f"operator/{key}", f"{key} was answered, not written"
+
+
+def _check_progress(records: list[Record]) -> None:
+    generation: dict[int, int] = {}
+    expected: dict[int, int] = {}
+    version: dict[int, int] = {}
+    for record in records:
+        body: object = record.body
+        match record.kind:
+            case "Reconfigure":
+                assert body.generation > generation.get(body.task, 0), f"seq {record.seq}"  # type: ignore[attr-defined]
+                generation[body.task] = body.generation  # type: ignore[attr-defined]
+            case "Reconfigured" if body.generation == generation.get(body.task):  # type: ignore[attr-defined]
+                before = version.get(body.task, 0)  # type: ignore[attr-defined]
+                assert body.step_version >= before or body.source == -1, (  # type: ignore[attr-defined]
+                    f"seq {record.seq}: an iteration is lost")
+                version[body.task] = body.step_version  # type: ignore[attr-defined]
+            case "Resume":
+                known = expected.get(body.task, 0)  # type: ignore[attr-defined]
+                assert body.progress_from <= max(known, version[body.task]), f"seq {record.seq}"  # type: ignore[attr-defined]
+                expected[body.task] = body.progress_from  # type: ignore[attr-defined]
+            case "TaskProgressed" if body.generation == generation.get(body.task):  # type: ignore[attr-defined]
+                first = body.first_iteration  # type: ignore[attr-defined]
+                assert first == expected[body.task], f"seq {record.seq}: skipped or twice"  # type: ignore[attr-defined]
+                expected[body.task] = first + len(body.losses)  # type: ignore[attr-defined]
+            case _:
+                pass
+
+
+def simulate(seed: int, *, only_leaders: bool = False) -> tuple[World, list[Record]]:
+    """One world's life and its log."""
+
+    async def live() -> tuple[World, list[Record]]:
+        world = World(seed, only_leaders=only_leaders)
+        try:
+            return world, await world.live()
+        except BaseException:
+            print(f"seed {seed}:", *world.faults, sep="\n  ")
+            raise
+
+    return virtual_time.run(live())
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_faults_then_peace(seed: int) -> None:
+    world, records = simulate(seed)
+    check(world, records)
