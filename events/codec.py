@@ -170,7 +170,10 @@ def from_plain(data: dict[str, Any]) -> Record:
 def _plain_body(kind: str, v: int, data: dict[str, Any]) -> Body:
     if kind not in KINDS or v > VERSIONS.get(kind, 1):
         return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data))
-    return msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)
+    body = msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)
+    if where := not_finite(body):
+        raise msgspec.ValidationError(f"{kind}: {where}")
+    return body
 
 
 def _upcast(kind: str, v: int, data: dict[str, Any]) -> dict[str, Any]:
