@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ..events.errors import UnicronError, UsageError
-from .state_dir import StateDir, read_json
+from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
 
@@ -29,12 +29,20 @@ class Unreachable(UsageError):
     """Nobody answers at the control plane's address."""
 
 
+class Unable(UnicronError):
+    """The control plane cannot answer at the moment (5xx)."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 class Interrupted(UnicronError):
     """An answer ended before it was whole."""
 
 
 class Client:
-    """One control plane. Every call raises Unreachable or Refused."""
+    """One control plane. Every call raises Unreachable, Refused or Unable."""
 
     def __init__(self, url: str, token: str, hint: str = "unicron up") -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -48,7 +56,7 @@ class Client:
         self.url = url
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
-        self._token, self._hint = token, hint
+        self.token, self._hint = token, hint
 
     def get(self, path: str, **query: object) -> Any:
         """The JSON answer of a GET."""
@@ -81,7 +89,7 @@ class Client:
               limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         link = kind(self._host, self._port, timeout=REPLY_S_MAX)
-        headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
+        headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
         target = f"{path}?{urlencode(query)}" if query else path
@@ -109,16 +117,10 @@ def connect(state: StateDir, url: str | None = None) -> Client:
     token = os.environ.get("UNICRON_TOKEN") or str(noted.get("token", ""))
     if given:
         return Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
-    start = "unicron up" + ("" if state.path == _default() else f" --state {_short(state.path)}")
+    start = "unicron up" + ("" if state.path == default() else f" --state {_short(state.path)}")
     if not noted.get("url"):
         raise Unreachable(f"no cluster runs on {state.path}", start)
     return Client(str(noted["url"]), token, start)
-
-
-def _default() -> Path:
-    from . import state_dir
-
-    return state_dir.default()
 
 
 def _short(path: Path) -> str:
@@ -144,7 +146,7 @@ def _json(answer: http.client.HTTPResponse) -> Any:
         raise Interrupted(f"the control plane's answer broke off ({_why(error)})") from None
 
 
-def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused:
+def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
     try:
         told: Any = json.loads(answer.read(1 << 20))
         message, advice = str(told["error"]), str(told.get("hint", ""))
@@ -152,4 +154,6 @@ def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused:
         message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
     if answer.status in (401, 403) and not advice:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
+    if answer.status >= 500:
+        return Unable(message, advice or hint)
     return Refused(answer.status, " ".join(message.split()), advice or hint)

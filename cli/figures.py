@@ -38,7 +38,7 @@ def scaled(value: float, unit: str) -> str:
     """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`."""
     if value == 0:
         return f"0 {unit}"
-    power = min(max(int(math.floor(math.log10(abs(value)) / 3)), 0), 6)
+    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 6)
     return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}{unit}"
 
 
@@ -82,7 +82,8 @@ def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
     return "".join(line).rstrip()
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]],
+          right: Iterable[int] = ()) -> list[str]:
     """Columns as wide as their widest cell, two blanks between; `right` ones end flush."""
     flush = set(right)
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]

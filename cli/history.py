@@ -64,33 +64,42 @@ class TaskHistory(Struct, kw_only=True):
 
 
 class History(Struct):
-    """All tasks and incidents of a log, by id."""
+    """All tasks and incidents of a log, by id; `seq` is the last record that was read."""
 
+    seq: int = 0
     tasks: dict[int, TaskHistory] = field(default_factory=dict[int, TaskHistory])
     incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
+    stamps: dict[int, tuple[float, float]] = field(
+        default_factory=dict[int, tuple[float, float]])
+    """(at_s, occurred_s) of what may be evidence, by seq."""
+
+    def add(self, record: Plain) -> None:
+        """Read the next record."""
+        self.seq = record["seq"]
+        kind, body = record["kind"], record["body"]
+        if record["source"] != "heart" and kind != "TaskProgressed":
+            self.stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
+        if kind in ("IncidentOpened", "IncidentEscalated", "IncidentClosed"):
+            _incident(self, record)
+        else:
+            for incident in self.incidents.values():
+                if incident.task == body.get("task") and incident.outcome == "open":
+                    _phase(incident, record)
+        _task(self, record)
 
 
 def history(records: Iterable[Plain]) -> History:
-    """Read the log once."""
+    """Read a whole log."""
     told = History()
-    stamps: dict[int, tuple[float, float]] = {}
     for record in records:
-        stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
-        kind, body = record["kind"], record["body"]
-        if kind in ("IncidentOpened", "IncidentEscalated", "IncidentClosed"):
-            _incident(told, record, stamps)
-        else:
-            for incident in told.incidents.values():
-                if incident.task == body.get("task") and incident.outcome == "open":
-                    _phase(incident, record)
-        _task(told, record)
+        told.add(record)
     return told
 
 
-def _incident(told: History, record: Plain, stamps: dict[int, tuple[float, float]]) -> None:
+def _incident(told: History, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentOpened":
-        evidence = [stamps[seq] for seq in body["evidence"] if seq in stamps]
+        evidence = [told.stamps[seq] for seq in body["evidence"] if seq in told.stamps]
         first = min(evidence, default=(record["at_s"], record["occurred_s"]))
         told.incidents[record["seq"]] = IncidentHistory(
             id=record["seq"], task=body["task"], node=body["node"], severity=body["severity"],

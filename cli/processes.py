@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -18,6 +17,7 @@ from ..events.embedded import start_time
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
+KILLED_S_MAX = 10.0
 
 
 class Process(Struct, frozen=True):
@@ -69,15 +69,16 @@ def start(state: StateDir, name: str, argv: Sequence[str],
     return record(state, name, child.pid)
 
 
-def stop(state: StateDir, process: Process, grace_s: float) -> bool:
-    """SIGTERM, after `grace_s` SIGKILL; true when it ended within its grace."""
-    signal_to(process, signal.SIGTERM)
-    willing = wait_gone(process, grace_s)
-    if not willing:
-        signal_to(process, signal.SIGKILL)
-        wait_gone(process, 5.0)
-    (state.pids / f"{process.name}.json").unlink(missing_ok=True)
-    return willing
+def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:
+    """SIGTERM to all, after `grace_s` SIGKILL to those left, until they are gone."""
+    for process in together:
+        signal_to(process, signal.SIGTERM if grace_s else signal.SIGKILL)
+    deadline_s = time.monotonic() + grace_s
+    for process in together:
+        if not wait_gone(process, max(deadline_s - time.monotonic(), 0.0)):
+            signal_to(process, signal.SIGKILL)
+            wait_gone(process, KILLED_S_MAX)
+        (state.pids / f"{process.name}.json").unlink(missing_ok=True)
 
 
 def signal_to(process: Process, number: int) -> None:

@@ -39,6 +39,10 @@ def _one_line(text: str) -> str:
     return " ".join(lines[-1].split()) if lines else ""
 
 
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
+
+
 def _who(body: Plain) -> str:
     return f"task {body['task']} rank {body['rank']}.{body['attempt']}"
 
@@ -51,8 +55,8 @@ def _joined(body: Plain) -> str:
 def _submitted(body: Plain) -> str:
     spec = body["spec"]
     slots, train = spec["slots"], spec.get("train")
-    what = (f"{train['iterations']} iterations" if train else "command: " + " ".join(spec["command"]))
-    return (f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}")
+    what = f"{train['iterations']} iterations" if train else " ".join(spec["command"])
+    return f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}"
 
 
 def _ready(body: Plain) -> str:
@@ -76,8 +80,8 @@ def _quiesced(body: Plain) -> str:
 def _reconfigured(body: Plain) -> str:
     from_ = {body["rank"]: "own state", -1: "no state yet"}.get(
         body["source"], f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}")
-    return (f"{_who(body)} in generation {body['generation']} at step {body['step_version']}, {from_}, "
-            f"kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
+    return (f"{_who(body)} in generation {body['generation']} at step {body['step_version']}, "
+            f"{from_}, kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
             f"down {ms(body['down_s'])} up {ms(body['up_s'])} settle {ms(body['settle_s'])}")
 
 
@@ -101,7 +105,7 @@ def _closed(body: Plain) -> str:
     return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
             f"{body['iterations_lost']} iterations lost, kept {body['kept']} dealt {body['dealt']}"
             f"{', a checkpoint was read' if body['ckpt_read'] else ''}"
-            f"{': ' + body['why'] if body['why'] else ''}")
+            f"{_because(body['why'])}")
 
 
 def _plan(body: Plain) -> str:
@@ -135,7 +139,7 @@ _ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "NodeSilenced": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
     "NodeHeard": lambda b: f"{b['node']} heard again",
     "TaskSubmitted": _submitted,
-    "TaskCancelRequested": lambda b: f"task {b['task']}" + (f": {b['reason']}" if b["reason"] else ""),
+    "TaskCancelRequested": lambda b: f"task {b['task']}{_because(b['reason'])}",
     "NodeJoined": _joined,
     "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
     "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
@@ -148,7 +152,8 @@ _ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: {_one_line(b['error'])}",
     "Quiesced": _quiesced,
     "Reconfigured": _reconfigured,
-    "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: {_one_line(b['error'])}",
+    "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: "
+                                   f"{_one_line(b['error'])}",
     "TaskProgressed": _progressed,
     "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
     "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "
@@ -166,7 +171,7 @@ _ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "PlanChosen": _plan,
     "TaskPlaced": _placed,
     "TaskWaiting": lambda b: f"task {b['task']} {b['why']}; needs {b['needs']}",
-    "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}" + (f": {b['why']}" if b["why"] else ""),
+    "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}{_because(b['why'])}",
     "StartRank": _start,
     "StopRank": lambda b: f"{_who(b)} grace {span(b['grace_s'])}: {b['why']}",
     "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "

@@ -1,0 +1,95 @@
+"""`logs`: what a task's ranks printed, from the files that their RankStarted records name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ..events.errors import UsageError
+from . import say
+from .client import Client, Interrupted, Unable, Unreachable, connect
+from .state_dir import StateDir
+from .tasks import resolve
+
+CHUNK_BYTES = 1 << 16
+POLL_S = 0.2
+LOOK_AGAIN_S = 1.0
+"""How often new attempts are looked for."""
+
+
+class _File(Struct):
+    """One attempt's output and how far it was shown."""
+
+    rank: int
+    attempt: int
+    node: str
+    path: Path
+    offset: int = 0
+    rest: str = ""
+
+    def lines(self, *, whole: bool) -> list[str]:
+        """What came since the last call; an unfinished line only when `whole`."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                text = self.rest
+                while data := file.read(CHUNK_BYTES):
+                    self.offset += len(data)
+                    text += data.decode(errors="replace")
+        except OSError:
+            return []
+        *lines, self.rest = text.split("\n")
+        if whole and self.rest:
+            lines.append(self.rest)
+            self.rest = ""
+        return lines
+
+
+def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
+    """Print them, each line behind its rank and attempt. Raises UsageError."""
+    client = connect(state, url)
+    number = resolve(client, task)
+    files: dict[str, _File] = {}
+    _find(client, number, rank, files)
+    if not files and not follow:
+        who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
+        raise UsageError(f"{who} has not started yet", f"unicron status {task}")
+    absent = [file for file in files.values() if not file.path.exists()]
+    for file in absent:
+        say.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")
+    try:
+        _show(client, number, rank, files, follow=follow)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+
+
+def _show(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
+          follow: bool) -> None:
+    looked_s = time.monotonic()
+    while True:
+        for file in files.values():
+            for line in file.lines(whole=not follow):
+                say.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
+        if not follow:
+            return
+        time.sleep(POLL_S)
+        if time.monotonic() - looked_s > LOOK_AGAIN_S:
+            looked_s = time.monotonic()
+            try:
+                _find(client, task, rank, files)
+            except (Interrupted, Unable, Unreachable):  # the files go on without it
+                pass
+
+
+def _find(client: Client, task: int, rank: int | None, files: dict[str, _File]) -> None:
+    for record in client.records(0, follow=False):
+        body: dict[str, Any] = record["body"]
+        if record["kind"] != "RankStarted" or body["task"] != task:
+            continue
+        if rank in (None, body["rank"]) and body["log_path"] not in files:
+            files[body["log_path"]] = _File(rank=body["rank"], attempt=body["attempt"],
+                                            node=body["node"], path=Path(body["log_path"]))

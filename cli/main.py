@@ -1,0 +1,287 @@
+"""The face: `unicron` and its commands, thin; each loads what it needs when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from ..events.errors import UnicronError, UsageError
+from . import say, state_dir
+from .state_dir import StateDir
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    name="unicron", add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"],
+                                                      "max_content_width": 100},
+    help="The self-healing control plane for large-model training.",
+    epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
+           "unicron submit deploy/examples/demo.yaml.",
+)
+
+State = Annotated[Path | None, typer.Option(
+    "--state", metavar="DIR", help="The cluster's folder on this machine "
+    "[$UNICRON_STATE, else ~/.local/state/unicron].")]
+Url = Annotated[str | None, typer.Option(
+    "--url", metavar="URL", help="The control plane, if it runs elsewhere "
+    "[$UNICRON_URL; the token is $UNICRON_TOKEN].")]
+Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
+TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
+
+
+def _state(given: Path | None) -> StateDir:
+    return StateDir(given if given is not None else state_dir.default())
+
+
+@app.command()
+def up(
+    state: State = None,
+    agents: Annotated[int | None, typer.Option(min=0, max=64, metavar="N",
+                                               help="Agents (nodes) to run here [2].")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, max=64, metavar="K",
+                                              help="Slots (GPUs) of each agent [2].")] = None,
+    redis: Annotated[str | None, typer.Option(
+        metavar="URL", help="Your own Redis or Valkey [a private server].")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT",
+                                             help="HTTP port, 0: any free one [0].")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME",
+                                                help="The cluster's name [default].")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d",
+                                         help="Leave it in the background.")] = False,
+) -> None:
+    """Start a cluster on this machine; Ctrl-C stops it."""
+    from . import up as command
+
+    command.up(_state(state), command.Asked(agents=agents, slots=slots, redis=redis, port=port,
+                                            cluster=cluster), detach=detach)
+
+
+@app.command()
+def down(state: State = None) -> None:
+    """Stop the cluster of this machine; its log stays."""
+    from . import up as command
+
+    command.down(_state(state))
+
+
+@app.command()
+def agent(
+    state: State = None,
+    url: Url = None,
+    node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
+    slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
+                                       help="Slots here; 0: one for each GPU.")] = 0,
+    host: Annotated[str, typer.Option(
+        metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
+    redis: Annotated[str, typer.Option(
+        metavar="URL", help="The log, if the control plane's address of it is not ours.")] = "",
+) -> None:
+    """Run the agent of one node; it joins the control plane by HTTP."""
+    from . import run
+
+    run.agent(_state(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis)
+
+
+@app.command("control-plane", hidden=True)
+def control_plane(
+    state: State = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
+    policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+) -> None:
+    """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
+    from . import run
+
+    run.control_plane(_state(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
+                      host=host, port=port, cluster=cluster, policy=policy)
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Submit a task."""
+    from . import tasks
+
+    tasks.submit(_state(state), url, job, as_json=output == "json")
+
+
+@app.command()
+def status(
+    what: Annotated[str, typer.Argument(
+        metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", "-w",
+                                        help="Show it anew every second.")] = False,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Show the cluster, one task, or the nodes."""
+    from . import status as command
+
+    command.status(_state(state), url, what, watch=watch, as_json=output == "json")
+
+
+@app.command()
+def tail(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    after: Annotated[int, typer.Option(min=0, metavar="SEQ", help="Only behind this seq.")] = 0,
+    kind: Annotated[list[str] | None, typer.Option(
+        metavar="K", help="Only this kind; may be repeated.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
+    node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
+    incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
+    state: State = None,
+    url: Url = None,
+    output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
+        "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
+) -> None:
+    """Read the log: one record a line."""
+    from . import tail as command
+
+    command.tail(_state(state), url, command.Filter.make(kind or [], task, node, incident),
+                 after=after, follow=follow, as_json=output != "text")
+
+
+@app.command()
+def cancel(
+    task: TaskArg,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Stop a task for good."""
+    from . import tasks
+
+    tasks.cancel(_state(state), url, task, reason, as_json=output == "json")
+
+
+@app.command()
+def logs(
+    task: TaskArg,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
+    state: State = None,
+    url: Url = None,
+) -> None:
+    """Show what a task's ranks printed, from the files on this machine."""
+    from . import logs as command
+
+    command.logs(_state(state), url, task, rank, follow=follow)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
+    until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
+    step: Annotated[bool, typer.Option("--step", help="Show every record and the state "
+                                                      "hash after it.")] = False,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Fold a log to the state it tells; needs no server and no torch."""
+    from . import replay as command
+
+    command.replay(_state(state), url, file, live=live, until=until, verify=verify, step=step,
+                   as_json=output == "json")
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
+    state: State = None,
+    url: Url = None,
+) -> None:
+    """Write the running cluster's log to a file, as JSON lines."""
+    from . import replay as command
+
+    command.export(_state(state), url, file)
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
+    iterations: Annotated[int, typer.Option(min=20, max=10_000, metavar="N",
+                                            help="Iterations to train.")] = 60,
+) -> None:
+    """Train a real model, break it, watch it heal; under 90 seconds."""
+    from . import demo as command
+
+    raise typer.Exit(command.demo(keep=keep, num_iterations=iterations))
+
+
+@app.command()
+def doctor(state: State = None, output: Form = "text") -> None:
+    """Check what this machine has, and what is missing."""
+    from . import doctor as command
+
+    raise typer.Exit(command.doctor(_state(state), as_json=output == "json"))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
+        from unicron import __version__
+
+        say.out(f"unicron {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        say.out(context.get_help())
+        raise typer.Exit
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Errors are one line and a hint on stderr."""
+    try:
+        code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
+    except UnicronError as error:
+        say.error(str(error), str(getattr(error, "hint", "")))
+        wrong_input = isinstance(error, UsageError)
+        return EXIT_USAGE if wrong_input else EXIT_FAILED
+    except TyperException as error:
+        say.error(error.format_message().rstrip("."), _help_of(error))
+        return EXIT_USAGE
+    except (KeyboardInterrupt, Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # whoever read us has seen enough; keep the interpreter from complaining at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        say.error(f"{place}{(error.strerror or str(error)).lower()}",
+                  "check the path and its rights")
+        return EXIT_FAILED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _help_of(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'unicron'} --help"
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The long-lived processes behind `unicron control-plane` and `unicron agent`.
+
+Each writes its own pid file: whoever started it may be gone before it could.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import typer
+
+from ..events.errors import UsageError
+from . import processes
+from .client import connect
+from .local_cluster import CONTROL_PLANE, agent_name
+from .state_dir import StateDir
+
+ASK_S_MAX = 20.0
+
+
+def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
+                  policy: Path | None) -> None:
+    """Serve until told to stop. Raises UsageError."""
+    from ..control_plane import serve
+
+    if not redis_url:
+        raise UsageError("no Redis is named", "unicron up, or set UNICRON_REDIS_URL")
+    _note(state, CONTROL_PLANE)
+    raise typer.Exit(serve.run(serve.Options(
+        state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
+        policy=policy)))
+
+
+def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
+          redis_url: str) -> None:
+    """Be a node's agent until told to stop. Raises UsageError."""
+    from ..workers.agent import main
+
+    client = connect(state, url)
+    name = node or node_name(platform.node())
+    _note(state, agent_name(name))
+    raise typer.Exit(main.run(main.Options(
+        node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
+        state_dir=state.path, host=host, redis_url=redis_url)))
+
+
+def node_name(host: str) -> str:
+    """A host's name as a node's: its first label, in lower case."""
+    return re.sub(r"[^a-z0-9-]", "-", host.lower().partition(".")[0]).strip("-") or "n1"
+
+
+def num_devices() -> int:
+    """One slot for each visible GPU; without any, one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(len([part for part in visible.split(",") if part.strip()]), 1)
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 1
+    try:
+        told = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
+                              timeout=ASK_S_MAX).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return max(sum(line.startswith("GPU ") for line in told.splitlines()), 1)
+
+
+def _note(state: StateDir, name: str) -> None:
+    """Write our own pid file, unless another live process has that name."""
+    state.create()
+    found = processes.find(state, name)
+    if found is not None and found.pid != os.getpid():
+        raise UsageError(f"{name} runs already on {state.path}, pid {found.pid}",
+                         "unicron down, or give another --state")
+    processes.record(state, name, os.getpid())

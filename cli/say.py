@@ -1,0 +1,24 @@
+"""Where words go: stdout is data, stderr is talk."""
+
+from __future__ import annotations
+
+import sys
+
+
+def out(text: str = "") -> None:
+    """One line of the answer, flushed: somebody may be following."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def talk(text: str) -> None:
+    """One line beside the answer."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def error(message: str, hint: str = "") -> None:
+    """One line, then what to type."""
+    talk("error: " + " ".join(message.split()))
+    if hint:
+        talk("hint: " + " ".join(hint.split()))

@@ -1,0 +1,64 @@
+"""`status`: the cluster, one task, or the nodes; once, or anew every second."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from . import say, screens
+from .client import Client, Interrupted, Unable, Unreachable, connect
+from .history import History
+from .state_dir import StateDir
+from .tasks import option_for, pick
+
+Plain = dict[str, Any]
+WATCH_S = 1.0
+CLEAR = "\x1b[H\x1b[J"
+
+
+def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
+    """Print it. Raises UsageError. Ctrl-C ends a watch in order."""
+    client = connect(state, url)
+    told = History()
+    if not watch:
+        for line in _screen(state, client, what, told, as_json=as_json):
+            say.out(line)
+        return
+    client.get("/v1/state")  # a wrong address is told now, not waited for
+    try:
+        while True:
+            try:
+                lines = _screen(state, connect(state, url), what, told, as_json=as_json)
+            except (Interrupted, Unable, Unreachable) as error:
+                lines = [] if as_json else [f"{error}; trying again"]
+            if sys.stdout.isatty() and not as_json:
+                sys.stdout.write(CLEAR)
+            elif not as_json:
+                lines = [*lines, ""]
+            for line in lines:
+                say.out(line)
+            time.sleep(WATCH_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _screen(state: StateDir, client: Client, what: str, told: History, *,
+            as_json: bool) -> list[str]:
+    view: Plain = client.get("/v1/state")
+    option = option_for(state)
+    now_s = time.time()
+    if what == "nodes":
+        return ([json.dumps(view["nodes"])] if as_json else screens.nodes(view, now_s=now_s))
+    if what:
+        task = pick(view["tasks"], what)
+        if as_json:
+            return [json.dumps(task)]
+        for record in client.records(told.seq, follow=False):
+            told.add(record)
+        return screens.task_status(view, task, told, now_s=now_s, option=option)
+    if as_json:
+        return [json.dumps(view)]
+    cluster = client.get("/v1/health")["cluster"]
+    return screens.status(view, cluster=cluster, now_s=now_s, option=option)

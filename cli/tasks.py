@@ -1,0 +1,66 @@
+"""`submit` and `cancel`; and which task a person means by a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..events.errors import UsageError
+from . import job_file, say
+from .client import Client, connect
+from .local_cluster import shown
+from .state_dir import StateDir, default
+
+Plain = dict[str, Any]
+
+
+def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
+    """Check the job file, then hand it in; the task's id. Raises UsageError."""
+    spec = job_file.load(path)
+    answer = connect(state, url).post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
+    if as_json:
+        say.out(json.dumps(answer))
+        return int(answer["task"])
+    say.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
+            f"{spec.slots.min} to {spec.slots.max} slots")
+    if spec.train is None:
+        say.talk("note: command: is supervised and restarted only; train: heals in memory")
+    option = option_for(state)
+    say.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
+    return int(answer["task"])
+
+
+def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:
+    """Ask for a task's end. Raises UsageError."""
+    client = connect(state, url)
+    number = resolve(client, task)
+    answer = client.post(f"/v1/tasks/{number}/cancel", {"reason": reason})
+    say.out(json.dumps(answer) if as_json else f"task {number}  cancelled (seq {answer['seq']})")
+
+
+def resolve(client: Client, wanted: str) -> int:
+    """A task's id from its name (the newest of that name) or its id. Raises UsageError."""
+    tasks: list[Plain] = client.get("/v1/state")["tasks"]
+    return int(pick(tasks, wanted)["id"])
+
+
+def pick(tasks: list[Plain], wanted: str) -> Plain:
+    """The task that a name or an id means. Raises UsageError naming those there are."""
+    named = [task for task in tasks if task["name"] == wanted]
+    found = named or [task for task in tasks if str(task["id"]) == wanted.removeprefix("task-")]
+    if found:
+        return max(found, key=lambda task: int(task["id"]))
+    names = sorted({str(task["name"]) for task in tasks})
+    raise UsageError(f"no task {wanted!r}",
+                     f"there is {', '.join(names[:8])}" if names
+                     else "there are none yet: unicron submit deploy/examples/demo.yaml")
+
+
+def option_for(state: StateDir) -> str:
+    """` --state DIR`, where it must be typed."""
+    return "" if state.path == default() else f" --state {shown(state.path)}"
+
+

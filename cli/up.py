@@ -1,0 +1,231 @@
+"""`up` and `down`: a cluster on this machine, watched over until it is told to stop.
+
+Life of `up`: lock the folder; adopt or start server, control plane, agents, in this order; wait
+until the log says that the agents have joined; then start again whatever ends, with a backoff.
+SIGINT or SIGTERM: stop agents, control plane, server, then end. SIGKILL: all but `up` go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from msgspec import Struct
+
+from ..events import embedded
+from ..events.errors import ServerError, UnicronError, UsageError
+from . import local_cluster, processes, say
+from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
+from .processes import Process
+from .state_dir import StateDir, default
+
+WATCH_S = 0.1
+BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
+CALM_S = 30.0
+"""A process that lived this long has its backoff forgiven."""
+DETACH_S_MAX = 90.0
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """The options as given; None: as the last time on this folder, else the default."""
+
+    agents: int | None = None
+    slots: int | None = None
+    redis: str | None = None
+    port: int | None = None
+    cluster: str | None = None
+
+    def wanted(self, before: Wanted | None) -> Wanted:
+        last = before or Wanted()
+        return Wanted(
+            num_agents=last.num_agents if self.agents is None else self.agents,
+            num_slots=last.num_slots if self.slots is None else self.slots,
+            redis_url=last.redis_url if self.redis is None else self.redis,
+            port=last.port if self.port is None else self.port,
+            cluster=last.cluster if self.cluster is None else self.cluster,
+            trace_dir=last.trace_dir)
+
+
+def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
+    """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
+    state.create()
+    if detach:
+        _detach(state, asked)
+        return
+    lock = state.lock()
+    stop = _Stop()
+    processes.record(state, UP, os.getpid())
+    cluster = LocalCluster(state, asked.wanted(local_cluster.wanted_before(state)))
+    before = {name for name in processes.names(state) if processes.find(state, name)}
+    try:
+        _start(cluster)
+        _Watch(cluster).run(stop)
+    except (UnicronError, KeyboardInterrupt):
+        if not before - {UP}:  # nothing was here before us: leave nothing behind
+            cluster.stop(grace=False)
+        raise
+    finally:
+        (state.pids / f"{UP}.json").unlink(missing_ok=True)
+        lock.close()
+
+
+def _start(cluster: LocalCluster) -> None:
+    state = cluster.state
+    say.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
+    if not cluster.find(CONTROL_PLANE):
+        local_cluster.check_port(cluster.wanted.port)
+        cluster.choose_port()
+    for process in cluster.extra_agents():
+        processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
+        say.out(f"stopped  {process.name}: not asked for any more")
+    adopted = embedded.adopt(state.server) is not None
+    server = cluster.ensure_server()
+    if server is not None:
+        say.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
+    cluster.save()
+    started = {name: cluster.ensure(name) for name in cluster.names()}
+    client = cluster.wait_control_plane()
+    process, adopted = started[CONTROL_PLANE]
+    say.out(_line("control", client.url, process.pid, adopted))
+    for node in cluster.nodes:
+        process, adopted = started[agent_name(node)]
+        say.out(_line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted))
+    cluster.wait_agents(client)
+    option = "" if state.path == default() else f" --state {shown(state.path)}"
+    say.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
+    say.out(f"look     unicron status -w{option}        unicron tail -f{option}")
+    say.out(f"stop     Ctrl-C, or unicron down{option}")
+
+
+def _line(what: str, where: str, pid: int, adopted: bool) -> str:
+    return f"{what:<8} {where:<34} pid {pid}{', adopted' if adopted else ''}"
+
+
+class _Stop:
+    """Set by SIGINT or SIGTERM; a second one means: at once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+        self._starting = True
+
+    def begin(self) -> None:
+        """From now on a signal is a wish, no longer an interruption."""
+        self._starting = False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        if self._starting:
+            raise KeyboardInterrupt
+
+
+class _Watch:
+    """Starts again whatever ends, each with a backoff of its own."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._running: dict[str, Process] = {}
+        self._began_s: dict[str, float] = {}
+        self._backoff_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
+        self._server = embedded.adopt(cluster.state.server)
+
+    def run(self, stop: _Stop) -> None:
+        """Until a signal; then stop all."""
+        for name in self._cluster.names():
+            if found := self._cluster.find(name):
+                self._running[name] = found
+        stop.begin()
+        while not stop.asked:
+            if self._server is not None and not self._server.is_alive:
+                self._restart_server()
+            for name in self._cluster.names():
+                self._look(name)
+            time.sleep(WATCH_S)
+        say.talk("stopping: agents, control plane, server")
+        self._cluster.stop(grace=stop.asked < 2)
+        say.talk("stopped; the log stays")
+
+    def _look(self, name: str) -> None:
+        now_s = time.monotonic()
+        running = self._running.get(name)
+        if running is not None and processes.alive(running):
+            return
+        if running is not None:
+            del self._running[name]
+            calm = now_s - self._began_s.get(name, 0.0) > CALM_S
+            wait_s = BACKOFF_S if calm else min(
+                self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
+            self._backoff_s[name], self._due_s[name] = wait_s, now_s + wait_s
+            say.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
+        if now_s < self._due_s.get(name, 0.0):
+            return
+        try:
+            self._running[name] = self._cluster.start(name)
+        except UsageError as error:  # its port is taken meanwhile: try again later
+            self._due_s[name] = now_s + BACKOFF_S_MAX
+            say.talk(f"{name} cannot start: {error}")
+            return
+        self._began_s[name] = now_s
+        say.talk(f"{name} started again, pid {self._running[name].pid}")
+
+    def _restart_server(self) -> None:
+        try:
+            self._server = embedded.ensure(self._cluster.state.server)
+        except ServerError as error:
+            say.talk(f"the server cannot start: {error}")
+            return
+        say.talk(f"the server ended; started again, pid {self._server.pid}")
+
+
+def _detach(state: StateDir, asked: Asked) -> None:
+    """Run `up` in a session of its own; return when it is ready, show what it said."""
+    state.lock().close()
+    options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
+               "--redis": asked.redis, "--cluster": asked.cluster}
+    argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
+    for option, value in options.items():
+        if value is not None:
+            argv += [option, str(value)]
+    path = state.logs / "up.log"
+    with path.open("wb") as log:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                 start_new_session=True)
+    deadline_s = time.monotonic() + DETACH_S_MAX
+    while child.poll() is None:
+        said = path.read_text(encoding="utf-8", errors="replace")
+        if "\nstop " in said:
+            say.out(said.replace("Ctrl-C, or ", "").rstrip())
+            child.returncode = 0  # it goes on without us
+            return
+        if time.monotonic() > deadline_s:
+            child.terminate()
+            raise UnicronError(f"up is not ready within {DETACH_S_MAX:.0f} s, see {path}")
+        time.sleep(WATCH_S / 2)
+    _raise_as(path.read_text(encoding="utf-8", errors="replace"), child.returncode)
+
+
+def _raise_as(said: str, code: int) -> None:
+    """The error that `up` told, again."""
+    lines = said.splitlines()
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
+                   f"up ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
+    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), "")
+    raise UsageError(message, hint) if code == 2 else local_cluster.LateError(message, hint)
+
+
+def down(state: StateDir) -> None:
+    """Stop `up` and all that it watches over, also when `up` itself is gone."""
+    watching = processes.find(state, UP)
+    if watching is not None:
+        processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
+    stopped = ([UP] if watching else []) + local_cluster.stop_all(state)
+    if stopped:
+        say.out("stopped " + ", ".join(stopped))
+    else:
+        say.out(f"nothing runs on {shown(state.path)}")
