@@ -259,12 +259,16 @@ class ClusterState(Struct, kw_only=True):
     reports_lost: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack, with sorted keys."""
+    """The whole state as msgpack.
+
+    Maps keep the order in which the log filled them, so one log has one encoding, also when the
+    fold went on from a snapshot.
+    """
     return _encoder.encode(state)
 
 
