@@ -13,9 +13,11 @@ from typing import Any
 from ..events import reports as r
 from ..events.orders import Seat
 from ..events.records import Record
+from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
 from .folding import (
     arm,
+    broken,
     disarm,
     drop_rank,
     fault,
@@ -25,7 +27,7 @@ from .folding import (
     set_phase,
     stepped,
 )
-from .severity import EXITED_ABNORMALLY, TASK_HANG, exit_in_words, network_status, status_of
+from .severity import EXITED_ABNORMALLY, exit_in_words, network_status, status_of
 from .state import (
     NUM_REQUESTS_MAX,
     NUM_SLOTS_MAX,
@@ -59,73 +61,6 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     state.policy = body.policy
-
-
-def _deadline_reached(state: ClusterState, record: Record, body: r.DeadlineReached) -> None:
-    deadline = state.deadlines.get(body.deadline)
-    if deadline is None or record.at_s < deadline.due_s:
-        return
-    del state.deadlines[body.deadline]
-    what, *of = body.deadline.split("/")
-    if what == "replace":
-        node = state.nodes.get("/".join(of))
-        if node is not None:
-            node.replace = True
-        return
-    number, *rest = (int(part) for part in of)
-    task = state.tasks.get(number)
-    if task is not None:
-        _LATE[what](state, record, task, rest)
-
-
-def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank did not start, did not end after its error, or was not reaped."""
-    rank = find(task, rest[0], rest[1])
-    if rank is not None and not rank.overdue:
-        rank.overdue = "did not get ready in time"
-        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.overdue}")
-
-
-def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    rank = find(task, rest[0], rest[1])
-    if rank is not None:
-        rank.overdue = rank.overdue or "did not end in time"
-
-
-def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = [rank for rank in task.living_members()
-            if rank.quiesced < task.generation and rank.state != "finished" and not rank.stopping]
-    for rank in late:
-        rank.overdue = "did not quiesce in time"
-    if late:
-        fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
-
-
-def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = [rank for rank in task.living_members() if rank.reconfigured < task.generation]
-    _broken(task, record, late, network_status("timeout"),
-            f"{_names(late)} did not come up in generation {task.generation} in time")
-
-
-def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    told = [rank for rank in task.living_members() if rank.failed == task.generation]
-    if told and not task.faults and len(task.living_members()) == len(task.members):
-        task.evidence_over = task.generation
-        fault(task, record, told, network_status(told[0].failed_error),
-              f"a collective failed under {_names(told)}, no root cause in "
-              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told))
-
-
-def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    for rank in task.living_members():
-        if not rank.stopping:
-            rank.overdue = "did not end after the task was done"
-
-
-_LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
-    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "quiesce": _late_quiesce,
-    "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
-}
 
 
 def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
@@ -310,7 +245,7 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
     if task is None or rank is None or rank.failed == task.generation:
         return
     if task.phase == "reconfiguring":
-        _broken(task, record, [rank], network_status(body.error),
+        broken(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
         return
     rank.failed, rank.failed_seq, rank.failed_error = task.generation, record.seq, body.error
@@ -350,17 +285,8 @@ def _reconfigure_failed(state: ClusterState, record: Record, body: r.Reconfigure
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None and task.phase == "reconfiguring":
-        _broken(task, record, [rank], network_status(body.error),
+        broken(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
-
-
-def _broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
-    """The generation did not come up: once is enough."""
-    if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
-        return
-    for rank in ranks:
-        rank.failed, rank.failed_seq = task.generation, record.seq
-    fault(task, record, ranks, status, why)
 
 
 def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> None:
@@ -424,14 +350,9 @@ def _of_generation(task: Task | None, number: int, attempt: int, generation: int
     return rank if rank is not None and rank.attempt == attempt else None
 
 
-def _names(ranks: list[Rank]) -> str:
-    numbers = " ".join(str(rank.rank) for rank in ranks)
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
 HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
-    r.DeadlineReached: _deadline_reached, r.NodeSilenced: _node_silenced,
+    r.DeadlineReached: deadline_reached, r.NodeSilenced: _node_silenced,
     r.NodeHeard: _node_heard, r.TaskSubmitted: _task_submitted,
     r.TaskCancelRequested: _cancel_requested, r.NodeJoined: _node_joined,
     r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,

@@ -132,6 +132,15 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
         evidence=(*evidence, record.seq), at_s=record.at_s, hurts=hurts, ended=ended))
 
 
+def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
+    """The generation did not come up: once is enough."""
+    if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
+        return
+    for rank in ranks:
+        rank.failed, rank.failed_seq = task.generation, record.seq
+    fault(task, record, ranks, status, why)
+
+
 def stepped(state: ClusterState, task: Task) -> None:
     """The task steps again: the interruption is over."""
     incident = state.incidents.get(task.incident)

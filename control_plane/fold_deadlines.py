@@ -1,0 +1,84 @@
+"""The fold of deadlines: what came too late leaves its mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..events.records import Record
+from ..events.reports import DeadlineReached
+from .folding import broken, fault, find
+from .severity import TASK_HANG, network_status
+from .state import ClusterState, Rank, Task
+
+
+def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """A rank did not start, did not end after its error, or was not reaped."""
+    rank = find(task, rest[0], rest[1])
+    if rank is not None and not rank.overdue:
+        rank.overdue = "did not get ready in time"
+        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.overdue}")
+
+
+def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    rank = find(task, rest[0], rest[1])
+    if rank is not None:
+        rank.overdue = rank.overdue or "did not end in time"
+
+
+def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    late = [rank for rank in task.living_members()
+            if rank.quiesced < task.generation and rank.state != "finished" and not rank.stopping]
+    for rank in late:
+        rank.overdue = "did not quiesce in time"
+    if late:
+        fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
+
+
+def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    late = [rank for rank in task.living_members() if rank.reconfigured < task.generation]
+    broken(task, record, late, network_status("timeout"),
+            f"{_names(late)} did not come up in generation {task.generation} in time")
+
+
+def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    told = [rank for rank in task.living_members() if rank.failed == task.generation]
+    if told and not task.faults and len(task.living_members()) == len(task.members):
+        task.evidence_over = task.generation
+        fault(task, record, told, network_status(told[0].failed_error),
+              f"a collective failed under {_names(told)}, no root cause in "
+              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told))
+
+
+def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    for rank in task.living_members():
+        if not rank.stopping:
+            rank.overdue = "did not end after the task was done"
+
+
+def _names(ranks: list[Rank]) -> str:
+    numbers = " ".join(str(rank.rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+_LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
+    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "quiesce": _late_quiesce,
+    "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
+}
+
+
+def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
+    """Mark what a deadline of the state was for; a stale or early one is nothing."""
+    deadline = state.deadlines.get(body.deadline)
+    if deadline is None or record.at_s < deadline.due_s:
+        return
+    del state.deadlines[body.deadline]
+    what, *of = body.deadline.split("/")
+    if what == "replace":
+        node = state.nodes.get("/".join(of))
+        if node is not None:
+            node.replace = True
+        return
+    number, *rest = (int(part) for part in of)
+    task = state.tasks.get(number)
+    if task is not None:
+        _LATE[what](state, record, task, rest)
