@@ -1,0 +1,376 @@
+"""The agent as a process of its own, with a private server: killed, cut off, stopped, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from aiohttp import web
+from unicron.events import embedded
+from unicron.events.errors import Ambiguous, Unavailable, UsageError
+from unicron.events.orders import Slot, StartRank
+from unicron.events.records import Record
+from unicron.events.redis_log import RedisLog
+from unicron.events.reports import (
+    Body,
+    NodeJoined,
+    NodeLeft,
+    RankExited,
+    RankStarted,
+    ReportsLost,
+)
+from unicron.events.spec import parse
+from unicron.workers.agent import linux
+from unicron.workers.agent.join import join, read_token
+
+LIMIT_S = 20.0
+TOKEN = "a-token"
+AGENT = """
+import sys
+from pathlib import Path
+from unicron.events.errors import UsageError
+from unicron.workers.agent.main import Options, run
+url, state, token = sys.argv[1:]
+try:
+    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state))))
+except UsageError as error:
+    sys.exit(f"error: {error}; hint: {error.hint}")
+"""
+_numbers = itertools.count(1)
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[embedded.Server]:
+    """A server that the test may kill."""
+    running = embedded.start(tmp_path / "server")
+    yield running
+    if (now := embedded.adopt(tmp_path / "server")) is not None:
+        now.stop(grace_s=1.0)
+
+
+class Plane:
+    """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
+
+    def __init__(self, url: str, state_dir: Path) -> None:
+        self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
+        self.log = RedisLog(url, self.cluster)
+        self.state_dir = state_dir
+        self.url = ""
+        self.records: list[Record] = []
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._redis_url = url
+        self._last: dict[str, int] = {}
+        self._epoch = 0
+        self._writing = asyncio.Lock()
+
+    async def joins(self, request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != f"Bearer {TOKEN}":
+            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
+        asked = await request.json()
+        return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
+                                  "node": asked["node"], "epoch": self._epoch})
+
+    async def lead(self) -> None:
+        """Take reports for ever; after any doubt, read the log again."""
+        cursor = "0-0"
+        while True:
+            try:
+                if not self._epoch:
+                    self._epoch = await self.log.start_epoch("test")
+                    self.records = await self.log.read(after=0, num_max=100_000)
+                    self._last = {r.source: r.source_seq for r in self.records}
+                    cursor = await self.log.cursor()
+                batch = await self.log.take(after=cursor, num_max=100, wait_s=0.2)
+                for report in batch.reports:
+                    last = self._last.get(report.source, 0)
+                    lost = isinstance(report.body, ReportsLost) and report.source_seq > last
+                    if report.source_seq == last + 1 or lost:
+                        await self.append(report.body, report.source, report.source_seq)
+                cursor = batch.cursor
+            except (Unavailable, Ambiguous):
+                self._epoch = 0
+                await asyncio.sleep(0.05)
+
+    async def append(self, body: Body, source: str = "heart", source_seq: int = 0) -> None:
+        async with self._writing:
+            record = Record(seq=len(self.records) + 1, epoch=self._epoch, at_s=0.0,
+                            occurred_s=0.0, source=source, source_seq=source_seq, cause=0,
+                            incident=0, body=body)
+            await self.log.append([record], epoch=self._epoch, expect=record.seq - 1, cursor="",
+                                  acked={source: source_seq} if source_seq else {})
+            self.records.append(record)
+            self._last[source] = source_seq
+
+    async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
+        (*_, joined) = self.all(NodeJoined)
+        spec = parse({"apiVersion": "unicron/v1", "name": "job",
+                      "command": [sys.executable, "-c", code, *argv]})
+        await self.append(StartRank(
+            nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
+            spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
+            incarnation=joined.incarnation))
+
+    def agent(self, token: str = TOKEN) -> subprocess.Popen[bytes]:
+        with (self.state_dir / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
+                stdout=log, stderr=log, start_new_session=True)
+        self.agents.append(process)
+        return process
+
+    def said(self) -> str:
+        return (self.state_dir / "agent.log").read_text()
+
+    def all(self, kind: type[B]) -> list[B]:
+        return [record.body for record in self.records if isinstance(record.body, kind)]
+
+    async def wait(self, kind: type[B], num: int = 1) -> list[B]:
+        return await until(lambda: found if len(found := self.all(kind)) >= num else None,
+                           self.said)
+
+
+async def until(look: Callable[[], T | None], said: Callable[[], str] = str) -> T:
+    deadline = time.monotonic() + LIMIT_S
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, f"it did not happen: {said()}"
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    return await until(process.poll)
+
+
+def alive(pid: int) -> bool:
+    proc = linux.read(pid)
+    return proc is not None and proc.state not in "ZX"
+
+
+@asynccontextmanager
+async def plane(url: str, state_dir: Path) -> AsyncIterator[Plane]:
+    state_dir.mkdir()
+    one = Plane(url, state_dir)
+    app = web.Application()
+    app.router.add_post("/v1/join", one.joins)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    leading = asyncio.create_task(one.lead())
+    try:
+        yield one
+    finally:
+        leading.cancel()
+        with suppress(asyncio.CancelledError):
+            await leading
+        for process in one.agents:
+            if process.poll() is None:
+                process.kill()
+            process.wait(LIMIT_S)
+        linux.end_marked(f"UNICRON_PROCESS={state_dir}:".encode())
+        await one.log.close()
+        await runner.cleanup()
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+                         start_new_session=True)
+open(sys.argv[1], "w").write(f"{child.pid} ")
+time.sleep(60)
+"""
+
+
+WAIT_FOR = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_ranks_die_with_their_agent_and_its_successor_clears_up(
+        own_server: embedded.Server, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            first = one.agent()
+            await one.wait(NodeJoined)
+            note = tmp_path / "child"
+            await one.start(FAMILY, str(note))
+            (started,) = await one.wait(RankStarted)
+            child = int(await until(lambda: (note.exists() and note.read_text()) or None))
+            first.kill()
+            await ended(first)
+            await until(lambda: not alive(started.pid) or None)
+            second = one.agent()
+            old, new = await one.wait(NodeJoined, 2)
+            assert new.incarnation > old.incarnation
+            assert not alive(child)
+            await one.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
+            await one.wait(RankExited)
+            assert [s.attempt for s in one.all(RankStarted)] == [1, 2]
+            second.terminate()
+            assert await ended(second) == 0, one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
+        own_server: embedded.Server, tmp_path: Path) -> None:
+    """Ranks go on meanwhile; what they did is told afterwards, once, in order."""
+    async def test() -> None:
+        server = own_server
+        async with plane(server.url, tmp_path / "state") as one:
+            agent = one.agent()
+            await one.wait(NodeJoined)
+            for number in range(2):
+                await one.start(WAIT_FOR, str(tmp_path / f"go-{number}"), rank=number)
+            await one.wait(RankStarted, 2)
+            for number in range(2):
+                os.kill(server.pid, signal.SIGKILL)
+                await until(lambda now=server: not now.is_alive or None)
+                (tmp_path / f"go-{number}").touch()
+                pid = one.all(RankStarted)[number].pid
+                await until(lambda pid=pid: not alive(pid) or None)
+                await asyncio.sleep(0.3)
+                assert agent.poll() is None
+                server = embedded.start(tmp_path / "server")
+                assert server.url == own_server.url
+                exits = await one.wait(RankExited, number + 1)
+                assert [e.exit_code for e in exits] == [0] * (number + 1)
+            agent.terminate()
+            assert await ended(agent) == 0, one.said()
+            await one.wait(NodeLeft)
+            logged = await one.log.read(after=0, num_max=1000)
+            numbers = [r.source_seq for r in logged if r.source != "heart"]
+            assert numbers == list(range(1, len(numbers) + 1))
+            kinds = [r.kind for r in logged if r.source != "heart"]
+            assert kinds == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
+                             "RankExited", "NodeLeft"]
+            assert one.said().count("cannot be reached") == 2, one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_what_a_killed_agent_had_not_delivered_its_successor_does(
+        own_server: embedded.Server, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            first = one.agent()
+            await one.wait(NodeJoined)
+            await one.start(WAIT_FOR, str(tmp_path / "go"))
+            (started,) = await one.wait(RankStarted)
+            os.kill(own_server.pid, signal.SIGKILL)
+            await until(lambda: not own_server.is_alive or None)
+            (tmp_path / "go").touch()
+            await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
+            await asyncio.sleep(0.2)
+            first.kill()
+            await ended(first)
+            second = one.agent()
+            embedded.start(tmp_path / "server")
+            await one.wait(NodeJoined, 2)
+            kinds = [r.kind for r in one.records if r.source != "heart"]
+            assert kinds == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
+            assert len({r.source for r in one.records if r.source != "heart"}) == 2
+            await until(lambda: len(list((one.state_dir / "agents").glob("*.spool"))) == 1 or None)
+            second.terminate()
+            assert await ended(second) == 0, one.said()
+            assert list((one.state_dir / "agents").glob("*.spool")) == []
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_a_second_signal_ends_at_once(server: embedded.Server, tmp_path: Path) -> None:
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
+
+    async def test() -> None:
+        async with plane(server.url, tmp_path / "state") as one:
+            agent = one.agent()
+            await one.wait(NodeJoined)
+            await one.start(deaf)
+            (started,) = await one.wait(RankStarted)
+            await until(lambda: Path(started.log_path).read_text() or None)
+            agent.terminate()
+            await asyncio.sleep(0.2)
+            assert agent.poll() is None
+            assert alive(started.pid)
+            agent.terminate()
+            assert await ended(agent) == 1, one.said()
+            await until(lambda: not alive(started.pid) or None)
+            assert one.all(NodeLeft) == []
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_another_log_under_the_same_address_ends_the_agent(
+        own_server: embedded.Server, tmp_path: Path) -> None:
+    """Its ranks would be led by nobody; as a new incarnation it is welcome."""
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            agent = one.agent()
+            await one.wait(NodeJoined)
+            await one.start("import time; time.sleep(60)")
+            (started,) = await one.wait(RankStarted)
+            own_server.stop(grace_s=1.0)
+            for path in (tmp_path / "server").glob("appendonlydir/*"):
+                path.unlink()
+            embedded.start(tmp_path / "server")
+            assert await ended(agent) == 1, one.said()
+            await until(lambda: not alive(started.pid) or None)
+            assert "another one than before" in one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_refusals_are_one_line(server: embedded.Server, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with plane(server.url, tmp_path / "state") as one:
+            wrong = one.agent(token="wrong")
+            assert await ended(wrong) == 1
+            assert "does not accept the token" in one.said()
+            first = one.agent()
+            await one.wait(NodeJoined)
+            note = json.loads((one.state_dir / "agents" / "n1.json").read_text())
+            assert note["pid"] == first.pid
+            assert note["start_time"] == embedded.start_time(first.pid)
+            second = one.agent()
+            assert await ended(second) == 1
+            assert "already runs" in one.said()
+            first.terminate()
+            assert await ended(first) == 0
+            assert not (one.state_dir / "agents" / "n1.json").exists()
+        assert "Traceback" not in one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
+    async def test() -> None:
+        began = time.monotonic()
+        with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
+            await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1, s_max=0.5)
+        assert 0.1 < time.monotonic() - began < 5.0
+
+    asyncio.run(test())
+
+
+def test_a_bad_token_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="token file"):
+        read_token(tmp_path / "none")
+    (tmp_path / "empty").touch()
+    with pytest.raises(UsageError, match="is empty"):
+        read_token(tmp_path / "empty")
