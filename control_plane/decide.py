@@ -105,9 +105,12 @@ def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Ite
 
 def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
     low = task.spec.slots.min
+    rates = task.throughput.rates_flops if task.throughput is not None else (1.0,)
     if low > state.num_slots_max:
         why, needs = "too large", (f"{low} slots; the cluster has had at most "
                                    f"{state.num_slots_max}")
+    elif not any(rates):
+        why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif low > num_slots:
         why, needs = "not enough slots", f"{low} slots; there are {num_slots}"
     else:

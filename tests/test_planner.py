@@ -1,0 +1,148 @@
+"""The planner is exact: brute force agrees, ties are settled alike, and it says what it beat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from heart_driver import spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unicron.control_plane import planner, throughput
+from unicron.control_plane.planner import Wish
+from unicron.events.orders import ThroughputSet
+
+MTBF_GPU_S, TRANSITION_S = 7.2e6, 10.0
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> tuple[list[Wish], int]:
+    num_slots = draw(st.integers(0, 9))
+    found: list[Wish] = []
+    for task in range(1, draw(st.integers(0, 4)) + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 10), max_size=4)))
+        wafs = [draw(st.sampled_from([0.0, 1.0, 1.5, 2.0, 1e12, 3e12])
+                     | st.floats(0, 1e18, allow_nan=False)) for _ in sizes]
+        now = draw(st.sampled_from([0, *sizes]))
+        found.append(Wish(task=task, name=f"t{task}", now=now, hurt=draw(st.booleans()),
+                          sizes=tuple(sizes), wafs=tuple(wafs)))
+    return found, num_slots
+
+
+def brute_force(rows: list[list[tuple[int, int]]],
+                num_slots: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(objective, slots) of every plan that fits, best first, ties by who comes first."""
+    plans = [(sum(gain for _, gain in plan), tuple(size for size, _ in plan))
+             for plan in itertools.product(*rows)
+             if sum(size for size, _ in plan) <= num_slots]
+    return sorted(plans, reverse=True)
+
+
+@given(wishes())
+@settings(max_examples=300, deadline=None)
+def test_the_best_is_the_best(case: tuple[list[Wish], int]) -> None:
+    found, num_slots = case
+    rows = planner.gains(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
+                         transition_s=TRANSITION_S)
+    plans = brute_force(rows, num_slots)
+    assert planner.best(rows, num_slots) == (plans[0][1], plans[0][0])
+    second = planner.second_best(rows, num_slots, plans[0][1])
+    if len(plans) == 1:
+        assert second is None
+    else:
+        assert second is not None
+        assert second[1] == plans[1][0]
+        assert second[0] != plans[0][1]
+        assert (second[1], second[0]) in plans
+
+
+@given(wishes())
+@settings(max_examples=100, deadline=None)
+def test_sums_stay_exact_in_a_double(case: tuple[list[Wish], int]) -> None:
+    found, num_slots = case
+    rows = planner.gains(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
+                         transition_s=TRANSITION_S)
+    assert sum(max(abs(gain) for _, gain in row) for row in rows) < 2**53
+
+
+@given(wishes())
+@settings(max_examples=200, deadline=None)
+def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
+    found, num_slots = case
+    choice = planner.choose(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
+                            transition_s=TRANSITION_S, gain_min=0.005)
+    assert sum(x.slots for x in choice.allocations) <= num_slots
+    for wish, given_ in zip(found, choice.allocations, strict=True):
+        assert given_.slots == 0 or given_.slots in wish.sizes
+        assert given_.waf == planner.waf_of(wish, given_.slots)
+    assert choice.plan.waf == math.fsum(x.waf for x in choice.allocations)
+    assert all(tuple(x for _, x in other.slots) != choice.plan.slots
+               for other in choice.alternatives)
+
+
+def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False) -> Wish:
+    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt, sizes=tuple(wafs),
+                wafs=tuple(wafs.values()))
+
+
+def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
+    return planner.choose(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
+                          transition_s=TRANSITION_S, gain_min=0.005)
+
+
+def test_an_unhurt_task_gives_a_slot() -> None:
+    """Four slots left of six: what one task loses by shrinking alone is told."""
+    alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, hurt=True)
+    beta = _wish(2, 2, {1: 1.5, 2: 2.5})
+    choice = _choose([alpha, beta], 4)
+    assert choice.plan.slots == (3, 1)
+    told = {other.what: other.slots for other in choice.alternatives}
+    assert told["healthy tasks stay as they are"] == ((1, 2), (2, 2))
+    assert told["the next best"] == ((1, 4), (2, 0))
+
+
+def test_a_small_gain_changes_no_healthy_task() -> None:
+    choice = _choose([_wish(1, 2, {2: 100.0, 3: 100.4}), _wish(2, 2, {1: 50.0, 2: 50.1})], 4)
+    assert choice.plan.slots == (2, 2)
+    assert choice.alternatives[0].slots == ((1, 3), (2, 1))
+    assert choice.alternatives[0].waf > choice.plan.waf
+
+
+def test_equal_plans_go_to_the_first_task() -> None:
+    assert _choose([_wish(1, 0, {2: 5.0}), _wish(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
+
+
+def test_a_hundred_tasks_are_planned_at_once() -> None:
+    found = [_wish(task, 0, {size: size * (1.0 + task / 100) for size in range(8, 136, 8)})
+             for task in range(1, 101)]
+    choice = _choose(found, 1024)
+    assert sum(choice.plan.slots) == 1024
+
+
+def test_declared_sizes_in_between_earn_the_next_smaller() -> None:
+    table = throughput.table(7, spec(throughput={2: 10.0, 4: 30.0}))
+    assert table.origin == "declared"
+    assert dict(zip(table.sizes, table.rates_flops, strict=True)) == {
+        1: 0.0, 2: 10.0, 3: 10.0, 4: 30.0}
+    assert throughput.candidates(table, 0) == [(2, 10.0), (4, 30.0)]
+    assert throughput.candidates(table, 3) == [(2, 10.0), (3, 10.0), (4, 30.0)]
+
+
+def test_modelled_time_goes_by_the_fullest_rank() -> None:
+    table = throughput.table(7, spec(train={"iterations": 5, "output": "/o",
+                                            "batch": {"global": 10, "micro": 2}}))
+    assert table.origin == "modelled"
+    rates = dict(zip(table.sizes, table.rates_flops, strict=True))
+    assert rates[2] == rates[1] * 5 / 3
+    assert rates[3] == rates[4] == rates[1] * 5 / 2
+    assert [size for size, _ in throughput.candidates(table, 0)] == [1, 2, 3]
+
+
+def test_a_command_task_earns_by_slots() -> None:
+    table = throughput.table(7, spec(train=None, command=["true"]))
+    assert table.rates_flops[3] == 4 * table.rates_flops[0]
+
+
+def test_workers_may_idle() -> None:
+    table = ThroughputSet(task=1, origin="measured", sizes=(1, 2, 3), rates_flops=(4.0, 9.0, 7.0))
+    assert throughput.candidates(table, 3) == [(1, 4.0), (2, 9.0), (3, 9.0)]
