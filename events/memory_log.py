@@ -98,8 +98,13 @@ class MemoryLog:
         """Reports behind `after`, waiting at most `wait_s`."""
         outcome = self._ask("take")
         start = _id(after)[1]
-        if self._num_reports <= start:
-            await self._wait("reports", lambda: self._num_reports > start, wait_s)
+
+        def there() -> bool:
+            return bool(self._reports) and self._reports[-1][0] > start
+
+        # Not by their number: what is behind `after` may have been trimmed already.
+        if not there():
+            await self._wait("reports", there, wait_s)
         found = [entry for entry in self._reports if entry[0] > start][:num_max]
         batch = Batch(reports=tuple(codec.decode_report(wire) for _, wire in found),
                       cursor=f"0-{found[-1][0]}" if found else after)
