@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from typing import Any, Literal
@@ -12,7 +13,15 @@ from msgspec import Struct, field
 from .errors import SpecError
 
 API_VERSION = "unicron/v1"
-NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+DOCS = "see docs/reference/job-spec.md"
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
+SLOTS_NUM_MAX = 100_000
+WEIGHT_RATIO_MAX = 1e6
+"""Weights lie between its inverse and it: the plan adds their products exactly."""
+RATE_FLOPS_MAX = 1e24
+"""A million GPUs of 1e18 FLOP/s."""
+COUNT_NUM_MAX = 2**31 - 1
+SEED_MAX = 2**53
 
 
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,26 +116,53 @@ def parse(data: object) -> JobSpec:
         raise SpecError("apiVersion", f"is {version!r}", f"write apiVersion: {API_VERSION}")
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
-    except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at ")
-        raise SpecError(at.strip("`").removeprefix("$.").replace("$", ""), message,
-                        "see docs/reference/job-spec.md") from None
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise _refused(str(error)) from None
     _check(spec)
+    _check_writable(spec)
     return spec
+
+
+def _refused(said: str) -> SpecError:
+    """What msgspec said, as a path, one line, and the name that was perhaps meant."""
+    message, _, at = said.partition(" - at ")
+    path = at.rpartition(" in ")[2].strip("`").removeprefix("$").removeprefix(".")
+    if missing := re.fullmatch("Object missing required field `(.*)`", message):
+        return SpecError(_join(path, missing[1]), "is missing", DOCS)
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):
+        names = [field.encode_name for part in (JobSpec, Slots, Train, Model, Batch, Optimizer)
+                 for field in msgspec.structs.fields(part)]
+        near = difflib.get_close_matches(unknown[1], names, n=1)
+        return SpecError(_join(path, unknown[1]), "is not a field",
+                         f"did you mean {near[0]}?" if near else DOCS)
+    for theirs, ours in (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
+                         ("got `float`", "got a fraction"), ("`bool`", "true or false"),
+                         ("`int`", "a whole number"), ("`float`", "a number")):
+        message = message.replace(theirs, ours)
+    if "`key` in" in at:
+        message = f"a key of it: {message}"
+    return SpecError(path, message[:1].lower() + message[1:], DOCS)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _check(spec: JobSpec) -> None:
     _need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
           "lower-case letters, digits, '-' and '.', at most 63")
-    _need(math.isfinite(spec.weight) and spec.weight > 0, "weight", "must be above 0")
+    _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
+          f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
     _need(spec.slots.min >= 1, "slots.min", "must be at least 1")
     _need(spec.slots.max >= spec.slots.min, "slots.max", "must be at least slots.min")
+    _need(spec.slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
-        _need(size >= 1, path, "the size is a number of slots, at least 1")
-        _need(math.isfinite(rate) and rate >= 0, path, "the rate is FLOP/s, at least 0")
+        _need(1 <= size <= SLOTS_NUM_MAX, path, "the size is a number of slots, at least 1")
+        _need(0 <= rate <= RATE_FLOPS_MAX, path,
+              f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
 
@@ -134,30 +170,51 @@ def _check(spec: JobSpec) -> None:
 def _check_train(train: Train, slots: Slots) -> None:
     model, batch, optimizer = train.model, train.batch, train.optimizer
     for name in ("num_layers", "hidden", "num_heads", "sequence"):
-        _need(getattr(model, name) >= 1, f"train.model.{name}", "must be at least 1")
+        _need_count(getattr(model, name), f"train.model.{name}")
     _need(model.hidden % model.num_heads == 0, "train.model.hidden",
           f"{model.hidden} is not divisible by num_heads {model.num_heads}")
     _need(0 <= model.dropout < 1, "train.model.dropout", "must be in [0, 1)")
-    _need(batch.micro >= 1, "train.batch.micro", "must be at least 1")
-    _need(batch.global_ >= 1 and batch.global_ % batch.micro == 0, "train.batch.global",
+    _need_count(batch.micro, "train.batch.micro")
+    _need_count(batch.global_, "train.batch.global")
+    _need(batch.global_ % batch.micro == 0, "train.batch.global",
           f"{batch.global_} is not a multiple of micro {batch.micro}")
     _need(slots.max <= train.num_micro_batches, "slots.max",
           f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
           "raise train.batch.global, lower train.batch.micro or slots.max")
-    _need(train.iterations >= 1, "train.iterations", "must be at least 1")
-    _need(train.checkpoint_every >= 0, "train.checkpoint_every", "must be at least 0")
+    _need_count(train.iterations, "train.iterations")
+    _need_count(train.checkpoint_every, "train.checkpoint_every", least=0)
+    _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _need(train.output != "", "train.output", "must name a folder")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
         _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}", "must be at least 0")
     for name in ("beta1", "beta2"):
         _need(0 <= getattr(optimizer, name) < 1, f"train.optimizer.{name}", "must be in [0, 1)")
-    _need(optimizer.eps > 0, "train.optimizer.eps", "must be above 0")
+    _need(optimizer.min_lr <= optimizer.lr, "train.optimizer.min_lr",
+          f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}", "lower min_lr, or raise lr")
+    _need(math.isfinite(optimizer.eps) and optimizer.eps > 0, "train.optimizer.eps",
+          "must be above 0")
     _need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
           "must be at least 0 and below train.iterations")
 
 
-def _need(holds: bool, path: str, message: str,
-          hint: str = "see docs/reference/job-spec.md") -> None:
+def _check_writable(spec: JobSpec) -> None:
+    """The spec goes into records and onto command lines: no NUL, no half of a character."""
+    texts = [(f"command[{index}]", text) for index, text in enumerate(spec.command)]
+    if spec.train is not None:
+        texts += [(f"train.data[{index}]", text) for index, text in enumerate(spec.train.data)]
+        texts.append(("train.output", spec.train.output))
+    for path, text in texts:
+        whole = not any("\ud800" <= sign <= "\udfff" for sign in text)
+        _need("\0" not in text and whole, path, "is not plain text")
+    _need(not spec.command or spec.command[0] != "", "command[0]", "must name a program")
+
+
+def _need_count(count: int, path: str, least: int = 1) -> None:
+    _need(count >= least, path, f"must be at least {least}")
+    _need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
+
+
+def _need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
     if not holds:
         raise SpecError(path, message, hint)

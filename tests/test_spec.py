@@ -1,0 +1,145 @@
+"""A job spec that is malformed or can never run is refused with where, what and what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unicron.events import codec, reports
+from unicron.events.errors import SpecError
+from unicron.events.spec import JobSpec, parse
+
+TRAIN: dict[str, Any] = {"iterations": 10, "output": "out"}
+
+
+def command(**more: Any) -> dict[str, Any]:
+    return {"apiVersion": "unicron/v1", "name": "a", "command": ["true"], **more}
+
+
+def train(**more: Any) -> dict[str, Any]:
+    return {"apiVersion": "unicron/v1", "name": "a", "train": {**TRAIN, **more}}
+
+
+def model(**more: Any) -> dict[str, Any]:
+    return train(model=more)
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    return train(batch=more)
+
+
+def optimizer(**more: Any) -> dict[str, Any]:
+    return train(optimizer=more)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (None, ""), ([], ""), ("text", ""), ({}, "apiVersion"),
+    ({**command(), "apiVersion": "unicron/v2"}, "apiVersion"),
+    ({"apiVersion": "unicron/v1", "command": ["a"]}, "name"),
+    ({"apiVersion": "unicron/v1", "name": "a"}, ""),
+    ({**command(), "train": TRAIN}, ""), (command(command=[]), ""),
+    ({**command(), 1: 2}, ""), ({**command(), None: 2}, ""),
+    *((command(name=name), "name") for name in
+      ("", "A", "a b", "-a", "a-", "a\n", "a/b", "a}b", "ü", "a" * 64, 7)),
+    (command(weigth=1), "weigth"),
+    *((command(weight=weight), "weight") for weight in
+      (0, -1, -1e-9, math.nan, math.inf, 1e7, 1e-7, 10**400, "1", True)),
+    *((command(slots=slots), path) for slots, path in (
+        (3, "slots"), ({"min": 0}, "slots.min"), ({"min": 3, "max": 2}, "slots.max"),
+        ({"max": 10**6}, "slots.max"), ({"max": 2.5}, "slots.max"), ({"mim": 1}, "slots.mim"),
+        ({"max": 10**30}, "slots.max"))),
+    *((command(throughput=table), path) for table, path in (
+        ([1], "throughput"), ({"two": 1}, "throughput"), ({0: 1}, "throughput[0]"),
+        ({-1: 1}, "throughput[-1]"), ({2: -1}, "throughput[2]"), ({2: math.nan}, "throughput[2]"),
+        ({2: math.inf}, "throughput[2]"), ({2: 1e25}, "throughput[2]"),
+        ({10**30: 1}, f"throughput[{10**30}]"), ({2: "fast"}, "throughput[...]"))),
+    *((command(command=argv), path) for argv, path in (
+        ("ls", "command"), ([1], "command[0]"), ([""], "command[0]"), (["a", "b\0"], "command[1]"),
+        (["\ud800"], "command[0]"))),
+    ({**train(), "train": {"output": "o"}}, "train.iterations"),
+    ({**train(), "train": {"iterations": 1}}, "train.output"),
+    *((train(iterations=value), "train.iterations") for value in (0, -1, 2**31, 1.5, "1", True)),
+    *((train(checkpoint_every=value), "train.checkpoint_every") for value in (-1, 2**31)),
+    *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
+    *((train(output=value), "train.output") for value in ("", "a\0b", 3)),
+    (train(data="file"), "train.data"), (train(data=["a\0"]), "train.data[0]"),
+    (train(iterationz=1), "train.iterationz"),
+    *((model(**{name: value}), f"train.model.{name}")
+      for name in ("num_layers", "hidden", "num_heads", "sequence") for value in (0, -4, 2**31)),
+    (model(hidden=130, num_heads=4), "train.model.hidden"),
+    *((model(dropout=value), "train.model.dropout") for value in (-0.1, 1, math.nan)),
+    (model(tie_embeddings="yes"), "train.model.tie_embeddings"),
+    (batch(micro=0), "train.batch.micro"), (batch(**{"global": 0}), "train.batch.global"),
+    (batch(**{"global": 7, "micro": 2}), "train.batch.global"), (batch(global_=8), "train.batch.global_"),
+    ({**batch(**{"global": 4, "micro": 2}), "slots": {"max": 3}}, "slots.max"),
+    *((optimizer(**{name: value}), f"train.optimizer.{name}")
+      for name in ("lr", "min_lr", "weight_decay", "clip_grad")
+      for value in (-1e-3, math.nan, math.inf)),
+    (optimizer(lr=1e-5), "train.optimizer.min_lr"),
+    *((optimizer(**{name: value}), f"train.optimizer.{name}")
+      for name in ("beta1", "beta2") for value in (-0.1, 1.0, math.nan)),
+    *((optimizer(eps=value), "train.optimizer.eps") for value in (0, -1, math.inf, math.nan)),
+    (optimizer(decay="step"), "train.optimizer.decay"),
+    *((optimizer(warmup_iterations=value), "train.optimizer.warmup_iterations")
+      for value in (-1, 10)),
+]
+
+
+@pytest.mark.parametrize(("data", "path"), REFUSED)
+def test_refused_with_path_and_hint(data: Any, path: str) -> None:
+    with pytest.raises(SpecError) as told:
+        parse(data)
+    assert told.value.path == path
+    assert told.value.hint
+    assert str(told.value).startswith(told.value.path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
+    with pytest.raises(SpecError, match="is not a field") as told:
+        parse(model(hiden=64))
+    assert told.value.hint == "did you mean hidden?"
+
+
+def test_defaults_and_normal_form() -> None:
+    spec = parse(train())
+    assert spec.weight == 1.0
+    assert spec.train is not None
+    assert spec.train.num_micro_batches == 8
+    assert parse(command(weight=2)).weight == 2.0
+    assert type(parse(command(weight=2)).weight) is float, "an int and a float are one spec"
+    assert parse(command(throughput={"4": 1, 2: 3})).throughput == {4: 1.0, 2: 3.0}
+
+
+def test_the_normal_form_is_read_back_from_json_and_from_the_log() -> None:
+    for data in (train(seed=2**53 - 1), command(throughput={1: 0.0, 8: 1e24}, weight=1e6)):
+        spec = parse(data)
+        assert parse(msgspec.json.decode(msgspec.json.encode(spec))) == spec
+        body = reports.TaskSubmitted(spec=spec)
+        assert codec.decode_body(*codec.encode_body(body)) == body
+
+
+KEYS = st.sampled_from(["train", "slots", "min", "max", "weight", "command", "throughput", "model",
+                        "batch", "global", "seed", "iterations", "output", "data", "optimizer"])
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(["true"])
+    | st.characters(categories=["Cs"]) | st.just(dict(TRAIN)),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(KEYS | st.text(max_size=3) | st.integers(), inner, max_size=4),
+    max_leaves=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS | st.text(max_size=2), VALUES, max_size=5))
+def test_whatever_is_given_is_a_spec_or_refused_and_a_spec_can_be_written(data: Any) -> None:
+    """Also the end of every spec: it must go into the log."""
+    try:
+        spec = parse({"apiVersion": "unicron/v1", "name": "a", **data})
+    except SpecError:
+        return
+    assert isinstance(spec, JobSpec)
+    codec.encode_body(reports.TaskSubmitted(spec=spec))
