@@ -162,10 +162,17 @@ class Coordinator:
                 self._drop_take()
                 if self._alarm:
                     self._alarm.cancel()
-        for write in self._writes:
-            write.done.cancel()
+                self._refuse_writes()
         if ended is not None:
             raise ended
+
+    def _refuse_writes(self) -> None:
+        self.stop()
+        for write in self._writes:
+            if not write.done.done():
+                write.done.set_exception(Unavailable("this control plane has ended; ask again"))
+                write.done.exception()  # whoever asked may be gone
+        self._writes.clear()
 
     async def _take_over(self) -> None:
         await self._leader.take_over()

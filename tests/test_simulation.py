@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from unicron.control_plane.coordinator import Coordinator
 from unicron.control_plane.fold import fold
-from unicron.control_plane.state import ClusterState, state_hash
+from unicron.control_plane.state import ClusterState
 from unicron.events import codec, spec
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
 from unicron.events.log import AgentPort, LogPort
@@ -22,6 +22,8 @@ from unicron.workers.simulated import PaperCluster
 from unicron.workers.simulated_link import CALM, PaperLink, Weather
 from unicron.workers.simulated_generation import first_digest, next_digest
 
+def state_hash(state): return __import__("msgspec").msgpack.encode(state)
+# msgspec.msgpack.encode(state)
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "200"))
 START_S = 1_700_000_000.0
 PEACE_S_MAX = 1_500.0
@@ -70,6 +72,7 @@ class World:
         self.seed, self.only_leaders = seed, only_leaders
         self.rng = random.Random(f"world {seed}")
         self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._broken)
         self.log = MemoryLog(self.clock)
         self.links: dict[str, PaperLink] = {}
         self.cluster = PaperCluster(seed, port_of=self._port_of, clock=self.clock)
@@ -79,9 +82,13 @@ class World:
         self.answered: dict[str, int] = {}
         self.faults: list[str] = []
         self.tasks: list[asyncio.Task[None]] = []
+        self.left: set[str] = set()
         self.nodes = {f"n{i}": self.rng.randint(1, 3) for i in range(self.rng.randint(2, 4))}
         if only_leaders:
             self.nodes = {"n0": 2, "n1": 2}
+
+    def _broken(self, loop: object, context: dict[str, object]) -> None:
+        self.cluster.net.never(f"{context.get('message')}: {context.get('exception')!r}")
 
     def clock(self) -> float:
         return START_S + self.loop.time()
@@ -211,9 +218,11 @@ class World:
         node = self.rng.choice(sorted(self.nodes))
         if self.cluster.is_up(node):
             self.cluster.agents[node].leave()
+            self.left.add(node)
             await asyncio.sleep(self.rng.uniform(1.5, 3))
             if self.cluster.is_up(node):
                 self.cluster.crash(node)
+            self.left.discard(node)
             await asyncio.sleep(self.rng.uniform(0.5, 10))
             if not self.cluster.is_up(node):
                 self.cluster.boot(node, self.nodes[node])
@@ -248,9 +257,9 @@ class World:
         self.trouble = False
         for node, num_slots in self.nodes.items():
             self.links[node].cut, self.links[node].weather = False, CALM
-            if not self.cluster.is_up(node) or any("leave" in f for f in self.faults):
-                if self.cluster.is_up(node):
-                    self.cluster.crash(node)
+            if self.cluster.is_up(node) and node in self.left:
+                self.cluster.crash(node)
+            if not self.cluster.is_up(node):
                 self.cluster.boot(node, num_slots)
         for name in list(self.leaders):
             self.kill_leader(name)

@@ -121,7 +121,8 @@ class PaperGeneration:
             rank.step_version, rank.digest = (
                 self._origin() if share.source == NO_STATE else states[share.source])
             finished = rank.step_version >= rank.train.iterations
-            rank.hold(() if finished else share.kept, () if finished else share.todo)
+            rank.hold(() if finished else share.kept, () if finished else share.todo,
+                      settlement.begun and not finished)
             rank.dealt_in = self.number
             own = share.source != NO_STATE and self.ranks[share.source] is rank
             rank.say(Reconfigured(

@@ -103,7 +103,7 @@ class PaperRank:
         self.kept: tuple[int, ...] = ()
         self.todo: tuple[int, ...] = ()
         self.owned: tuple[int, ...] = ()
-        self.dealt_in = 0
+        self.dealt_in, self.begun = 0, False
         self.told = 0
         """Iterations below this one were told by a first member, as far as this one knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
@@ -152,7 +152,7 @@ class PaperRank:
     # --- iterations --------------------------------------------------------------------------
     def begin(self) -> None:
         """Run what is to do of the iteration, then meet in its reduction."""
-        self.phase, self._began_s = "computing", self.net.loop.time()
+        self.phase, self._began_s, self.begun = "computing", self.net.loop.time(), True
         self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s)
         last = self.step_version >= self.train.iterations
         busy_s = len(self.todo) * self._micro_batch_s
@@ -173,17 +173,15 @@ class PaperRank:
         self.digest = next_digest(self.digest, self.step_version, batch)
         self.step_version += 1
         self.net.num_steps += 1
-        self.kept, self.todo, self.owned = (), (), ()
+        self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
         if stop:
             self._stop()
             return
-        if self._is_first and self.train.checkpoint_every and (
-                self.step_version % self.train.checkpoint_every == 0
-                and self.step_version < self.train.iterations):
-            version, number, digest = self.step_version, self.group.number, self.digest
-            self.net.later(self.net.draw(self.net.tempo.save_s),
-                           lambda: self._save(version, number, digest, final=False))
+        every = self.train.checkpoint_every
+        if self._is_first and every and self.step_version % every == 0:
+            if self.step_version < self.train.iterations:
+                self._save(final=False)
         place = self.group.ranks.index(self)
         self.todo = self.owned = deal(self.train.num_micro_batches, len(self.group.ranks), place)
         self.begin()
@@ -212,11 +210,11 @@ class PaperRank:
     def claim(self) -> Claim:
         """What it brings into a new generation."""
         return Claim(step_version=self.step_version, kept=self.kept, owned=self.owned,
-                     dealt_in=self.dealt_in, trained_in=self.trained_in)
+                     dealt_in=self.dealt_in, begun=self.begun, trained_in=self.trained_in)
 
-    def hold(self, kept: tuple[int, ...], todo: tuple[int, ...]) -> None:
+    def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
         """Settled: this is its part of the iteration."""
-        self.phase, self.kept, self.todo = "settled", kept, todo
+        self.phase, self.kept, self.todo, self.begun = "settled", kept, todo, begun
         self.owned = tuple(sorted((*kept, *todo)))
 
     # --- inside ------------------------------------------------------------------------------
@@ -245,17 +243,17 @@ class PaperRank:
         """After the last iteration: the first member writes, then all meet once more."""
         assert self.group is not None
         if self._is_first:
-            self._save(self.step_version, self.group.number, self.digest, final=True)
+            self._save(final=True)
         self.phase = "reducing"
         self.group.enter(self)
 
-    def _save(self, version: int, number: int, digest: int, *, final: bool) -> None:
-        if not self.alive:
-            return
-        path = f"gen-{number}/iter-{version}"
-        self.net.files[self.train.output, path] = (version, digest)
-        self.say(CheckpointSaved(task=self.task, generation=number, step_version=version,
-                                 path=path, ckpt_bytes=12_000, final=final))
+    def _save(self, *, final: bool) -> None:
+        assert self.group is not None
+        path = f"gen-{self.group.number}/iter-{self.step_version}"
+        self.net.files[self.train.output, path] = (self.step_version, self.digest)
+        self.say(CheckpointSaved(task=self.task, generation=self.group.number,
+                                 step_version=self.step_version, path=path, ckpt_bytes=12_000,
+                                 final=final))
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()
