@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from agent_driver import Leader, alive, until, until_gone, until_text
 from aiohttp import web
 from unicron.events import embedded
-from unicron.events.errors import Ambiguous, Unavailable, UsageError
+from unicron.events.errors import UsageError
 from unicron.events.orders import Slot, StartRank
-from unicron.events.records import Record
 from unicron.events.redis_log import RedisLog
 from unicron.events.reports import (
     Body,
@@ -28,7 +28,6 @@ from unicron.events.reports import (
     NodeLeft,
     RankExited,
     RankStarted,
-    ReportsLost,
 )
 from unicron.events.spec import parse
 from unicron.workers.agent import linux
@@ -48,7 +47,6 @@ except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")
 """
 _numbers = itertools.count(1)
-T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 
@@ -67,58 +65,24 @@ class Plane:
     def __init__(self, url: str, state_dir: Path) -> None:
         self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
         self.log = RedisLog(url, self.cluster)
+        self.leader = Leader(self.log)
         self.state_dir = state_dir
         self.url = ""
-        self.records: list[Record] = []
         self.agents: list[subprocess.Popen[bytes]] = []
         self._redis_url = url
-        self._last: dict[str, int] = {}
-        self._epoch = 0
-        self._writing = asyncio.Lock()
 
     async def joins(self, request: web.Request) -> web.Response:
         if request.headers["Authorization"] != f"Bearer {TOKEN}":
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         asked = await request.json()
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
-                                  "node": asked["node"], "epoch": self._epoch})
-
-    async def lead(self) -> None:
-        """Take reports for ever; after any doubt, read the log again."""
-        cursor = "0-0"
-        while True:
-            try:
-                if not self._epoch:
-                    self._epoch = await self.log.start_epoch("test")
-                    self.records = await self.log.read(after=0, num_max=100_000)
-                    self._last = {r.source: r.source_seq for r in self.records}
-                    cursor = await self.log.cursor()
-                batch = await self.log.take(after=cursor, num_max=100, wait_s=0.2)
-                for report in batch.reports:
-                    last = self._last.get(report.source, 0)
-                    lost = isinstance(report.body, ReportsLost) and report.source_seq > last
-                    if report.source_seq == last + 1 or lost:
-                        await self.append(report.body, report.source, report.source_seq)
-                cursor = batch.cursor
-            except (Unavailable, Ambiguous):
-                self._epoch = 0
-                await asyncio.sleep(0.05)
-
-    async def append(self, body: Body, source: str = "heart", source_seq: int = 0) -> None:
-        async with self._writing:
-            record = Record(seq=len(self.records) + 1, epoch=self._epoch, at_s=0.0,
-                            occurred_s=0.0, source=source, source_seq=source_seq, cause=0,
-                            incident=0, body=body)
-            await self.log.append([record], epoch=self._epoch, expect=record.seq - 1, cursor="",
-                                  acked={source: source_seq} if source_seq else {})
-            self.records.append(record)
-            self._last[source] = source_seq
+                                  "node": asked["node"], "epoch": self.leader.epoch})
 
     async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
-        (*_, joined) = self.all(NodeJoined)
+        (*_, joined) = self.leader.all(NodeJoined)
         spec = parse({"apiVersion": "unicron/v1", "name": "job",
                       "command": [sys.executable, "-c", code, *argv]})
-        await self.append(StartRank(
+        await self.leader.order(StartRank(
             nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
             spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
             incarnation=joined.incarnation))
@@ -134,33 +98,23 @@ class Plane:
     def said(self) -> str:
         return (self.state_dir / "agent.log").read_text()
 
-    def all(self, kind: type[B]) -> list[B]:
-        return [record.body for record in self.records if isinstance(record.body, kind)]
-
     async def wait(self, kind: type[B], num: int = 1) -> list[B]:
-        return await until(lambda: found if len(found := self.all(kind)) >= num else None,
-                           self.said)
+        return await self.leader.wait(kind, num)
 
+    def all(self, kind: type[B]) -> list[B]:
+        return self.leader.all(kind)
 
-async def until(look: Callable[[], T | None], said: Callable[[], str] = str) -> T:
-    deadline = time.monotonic() + LIMIT_S
-    while (found := look()) is None:
-        assert time.monotonic() < deadline, f"it did not happen: {said()}"
-        await asyncio.sleep(0.01)
-    return found
+    def kinds(self) -> list[str]:
+        """What agents said, as logged."""
+        return [r.kind for r in self.leader.records if r.source != "heart"]
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
     return await until(process.poll)
 
 
-def alive(pid: int) -> bool:
-    proc = linux.read(pid)
-    return proc is not None and proc.state not in "ZX"
-
-
 @asynccontextmanager
-async def plane(url: str, state_dir: Path) -> AsyncIterator[Plane]:
+async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
     state_dir.mkdir()
     one = Plane(url, state_dir)
     app = web.Application()
@@ -170,7 +124,7 @@ async def plane(url: str, state_dir: Path) -> AsyncIterator[Plane]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    leading = asyncio.create_task(one.lead())
+    leading = asyncio.create_task(one.leader.run())
     try:
         yield one
     finally:
@@ -211,10 +165,10 @@ def test_ranks_die_with_their_agent_and_its_successor_clears_up(
             note = tmp_path / "child"
             await one.start(FAMILY, str(note))
             (started,) = await one.wait(RankStarted)
-            child = int(await until(lambda: (note.exists() and note.read_text()) or None))
+            child = int(await until_text(note))
             first.kill()
             await ended(first)
-            await until(lambda: not alive(started.pid) or None)
+            await until_gone(started.pid)
             second = one.agent()
             old, new = await one.wait(NodeJoined, 2)
             assert new.incarnation > old.incarnation
@@ -241,10 +195,10 @@ def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
             await one.wait(RankStarted, 2)
             for number in range(2):
                 os.kill(server.pid, signal.SIGKILL)
-                await until(lambda now=server: not now.is_alive or None)
+                await until_gone(server.pid)
                 (tmp_path / f"go-{number}").touch()
                 pid = one.all(RankStarted)[number].pid
-                await until(lambda pid=pid: not alive(pid) or None)
+                await until_gone(pid)
                 await asyncio.sleep(0.3)
                 assert agent.poll() is None
                 server = embedded.start(tmp_path / "server")
@@ -257,9 +211,8 @@ def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
             logged = await one.log.read(after=0, num_max=1000)
             numbers = [r.source_seq for r in logged if r.source != "heart"]
             assert numbers == list(range(1, len(numbers) + 1))
-            kinds = [r.kind for r in logged if r.source != "heart"]
-            assert kinds == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
-                             "RankExited", "NodeLeft"]
+            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
+                                   "RankExited", "NodeLeft"]
             assert one.said().count("cannot be reached") == 2, one.said()
 
     asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
@@ -274,7 +227,7 @@ def test_what_a_killed_agent_had_not_delivered_its_successor_does(
             await one.start(WAIT_FOR, str(tmp_path / "go"))
             (started,) = await one.wait(RankStarted)
             os.kill(own_server.pid, signal.SIGKILL)
-            await until(lambda: not own_server.is_alive or None)
+            await until_gone(own_server.pid)
             (tmp_path / "go").touch()
             await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
             await asyncio.sleep(0.2)
@@ -283,9 +236,9 @@ def test_what_a_killed_agent_had_not_delivered_its_successor_does(
             second = one.agent()
             embedded.start(tmp_path / "server")
             await one.wait(NodeJoined, 2)
-            kinds = [r.kind for r in one.records if r.source != "heart"]
-            assert kinds == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
-            assert len({r.source for r in one.records if r.source != "heart"}) == 2
+            assert one.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
+            sources = [r.source for r in one.leader.records if r.source != "heart"]
+            assert sources[0] == sources[1] == sources[2] != sources[3]
             await until(lambda: len(list((one.state_dir / "agents").glob("*.spool"))) == 1 or None)
             second.terminate()
             assert await ended(second) == 0, one.said()
@@ -303,14 +256,14 @@ def test_a_second_signal_ends_at_once(server: embedded.Server, tmp_path: Path) -
             await one.wait(NodeJoined)
             await one.start(deaf)
             (started,) = await one.wait(RankStarted)
-            await until(lambda: Path(started.log_path).read_text() or None)
+            await until_text(started.log_path)
             agent.terminate()
             await asyncio.sleep(0.2)
             assert agent.poll() is None
             assert alive(started.pid)
             agent.terminate()
             assert await ended(agent) == 1, one.said()
-            await until(lambda: not alive(started.pid) or None)
+            await until_gone(started.pid)
             assert one.all(NodeLeft) == []
 
     asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
@@ -330,7 +283,7 @@ def test_another_log_under_the_same_address_ends_the_agent(
                 path.unlink()
             embedded.start(tmp_path / "server")
             assert await ended(agent) == 1, one.said()
-            await until(lambda: not alive(started.pid) or None)
+            await until_gone(started.pid)
             assert "another one than before" in one.said()
 
     asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))

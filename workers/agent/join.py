@@ -29,6 +29,10 @@ class Joined(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
+class _Error(Struct, frozen=True):
+    error: str
+
+
 def read_token(path: Path) -> str:
     """The token in a file. Raises UsageError."""
     try:
@@ -94,7 +98,6 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
 def _error(data: bytes) -> str:
     """The one line of an error's body."""
     try:
-        found = msgspec.json.decode(data)
-        return str(found["error"]) if isinstance(found, dict) and "error" in found else ""
+        return msgspec.json.decode(data, type=_Error).error
     except msgspec.MsgspecError:
         return data[:200].decode(errors="replace").strip().partition("\n")[0]
