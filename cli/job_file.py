@@ -28,8 +28,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise _refuse(mark, "an alias (*) is not supported", "write the value out")
+            mark: yaml.Mark | None = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _refuse(mark,  # pyright: ignore[reportUnknownArgumentType]
+                          "an alias (*) is not supported", "write the value out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -37,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == MERGE:
                 raise _refuse(key_node.start_mark, "a key is a plain word or a number", EXAMPLES)
-            key = self.construct_object(key_node)
+            key = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
             line = key_node.start_mark.line + 1
             if key in lines:
                 raise SpecError(f"line {line}",
@@ -54,8 +55,8 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?[0-9]+", list("-+0123456789")),
     ("float", rf"(?:{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", list("-+0123456789.")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}",
-                                  re.compile(rf"^(?:{_pattern})$"), _first)
+    _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:

@@ -81,7 +81,8 @@ def _reconfigured(body: Plain) -> str:
     from_ = {body["rank"]: "own state", -1: "no state yet"}.get(
         body["source"], f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}")
     return (f"{_who(body)} in generation {body['generation']} at step {body['step_version']}, "
-            f"{from_}, kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
+            f"{from_}, "
+            f"kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
             f"down {ms(body['down_s'])} up {ms(body['up_s'])} settle {ms(body['settle_s'])}")
 
 

@@ -143,6 +143,7 @@ class _Check:
                 if self._same_heart() or got is None:
                     raise _Difference(want.seq, problem, want, got)
                 break
+            assert got is not None
             self._count(self.verdict.recomputed, got)
             self._take(got)
         while self._ahead is not None and _is_decision(self._ahead):

@@ -127,9 +127,9 @@ async def _lead(coordinator: Coordinator, stop: asyncio.Event) -> int:
         structlog.get_logger("control_plane").error("fenced, stopping", why=str(error))
         return EXIT_FAILED
     except BaseExceptionGroup as group:
-        first = group
+        first: BaseException = group
         while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
+            first = first.exceptions[0]  # pyright: ignore
         if isinstance(first, UsageError):
             raise first from None
         raise

@@ -23,7 +23,7 @@ class _Instant(selectors.SelectSelector):
 
     def select(
         self, timeout: float | None = None
-    ) -> list[tuple[selectors.SelectorKey, selectors._EventMask]]:
+    ) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise Stalled("every task waits and no timer runs")
         self.now_s += max(timeout, 0.0)

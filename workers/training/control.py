@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from ...events.orders import Quiesce, QuiesceMode, Reconfigure, Resume
@@ -20,7 +20,7 @@ from ...events.reports import Body
 from ..wire import Frame, Unpacker, pack
 
 RECEIVE_BYTES = 1 << 16
-AGENT_GONE = 3
+EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 
 
@@ -54,7 +54,7 @@ class Control:
             with self._sending:
                 self._connection.sendall(data)
         except OSError:
-            os._exit(AGENT_GONE)
+            os._exit(EXIT_AGENT_GONE)
 
     def next_order(self) -> Body:
         """The next order; waits for ever: a rank that holds ends only with its agent."""
@@ -76,7 +76,7 @@ class Control:
             )
 
     @contextmanager
-    def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Iterator[None]:
+    def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Generator[None]:
         """While in here, the main thread may wait for other members of `generation`.
 
         An order to stop at once calls `wake` from the control thread. Raises Interrupted when
@@ -121,6 +121,6 @@ class Control:
             except OSError:
                 data = b""
             if not data:
-                os._exit(AGENT_GONE)
+                os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
                 self._take(frame.body)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...events.reports import Body, LossNotFinite, TaskProgressed
 
-TOLD_MAX = 4096
+TOLD_ITERATIONS_MAX = 4096
 """Iterations in one TaskProgressed."""
 
 
@@ -47,7 +47,7 @@ class History:
         begin = max(begin, self.first)
         while begin < self.end:
             end = begin
-            while (end < self.end and end - begin < TOLD_MAX
+            while (end < self.end and end - begin < TOLD_ITERATIONS_MAX
                    and math.isfinite(self.losses[end - self.first])):
                 end += 1
             if end > begin:

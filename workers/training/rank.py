@@ -28,9 +28,9 @@ from ...events.errors import UsageError
 from ...events.orders import StartRank
 from ...events.reports import RankErrored
 from ..wire import Frame, Unpacker
-from .control import AGENT_GONE, RECEIVE_BYTES, Control
+from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 
-TEXT_MAX = 4000
+TEXT_CHARS_MAX = 4000
 """Characters of an error that are told; its end, where the cause is."""
 
 
@@ -79,7 +79,7 @@ class LastWords:
             task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
             generation=getattr(self.member, "generation", 0),
             iteration=max(getattr(self.member, "step_version", 0), 0),
-            error=kind.__name__, text=text[-TEXT_MAX:],
+            error=kind.__name__, text=text[-TEXT_CHARS_MAX:],
         ))
         _end(1)
 
@@ -89,7 +89,7 @@ def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, li
     while True:
         data = connection.recv(RECEIVE_BYTES)
         if not data:
-            os._exit(AGENT_GONE)
+            os._exit(EXIT_AGENT_GONE)
         frames = unpacker.feed(data)
         if frames:
             order = frames[0].body
