@@ -53,7 +53,8 @@ BANNED_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|manager|base)(_|$)")
 # Module-level numbers say their unit, or are plain counts and names of things.
 UNITS = re.compile(
     r"(_|^)(S|MS|US|BYTES|FLOPS|LINES|COLUMNS|ITERATIONS|RECORDS|REPORTS|CHARS|VERSION|PORT|"
-    r"SEED|SEEDS|SCHEMA|HEART|NUM|EXIT|CODE|RATIO|SHARE|TIMES|TRIES|PERCENT|HZ|MASK|VOCABULARY)"
+    r"SEED|SEEDS|SCHEMA|HEART|NUM|EXIT|CODE|RATIO|SHARE|TIMES|TRIES|PERCENT|HZ|BITS|LENGTH|MASK|"
+    r"VOCABULARY)"
     r"(_|$)")
 # Words about how the text was made, not about Unicron. Spelled so that this line is not one.
 FOREIGN = re.compile(r"(?<![\w.])/wor[k]/|/roo[t]/|\bissu[e] #?\d|\bhelper agen[t]|"

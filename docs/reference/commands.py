@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import typer.main
-from unicron.cli.main import app, run
+from unicron.cli.main import app, run_command
 
 COLUMNS = "100"
 HEAD = """# Commands
@@ -45,7 +45,7 @@ def _help(*command: str) -> str:
     os.environ |= {"COLUMNS": COLUMNS, "NO_COLOR": "1"}
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        run([*command, "--help"])
+        run_command([*command, "--help"])
     text = "\n".join(line.rstrip() for line in told.getvalue().strip().splitlines())
     return f"\n```\n{text}\n```\n"
 
