@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from unicron.events.orders import Member, Quiesce, QuiesceMode, Reconfigure, Resume, Slot, StartRank
 from unicron.events.reports import (
@@ -23,8 +24,10 @@ from unicron.events.reports import (
     RankFinished,
     RankReady,
     Reconfigured,
+    TaskProgressed,
 )
 from unicron.events.spec import JobSpec, parse
+from unicron.workers.training.reference import Difference, compare
 from unicron.workers.wire import Frame, Unpacker, pack
 
 START_S = 90.0
@@ -57,9 +60,8 @@ class Process:
 class Driver:
     """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
 
-    argv = [sys.executable, "-m", "unicron.workers.training.rank"]
-
     def __init__(self, spec: JobSpec, folder: Path) -> None:
+        self.argv = [sys.executable, "-m", "unicron.workers.training.rank"]
         self.spec = spec
         self.folder = folder
         self.trace_dir = folder / "trace"
@@ -80,7 +82,8 @@ class Driver:
                                    host="", port=0, checkpoint=""))
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
         for rank in ranks:
-            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt, limit_s=START_S)
+            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
+                                                   limit_s=START_S)
 
     def _read(self, process: Process) -> None:
         unpacker = Unpacker()
@@ -107,7 +110,8 @@ class Driver:
         with self.changed:
             if self.changed.wait_for(find, limit_s):
                 return find()
-        raise AssertionError(f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}")
+        raise AssertionError(
+            f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}")
 
     def told(self, kind: type[Any], rank: int | None = None) -> list[Any]:
         with self.changed:
@@ -196,8 +200,6 @@ class Driver:
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss, as told; the last word counts."""
-        from unicron.events.reports import TaskProgressed
-
         return {told.first_iteration + index: loss for told in self.told(TaskProgressed)
                 for index, loss in enumerate(told.losses)}
 
@@ -210,12 +212,12 @@ class Driver:
             process.socket.close()
 
 
-def small_spec(output: Path, **changes: Any) -> JobSpec:
+def small_spec(output: Path | str, **changes: Any) -> JobSpec:
     """A small GPT: 2 layers, hidden 64, 12 micro-batches."""
     train: dict[str, Any] = {
         "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64,
                   "dropout": changes.pop("dropout", 0.0)},
-        "batch": {"global": 24, "micro": 2}, "iterations": 12, "output": str(output),
+        "batch": {"global": 24, "micro": 2}, "iterations": 14, "output": str(output),
         "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
     }
     train.update(changes)
@@ -231,9 +233,65 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     def make(**changes: Any) -> Driver:
         folder = tmp_path / f"driver-{len(made)}"
         folder.mkdir()
-        made.append(Driver(small_spec(folder / "out", **changes), folder))
+        output = changes.pop("output", folder / "out")
+        made.append(Driver(small_spec(output, **changes), folder))
         return made[-1]
 
     yield make
     for driver in made:
         driver.close()
+
+
+NOISE_TIMES_MAX = 3
+TWINS = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+from pathlib import Path
+from unicron.events.spec import parse
+from unicron.workers.training.reference import train_undisturbed
+train = parse(json.loads(sys.argv[1])).train
+orders = [list(range(12)), list(reversed(range(12))), [(5 * i + 3) % 12 for i in range(12)]]
+for number, order in enumerate(orders):
+    train_undisturbed(train, Path(sys.argv[2]) / str(number), order=order)
+"""
+
+
+class Twin:
+    """The undisturbed twin, and the noise of summing its micro-batches in another order."""
+
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", TWINS, msgspec.json.encode(spec).decode(), str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=START_S, check=False)
+        assert done.returncode == 0, done.stderr
+        self.path = folder / "0" / "final"
+        noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
+        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
+        print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
+
+    names = ("loss_rel", "param_rel")
+
+    def difference(self, path: Path) -> Difference:
+        return compare(path, self.path)
+
+    def is_equal(self, path: Path) -> bool:
+        """Losses and parameters of the checkpoint are the twin's, but for that noise."""
+        found = self.difference(path)
+        print(f"difference: {found}")
+        return all(getattr(found, name) <= NOISE_TIMES_MAX * noise
+                   for name, noise in zip(self.names, self.noise, strict=True))
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Twin]:
+    """`twin(dropout)` of `small_spec`, trained once."""
+    made: dict[float, Twin] = {}
+
+    def of(dropout: float) -> Twin:
+        if dropout not in made:
+            folder = tmp_path_factory.mktemp("twin")
+            made[dropout] = Twin(small_spec(folder / "out", dropout=dropout), folder)
+        return made[dropout]
+
+    return of

@@ -2,28 +2,191 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
+from unicron.events.reports import (
+    CheckpointSaved,
+    CollectiveFailed,
+    ReconfigureFailed,
+    TaskProgressed,
+)
+from unicron.workers.training.reference import read
+
 Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
 ALL = [0, 1, 2, 3]
+ITERATIONS = 14
+FREED_S_MAX = 5.0
+"""A member told to stop at once must have stopped by then, on a busy machine."""
 
 
-def test_a_killed_rank_costs_no_micro_batch(drive: Drive) -> None:
-    driver = drive()
+def _final(driver: Any, generation: int) -> Path:
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    assert saved.path == f"gen-{generation}/iter-{ITERATIONS}"
+    return Path(driver.spec.train.output) / saved.path
+
+
+def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
+    """(rank, micro-batch) of every forward pass of an iteration."""
+    return [(rank, line["micro_batch"]) for rank in ALL for line in driver.trace(rank)
+            if line["event"] == "forward" and line["iteration"] == iteration]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
+        drive: Drive, twin: Twins, dropout: float) -> None:
+    driver = drive(dropout=dropout)
     driver.start(*ALL)
-    told = driver.form(ALL)
-    print(told)
+    pids = {rank: driver.processes[rank].popen.pid for rank in ALL}
+    driver.form(ALL)
     driver.strike(2, iteration=4, event="backward", nth=2)
     driver.kill(2)
     left = [0, 1, 3]
-    driver.quiesce(left, "now")
-    told = driver.form(left, 4)
-    print(told)
+    held = driver.quiesce(left, "now")
+    assert all(told.step_version == 4 for told in held.values())
+    told = driver.form(left, progress_from=4)
+    assert [told[rank].kept for rank in left] == [held[rank].micro_batches for rank in left]
+    dealt = sorted(item for rank in left for item in told[rank].dealt)
+    assert dealt == [2, 6, 10], "what the dead rank had been dealt, and nothing else"
+    assert all(told[rank].source == rank for rank in left)
+
+    driver.strike(0, iteration=7, event="forward")
+    stopped = driver.quiesce(left, "boundary")
+    assert len({told.step_version for told in stopped.values()}) == 1
+    assert all(told.micro_batches == () for told in stopped.values())
     driver.start(2, attempt=2)
-    driver.quiesce(left, "boundary")
-    told = driver.form(ALL)
-    print(told)
-    print(driver.finish(ALL))
-    print(driver.losses())
-    print(driver.story())
+    told = driver.form(ALL, progress_from=stopped[0].step_version)
+    ready = driver.processes[2].ready
+    assert told[2].source == 0
+    assert told[2].received_bytes == ready.state_bytes
+    assert sorted(item for rank in ALL for item in told[rank].todo) == list(range(12))
+    assert not any(told[rank].dealt for rank in ALL)
+    driver.finish(ALL)
+
+    struck = _forwards(driver, 4)
+    assert len([rank for rank, _ in struck if rank == 2]) in (2, 3), "it died in the iteration"
+    assert sorted(item for rank, item in struck if rank != 2) == list(range(12))
+    for iteration in [*range(4), *range(5, ITERATIONS)]:
+        assert sorted(item for _, item in _forwards(driver, iteration)) == list(range(12))
+    assert {rank: driver.processes[rank].popen.pid for rank in left} == {
+        rank: pids[rank] for rank in left}
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(dropout).is_equal(_final(driver, 3))
+
+
+def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
+        drive: Drive, twin: Twins) -> None:
+    driver = drive(dropout=0.1, checkpoint_every=6)
+    driver.start(*ALL)
+    driver.form(ALL)
+    driver.finish(ALL)
+    assert twin(0.1).is_equal(_final(driver, 1))
+    told = driver.told(TaskProgressed)
+    assert {report.micro_batches for report in told} == {12}
+    assert all(report.rate_flops > 0 for report in told)
+    assert [saved.path for saved in driver.told(CheckpointSaved)] == [
+        "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
+    half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
+    assert half["numbers.step_version"] == 6
+    assert half["numbers.consumed_samples"] == 6 * 24
+
+    again = drive(dropout=0.1, output=driver.spec.train.output)
+    again.start(0, 1)
+    again.generation = 1
+    for report in again.form([0, 1], checkpoint="gen-1/iter-6").values():
+        assert (report.step_version, report.source) == (6, -1)
+    again.finish([0, 1])
+    assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
+    assert twin(0.1).is_equal(_final(again, 2))
+
+
+def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
+        drive: Drive, twin: Twins) -> None:
+    driver = drive()
+    driver.start(*ALL)
+    driver.form(ALL)
+    driver.strike(2, iteration=3, event="forward", nth=2)
+    driver.processes[2].signal(signal.SIGSTOP)
+    left = [0, 1, 3]
+    for rank in left:
+        driver.strike(rank, iteration=3, event="reduce")
+    time.sleep(0.5)
+    assert not driver.told(CollectiveFailed), "a stopped peer is silent"
+    began_s = time.monotonic()
+    held = driver.quiesce(left, "now")
+    assert time.monotonic() - began_s < FREED_S_MAX
+    assert all(len(told.micro_batches) == 3 for told in held.values())
+    driver.kill(2)
+
+    # The member whose store was named stops, and dies, while the others wait for it.
+    driver.processes[0].signal(signal.SIGSTOP)
+    driver.reconfigure(left)
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    driver.kill(0)
+    left = [1, 3]
+    again = driver.quiesce(left, "now")
+    assert time.monotonic() - began_s < FREED_S_MAX
+    assert {rank: again[rank].micro_batches for rank in left} == {
+        rank: held[rank].micro_batches for rank in left}
+    assert len(driver.told(ReconfigureFailed)) == 2
+    told = driver.form(left, progress_from=3)
+    assert sorted(item for rank in left for item in told[rank].dealt) == [0, 2, 4, 6, 8, 10]
+    driver.finish(left)
+    assert twin(0.0).is_equal(_final(driver, 3))
+
+
+def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
+        drive: Drive, twin: Twins) -> None:
+    """No order comes after the fault: CollectiveFailed, Quiesced, hold; then all goes on."""
+    driver = drive()
+    driver.start(0, 1, 2)
+    driver.form([0, 1, 2])
+    driver.strike(1, iteration=2, event="reduce")
+    driver.kill(1)
+    held = driver.quiesced([0, 2])
+    assert {report.rank for report in driver.told(CollectiveFailed)} == {0, 2}
+    versions = {told.step_version for told in held.values()}
+    assert versions <= {2, 3}
+    again = driver.quiesce([0, 2], "now")
+    assert again == held, "told to leave what it has left, a rank says the same again"
+    driver.form([0, 2], progress_from=2)
+    driver.finish([0, 2])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
+WRONG = """
+import sys
+from unicron.workers.training import rank
+from unicron.workers.training.iteration import Iteration
+fault = sys.argv.pop(1)
+right = Iteration._micro_batch
+def wrong(self, generation, item):
+    struck = self.step_version == 4 and item == 5
+    if struck and fault == "dropped":
+        self.done.append(item)
+        return
+    right(self, generation, item)
+    if struck:
+        right(self, generation, item)
+Iteration._micro_batch = wrong
+rank.main()
+"""
+
+
+@pytest.mark.parametrize("fault", ["dropped", "doubled"])
+def test_one_wrong_micro_batch_fails_the_comparison(
+        drive: Drive, twin: Twins, fault: str) -> None:
+    driver = drive()
+    driver.argv = [sys.executable, "-c", WRONG, fault]
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    assert not twin(0.0).is_equal(_final(driver, 1))

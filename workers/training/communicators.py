@@ -31,6 +31,8 @@ RENDEZVOUS_S_MAX = 25.0
 GROUP_S_MAX = 10.0
 """Building groups among members that have all come may take this long: gloo waits for a peer's
 connection where `wake` finds no socket to close."""
+CONNECT_S_MAX = 1.0
+"""One attempt to connect to a store."""
 REACH_S = 0.05
 """Between two attempts to reach a store."""
 
@@ -74,9 +76,7 @@ class Communicators:
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
         host, _, port = endpoint.rpartition(":")
-        self._reach(host, int(port))
-        client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False,
-                               timeout=datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+        client = self._reach(host, int(port))
         self.store = dist.PrefixStore(f"generation/{generation}", client)
         self.store.set(f"news/{place}", news)
         keys = [f"news/{other}" for other in range(num_members)]
@@ -94,15 +94,19 @@ class Communicators:
         self.groups = groups.data_parallel(COLLECTIVE_S_MAX)
         self._handles.put(groups.by_role(self.groups))
 
-    def _reach(self, host: str, port: int) -> None:
-        """Wait until the store can be connected to. torch's own wait cannot be woken."""
+    def _reach(self, host: str, port: int) -> dist.TCPStore:
+        """A client of the store. torch's own attempts cannot be woken, so they are kept short."""
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
+            why = ""
             try:
-                socket.create_connection((host, port), timeout=RENDEZVOUS_S_MAX).close()
-                return
-            except OSError as error:
-                why = str(error)
+                socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
+                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False,
+                                       timeout=datetime.timedelta(seconds=CONNECT_S_MAX))
+                client.set_timeout(datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+                return client
+            except (OSError, RuntimeError) as error:
+                why = str(error).splitlines()[0]
             if self.woken or time.monotonic() > last_s:
                 raise RuntimeError(f"the store at {host}:{port} cannot be reached: {why}")
             time.sleep(REACH_S)

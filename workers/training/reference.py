@@ -1,6 +1,7 @@
 """The undisturbed twin: the same task as a plain Megatron loop, in one process, without an agent.
 
-`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--compare CKPT]`
+`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--compare CKPT]
+[--reversed]`, or `--compare CKPT --to CKPT`.
 
 It shares with the rank only the model, the data and the draws. Everything that could hide a fault
 of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
@@ -30,7 +31,8 @@ from ...events.spec import Train, parse
 class Difference(Struct, frozen=True, kw_only=True):
     """The largest differences between two trainings.
 
-    A relative difference of parameters is that of a whole tensor: |a - b| / |b|, Euclidean.
+    `param_rel` is |a - b| / |b| of all parameters as one vector, Euclidean: a tensor whose true
+    gradient is zero (the bias of the keys) holds nothing but noise, and would drown the others.
     """
 
     num_losses: int
@@ -60,7 +62,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from . import checkpoint, cpu, model, text
+    from . import checkpoint, cpu, groups, model, text
     from .history import History
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -103,10 +105,11 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
             tell(iteration, loss)
     shutil.rmtree(out / "final", ignore_errors=True)
     checkpoint.save(out / "final", trainee, train.iterations, history)
+    groups.forget()
+    dist.destroy_process_group()
     digest = hashlib.sha256()
     for param in trainee.module.parameters():
         digest.update(param.detach().cpu().numpy().tobytes())
-    dist.destroy_process_group()
     return Result(losses=list(history.losses), digest=f"sha256:{digest.hexdigest()}",
                   path=str(out / "final"))
 
@@ -116,16 +119,18 @@ def compare(one: Path, other: Path) -> Difference:
     mine, theirs = read(one), read(other)
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
     loss_abs = [abs(a - b) for a, b in losses]
-    param_abs, param_rel = [0.0], [0.0]
+    param_abs, gaps, norms = [0.0], [0.0], [1e-300]
     for name, wanted in theirs.items():
         if name.startswith("model."):
             gap = (mine[name] - wanted).double()
             param_abs.append(gap.abs().max().item())
-            param_rel.append((gap.norm() / max(wanted.double().norm().item(), 1e-30)).item())
+            gaps.append(gap.square().sum().item())
+            norms.append(wanted.double().square().sum().item())
     return Difference(
         num_losses=len(losses), loss_abs=_most(loss_abs),
         loss_rel=_most([gap / abs(b) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
-        param_abs=_most(param_abs), param_rel=_most(param_rel),
+        param_abs=_most(param_abs),
+        param_rel=math.sqrt(math.fsum(gaps) / math.fsum(norms)),
     )
 
 
@@ -156,10 +161,16 @@ def _most(values: Sequence[float]) -> float:
 def main() -> None:
     """Train, and compare if asked."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--spec", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--reversed", action="store_true",
+                        help="sum an iteration's micro-batches in the opposite order")
     parser.add_argument("--compare", type=Path)
+    parser.add_argument("--to", type=Path, help="train nothing: hold --compare to this one")
     asked = parser.parse_args()
+    if asked.to is not None:
+        _say_difference(asked.compare, asked.to)
+        return
     warnings.filterwarnings("ignore")
     spec = parse(json.loads(asked.spec.read_text()))
     assert spec.train is not None, "a command task has no twin"
@@ -167,11 +178,17 @@ def main() -> None:
     def tell(iteration: int, loss: float) -> None:
         _say({"iteration": iteration, "loss": loss})
 
-    result = train_undisturbed(spec.train, asked.out, tell=tell)
+    order = range(spec.train.num_micro_batches)
+    result = train_undisturbed(spec.train, asked.out, tell=tell,
+                               order=order[::-1] if asked.reversed else order)
     _say({"losses": result.losses, "digest": result.digest, "path": result.path})
     if asked.compare is not None:
-        gap = compare(asked.compare, Path(result.path))
-        _say({name: getattr(gap, name) for name in gap.__struct_fields__})
+        _say_difference(asked.compare, Path(result.path))
+
+
+def _say_difference(one: Path, other: Path) -> None:
+    gap = compare(one, other)
+    _say({name: getattr(gap, name) for name in gap.__struct_fields__})
 
 
 def _say(line: dict[str, Any]) -> None:
