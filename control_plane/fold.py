@@ -100,7 +100,7 @@ def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelReq
 
 def _forget_requests(state: ClusterState) -> None:
     requests = [source for source in state.sources if source.startswith("operator/")]
-    for source in requests[: len(requests) - NUM_REQUESTS_MAX]:
+    for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
         del state.sources[source]
 
 

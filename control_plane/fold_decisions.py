@@ -108,7 +108,7 @@ def _incident_closed(state: ClusterState, record: Record, body: o.IncidentClosed
             task.incident = 0
             task.healed += body.outcome == "healed"
     closed = [key for key, value in state.incidents.items() if value.outcome]
-    for key in closed[: len(closed) - NUM_INCIDENTS_MAX]:
+    for key in closed[: max(len(closed) - NUM_INCIDENTS_MAX, 0)]:
         del state.incidents[key]
 
 

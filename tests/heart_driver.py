@@ -111,6 +111,13 @@ class Driver:
             case _:
                 return []
 
+    def do_any(self, order: r.Body) -> None:
+        """Carry out an order as far as the processes that it names still live."""
+        try:
+            self.do(order)
+        except KeyError:
+            pass
+
     def _process(self, task: int, rank: int, attempt: int) -> Any:
         found = self.state.tasks[task].ranks.get(rank)
         ghosts = [x for x in self.state.tasks[task].ghosts if x.attempt == attempt]
