@@ -160,7 +160,8 @@ def from_plain(data: dict[str, Any]) -> Record:
     """The inverse of `to_plain`. Raises CorruptLog."""
     seq = data.get("seq")
     try:
-        body = _plain_body(data["kind"], data["v"], data["body"])
+        kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
+        body = _plain_body(kind, v, data["body"])
         head = msgspec.convert(data, _Head)
         return Record(body=body, **msgspec.structs.asdict(head))
     except (KeyError, TypeError, msgspec.MsgspecError) as error:

@@ -74,7 +74,8 @@ REFUSED: list[tuple[Any, str]] = [
     *((model(dropout=value), "train.model.dropout") for value in (-0.1, 1, math.nan)),
     (model(tie_embeddings="yes"), "train.model.tie_embeddings"),
     (batch(micro=0), "train.batch.micro"), (batch(**{"global": 0}), "train.batch.global"),
-    (batch(**{"global": 7, "micro": 2}), "train.batch.global"), (batch(global_=8), "train.batch.global_"),
+    (batch(**{"global": 7, "micro": 2}), "train.batch.global"),
+    (batch(global_=8), "train.batch.global_"),
     ({**batch(**{"global": 4, "micro": 2}), "slots": {"max": 3}}, "slots.max"),
     *((optimizer(**{name: value}), f"train.optimizer.{name}")
       for name in ("lr", "min_lr", "weight_decay", "clip_grad")
