@@ -7,6 +7,7 @@ running loop, so that a loop with virtual time drives it.
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
@@ -105,7 +106,8 @@ class MemoryLog:
         # Not by their number: what is behind `after` may have been trimmed already.
         if not there():
             await self._wait("reports", there, wait_s)
-        found = [entry for entry in self._reports if entry[0] > start][:num_max]
+        first = bisect.bisect_right(self._reports, start, key=lambda entry: entry[0])
+        found = self._reports[first : first + num_max]
         batch = Batch(reports=tuple(codec.decode_report(wire) for _, wire in found),
                       cursor=f"0-{found[-1][0]}" if found else after)
         return self._reply(outcome, batch)
@@ -171,8 +173,10 @@ class MemoryLog:
         start = _id(after)
 
         def found() -> list[SentOrder]:
+            entries = self._orders.get(node, [])
+            first = bisect.bisect_right(entries, start, key=lambda entry: entry[0])
             return [SentOrder(record=record, cursor=f"{at[0]}-{at[1]}")
-                    for at, record in self._orders.get(node, []) if at > start]
+                    for at, record in entries[first:]]
 
         if not found():
             await self._wait(f"orders:{node}", lambda: bool(found()), wait_s)
