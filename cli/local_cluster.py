@@ -114,7 +114,7 @@ class LocalCluster:
     def choose_port(self) -> None:
         """Settle on one port for good, so that a control plane that starts again is found."""
         if self.wanted.port == 0:
-            self.wanted = msgspec.structs.replace(self.wanted, port=free_port())
+            self.wanted = msgspec.structs.replace(self.wanted, port=embedded.free_port())
 
     def extra_agents(self) -> list[Process]:
         """Agents that run here but are no longer asked for."""
@@ -220,12 +220,6 @@ def check_port(port: int) -> None:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             why = "is in use" if taken else "cannot be used"
             raise UsageError(f"port {port} {why}", "give another --port, or none") from None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def check_redis(url: str) -> None:

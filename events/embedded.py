@@ -126,7 +126,7 @@ def start(directory: Path, *, port: int = 0) -> Server:
             _wait_free(last.port)
         tries = [port] if port else [last.port if last else 0, *[0] * _PORT_TRIES_MAX]
         for one in tries:
-            if server := _start(binary, directory, one or _free_port(), lock):
+            if server := _start(binary, directory, one or free_port(), lock):
                 return server
     finally:
         os.close(lock)
@@ -304,7 +304,7 @@ def _quoted(path: Path) -> str:
     return f'"{text}"'
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that the system gives to nobody by itself.
 
     A client that tries again and again to reach a dead server on a port of the system's own range
