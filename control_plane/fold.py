@@ -27,7 +27,13 @@ from .folding import (
     set_phase,
     stepped,
 )
-from .severity import EXITED_ABNORMALLY, exit_in_words, network_status, status_of
+from .severity import (
+    EXITED_ABNORMALLY,
+    OTHER_SOFTWARE,
+    exit_in_words,
+    network_status,
+    status_of,
+)
 from .state import (
     NUM_REQUESTS_MAX,
     NUM_SLOTS_MAX,
@@ -228,6 +234,8 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
     if not task.is_train and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
+    if rank.state == "finished" and task.phase == "starting" and not task.ending:
+        fault(task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model")
     if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
         return
     if rank.error_seq:

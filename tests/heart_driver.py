@@ -105,7 +105,10 @@ class Driver:
             case o.Reconfigure():
                 return [x for m in order.members for x in self.reconfigured(order, m.rank)]
             case o.PublishCheckpoint():
-                seq = max(x for x in self.state.tasks[order.task].publishing)
+                open_ = self.state.tasks[order.task].publishing
+                if not open_:
+                    return []
+                seq = max(open_)
                 return self.tell(self.source(order.nodes[0]), r.CheckpointPublished(
                     task=order.task, order=seq, path=order.path))
             case _:
