@@ -148,7 +148,9 @@ class Coordinator:
         ended: LogError | None = None
         async with asyncio.TaskGroup() as group:
             try:
-                await self._insist(self._take_over)
+                await self._insist(self._leader.take_over)
+                # Once: a leader that took the log again after a newer one would never be fenced.
+                await self._insist(self._recover)
                 watch = group.create_task(self._watch(), name="heartbeats")
                 try:
                     await self._lead(group)
@@ -173,10 +175,6 @@ class Coordinator:
                 write.done.set_exception(Unavailable("this control plane has ended; ask again"))
                 write.done.exception()  # whoever asked may be gone
         self._writes.clear()
-
-    async def _take_over(self) -> None:
-        await self._leader.take_over()
-        await self._recover()
 
     async def _recover(self) -> None:
         self._clean.clear()

@@ -179,9 +179,9 @@ class PaperRank:
             self._stop()
             return
         every = self.train.checkpoint_every
-        if self._is_first and every and self.step_version % every == 0:
-            if self.step_version < self.train.iterations:
-                self._save(final=False)
+        last = self.step_version == self.train.iterations
+        if self._is_first and every and self.step_version % every == 0 and not last:
+            self._save(final=False)
         place = self.group.ranks.index(self)
         self.todo = self.owned = deal(self.train.num_micro_batches, len(self.group.ranks), place)
         self.begin()
