@@ -23,7 +23,7 @@ from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.ranks import Node
 from unicron.workers.agent.spool import Spool
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 

@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from agent_driver import House, alive, command, go, house, python, until, until_text
+from agent_driver import House, alive, command, go, house, python, train, until, until_text
 from unicron.events.memory_log import MemoryLog
 from unicron.events.orders import Slot, StartRank, StopRank
 from unicron.events.reports import NodeJoined, OrderRefused, RankExited, RankStarted
 from unicron.workers.agent import linux
+from unicron.workers.agent.ranks import Node, environment
 
 
 @pytest.fixture
@@ -137,6 +139,25 @@ def test_a_stopped_process_ends_too(memory: MemoryLog, tmp_path: Path) -> None:
             assert exited.signal == signal.SIGKILL
 
     go(test)
+
+
+def test_what_a_rank_is_told_by_its_environment(tmp_path: Path) -> None:
+    node = Node(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
+                state_dir=tmp_path)
+    order = StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
+                      spec=train(0), num_seats=4, host="", port=0, checkpoint="")
+    on_cpu = environment(order, node, {"UNICRON_MINE": "x"})
+    assert on_cpu["UNICRON_MINE"] == "x"
+    assert (on_cpu["OMP_NUM_THREADS"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert "RANK" not in on_cpu
+    assert environment(order, node, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    traced = msgspec.structs.replace(node, devices=("4", "5"), trace=True)
+    on_gpu = environment(order, traced, {})
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "5"
+    assert on_gpu["UNICRON_TRACE_DIR"] == str(tmp_path / "trace")
+    told = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("3", "4", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in told, "a command chooses by LOCAL_RANK"
 
 
 # --- which orders are obeyed --------------------------------------------------------------------

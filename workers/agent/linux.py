@@ -99,11 +99,14 @@ def reap(pid: int) -> None:
 
 
 def dead_children() -> list[int]:
-    """Zombies whose parent this process is, by the kernel's list of this thread's children."""
+    """Zombies whose parent this process is: by the kernel's list of children where it has one."""
     me = os.getpid()
-    children = Path(f"/proc/{me}/task/{me}/children").read_text(encoding="ascii").split()
-    found = (read(int(pid)) for pid in children)
-    return [proc.pid for proc in found if proc is not None and proc.state == "Z"]
+    try:
+        children = Path(f"/proc/{me}/task/{me}/children").read_text(encoding="ascii").split()
+        procs = [proc for pid in children if (proc := read(int(pid))) is not None]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        procs = [proc for proc in table() if proc.ppid == me]
+    return [proc.pid for proc in procs if proc.state == "Z"]
 
 
 def end_marked(marker: bytes) -> list[Proc]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 import structlog
@@ -94,6 +94,7 @@ class Ranks:
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
         self._ranks: dict[tuple[int, int, int], _Rank] = {}
         self._publishing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     @property
@@ -126,28 +127,33 @@ class Ranks:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
             case PublishCheckpoint() as order:
-                self._group.create_task(self._publish(order, record.seq),
-                                        name=f"publish {record.seq}")
+                self._do(self._publish(order, record.seq), f"publish {record.seq}")
             case other:
                 self._refuse(record.seq, f"{type(other).__name__} is no order")
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End every rank; returns when all are reaped, or after the limits of each."""
+        """End every rank and publication; returns when all is done, or after their limits."""
         self._stopping = True
         for rank in list(self._ranks.values()):
             self._stop(rank, grace_s)
-        deadline = self._loop.time() + grace_s + 2 * REAP_S_MAX
-        while self._ranks and self._loop.time() < deadline:
-            await asyncio.sleep(0.01)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s + REAP_S_MAX)
 
     def kill_all(self) -> None:
-        """SIGKILL every group, wait for nothing."""
+        """SIGKILL every group and give up all that is under way; waits for nothing."""
         self._stopping = True
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.signal_group(signal.SIGKILL)
+        for task in self._tasks:
+            task.cancel()
 
     # --- orders ---------------------------------------------------------------------------------
+    def _do(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _of(self, task: int) -> list[_Rank]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
 
@@ -166,8 +172,7 @@ class Ranks:
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
         rank = _Rank(order, record.seq, record.epoch)
         self._ranks[order.task, order.rank, order.attempt] = rank
-        self._group.create_task(
-            self._live(rank), name=f"task {order.task} rank {order.rank}.{order.attempt}")
+        self._do(self._live(rank), f"task {order.task} rank {order.rank}.{order.attempt}")
 
     def _stop(self, rank: _Rank, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s
