@@ -101,6 +101,7 @@ class LocalCluster:
         common = ["--state", str(self.state.path)]
         if name == CONTROL_PLANE:
             port = self.wanted.port
+            embedded.wait_free(port)  # one that was just killed may still be letting go of it
             check_port(port)
             return processes.start(
                 self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),

@@ -123,7 +123,7 @@ def start(directory: Path, *, port: int = 0) -> Server:
     try:
         last = None if port else _note(directory)
         if last:
-            _wait_free(last.port)
+            wait_free(last.port)
         tries = [port] if port else [last.port if last else 0, *[0] * _PORT_TRIES_MAX]
         for one in tries:
             if server := _start(binary, directory, one or free_port(), lock):
@@ -317,7 +317,7 @@ def free_port() -> int:
     raise ServerError(f"no free port of {_HOST} found from {PORT_MIN} to {PORT_MAX}")
 
 
-def _wait_free(port: int) -> None:
+def wait_free(port: int) -> None:
     """The clients know the last port: worth a moment's wait for whoever holds it."""
     deadline = time.monotonic() + PORT_WAIT_S_MAX
     while not _is_free(port) and time.monotonic() < deadline:
