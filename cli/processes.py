@@ -18,6 +18,7 @@ from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
 KILLED_S_MAX = 10.0
+LAST_WORDS_CHARS_MAX = 300
 
 
 class Process(Struct, frozen=True):
@@ -100,11 +101,12 @@ def wait_gone(process: Process, limit_s: float) -> bool:
     return True
 
 
-def last_words(state: StateDir, name: str, num_lines: int = 1) -> str:
+def last_words(state: StateDir, name: str) -> str:
     """The end of what it wrote, for an error's one line."""
     try:
         text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return " ".join(" ".join(lines[-num_lines:]).split())[:300]
+    lines = [line for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    errors = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith("error: ")]
+    return " ".join((errors or lines)[-1].split())[:LAST_WORDS_CHARS_MAX]

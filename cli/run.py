@@ -10,17 +10,20 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import typer
 
 from ..events.errors import UsageError
 from . import processes
-from .client import connect
+from .client import Client, Unreachable, connect
 from .local_cluster import CONTROL_PLANE, agent_name
 from .state_dir import StateDir
 
 ASK_S_MAX = 20.0
+AWAY_S_MAX = 60.0
+POLL_S = 0.05
 
 
 def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
@@ -41,12 +44,24 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: 
     """Be a node's agent until told to stop. Raises UsageError."""
     from ..workers.agent import main
 
-    client = connect(state, url)
+    client = _control_plane(state, url)
     name = node or node_name(platform.node())
     _note(state, agent_name(name))
     raise typer.Exit(main.run(main.Options(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
         state_dir=state.path, host=host, redis_url=redis_url)))
+
+
+def _control_plane(state: StateDir, url: str | None) -> Client:
+    """Its address; it may be about to start, or between two lives."""
+    deadline_s = time.monotonic() + AWAY_S_MAX
+    while True:
+        try:
+            return connect(state, url)
+        except Unreachable:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(POLL_S)
 
 
 def node_name(host: str) -> str:

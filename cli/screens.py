@@ -102,7 +102,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         needs = f"; needs {task['needs']}" if task["needs"] else ""
         lines.append(f"why       {task['why']}{needs}")
     past = told.tasks.get(task["id"])
-    lines += [""] + _where(task) + _progress(task, past, told, now_s)
+    lines += ["", *_where(task), *_progress(task, past, told, now_s)]
     if task["output"]:
         lines.append(f"output    {task['output']}")
     if task["checkpoint"]:

@@ -1,0 +1,138 @@
+"""`replay` and `export`: the log as a file, folded again anywhere, without server or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..events import archive, codec
+from ..events.errors import CorruptLog, UnicronError, UsageError
+from ..events.records import Record
+from . import say
+from .client import connect
+from .figures import count, table
+from .record_line import line
+from .state_dir import StateDir
+
+Plain = dict[str, Any]
+
+
+class CorruptError(UnicronError):
+    """The log does not verify; exit 1."""
+
+    hint = "every record before that seq can be trusted; keep the file, and export the log again"
+
+
+def export(state: StateDir, url: str | None, path: Path) -> None:
+    """Write the running cluster's log. Raises UsageError."""
+    if path.exists():
+        raise UsageError(f"{path} exists", "name a new file")
+    client = connect(state, url)
+    cluster = client.get("/v1/health")["cluster"]
+    records = (codec.from_plain(data) for data in client.records(0, follow=False))
+    num = archive.write(path, records, cluster=cluster, code=__version__)
+    say.out(f"{path}  {count(num)} records")
+    say.talk(f"next: unicron replay {path} --verify")
+
+
+def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
+           verify: bool, step: bool, as_json: bool) -> None:
+    """Fold a log and show where it leads. Raises UsageError, CorruptError."""
+    if (path is None) == (not live):
+        raise UsageError("name either an exported file or --live",
+                         "unicron replay FILE, or unicron replay --live")
+    if step and verify:
+        raise UsageError("--step and --verify do not go together", "give one of the two")
+    records = _live(state, url) if path is None else archive.read(path)
+    records = _until(records, until)
+    try:
+        if verify:
+            _verify(records, complete=until is None, as_json=as_json)
+        elif step:
+            _step(records, as_json=as_json)
+        else:
+            _fold(records, as_json=as_json)
+    except CorruptLog as error:
+        where = f"{path}: " if path is not None else ""
+        raise UsageError(f"{where}{error}", "what stands before that seq is sound; "
+                         "export the log again") from None
+
+
+def _live(state: StateDir, url: str | None) -> Iterator[Record]:
+    for data in connect(state, url).records(0, follow=False):
+        yield codec.from_plain(data)
+
+
+def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
+    """Up to and including `until`. Raises UsageError when the log ends before it."""
+    last = 0
+    for record in records:
+        if until is not None and record.seq > until:
+            return
+        last = record.seq
+        yield record
+    if until is not None and last < until:
+        raise UsageError(f"the log ends at seq {last}", f"--until {last} or lower")
+
+
+def _fold(records: Iterable[Record], *, as_json: bool) -> None:
+    from ..control_plane.replay import replay
+    from ..control_plane.view import view
+
+    told = view(replay(records))
+    if as_json:
+        say.out(json.dumps(told))
+        return
+    cluster = told["cluster"]
+    say.out(f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: "
+            f"state {cluster['hash']}")
+    if told["tasks"]:
+        for row in table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
+                [task["name"], task["state"].upper(), f"{task['iteration']}/{task['iterations']}",
+                 str(task["healed"]), str(task["iterations_lost"])] for task in told["tasks"]],
+                right=(2, 3, 4)):
+            say.out(row)
+
+
+def _step(records: Iterable[Record], *, as_json: bool) -> None:
+    from ..control_plane.fold import fold
+    from ..control_plane.state import ClusterState, state_hash
+
+    state = ClusterState()
+    for record in records:
+        fold(state, record)
+        plain = codec.to_plain(record)
+        if as_json:
+            say.out(json.dumps({"record": plain, "hash": state_hash(state)}))
+        else:
+            say.out(f"{state_hash(state).rpartition(':')[2]} {line(plain)}")
+
+
+def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None:
+    import msgspec
+
+    from ..control_plane.replay import verify
+
+    verdict = verify(records, complete=complete)
+    if as_json:
+        say.out(json.dumps({**msgspec.to_builtins(verdict), "ok": verdict.ok}))
+    else:
+        say.out(verdict.words)
+        kinds = {**dict.fromkeys(verdict.recomputed, 0), **dict.fromkeys(verdict.differ, 0)}
+        for row in table(("DECISION", "EQUAL", "DIFFER"), [
+                [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
+                for kind in sorted(kinds)], right=(1, 2)) if kinds else ():
+            say.out(row)
+        say.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
+        _show_difference(verdict.expected, verdict.recorded)
+    if not verdict.ok:
+        raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
+
+
+def _show_difference(expected: Plain | None, recorded: Plain | None) -> None:
+    for what, record in (("expected", expected), ("recorded", recorded)):
+        if record is not None:
+            say.out(f"{what} {line(record)}")
