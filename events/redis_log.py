@@ -39,7 +39,7 @@ from .spec import NAME
 
 CONNECT_S_MAX = 5.0
 REPLY_S_MAX = 10.0
-"""How long a reply may take, on top of what the call itself waits on the server."""
+"""On top of what the call itself waits on the server."""
 TRIES_MAX = 2
 """For calls that may be repeated: a kept connection may have died with an earlier server."""
 SEND_NUM_MAX = 500
@@ -80,8 +80,10 @@ class _Link:
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
         self._connection: Any = make(**options)
         self._lock = asyncio.Lock()
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         await self._connection.disconnect(nowait=True)
 
     async def call(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
@@ -119,6 +121,8 @@ class _Link:
 
     async def _connect(self) -> None:
         connection = self._connection
+        if self._closed:
+            raise Unavailable(f"{self._where}: closed")
         try:
             if connection.is_connected and await connection.can_read():
                 await connection.disconnect(nowait=True)  # the server closed it meanwhile
@@ -128,7 +132,7 @@ class _Link:
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
-            await connection.disconnect(nowait=True)  # half a handshake must not be gone on with
+            await connection.disconnect(nowait=True)  # half a handshake is of no use
             if isinstance(error, AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             if isinstance(error, OSError | RedisError):
@@ -166,8 +170,8 @@ class RedisLog:
         Raises UsageError, Unavailable.
         """
         sections = [("INFO", name) for name in ("server", "memory", "persistence")]
-        info = dict(line.split(":", 1) for reply in await self._ask(sections)
-                    for line in reply.decode().splitlines() if ":" in line)
+        told = b"\n".join(await self._ask(sections)).decode()
+        info = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
         version = info.get("redis_version", "0.0")
         if tuple(int(part) for part in version.split(".")[:2]) < VERSION_MIN:
             raise UsageError(f"the server speaks Redis {version}, 6.2 is needed",
@@ -185,8 +189,7 @@ class RedisLog:
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
         """A new epoch above all before; one is skipped when a reply was lost."""
-        keys = self._keys("log", "epoch")
-        return int(await self._run(redis_scripts.START_EPOCH, keys, (nonce,)))
+        return int(await self._run(redis_scripts.START_EPOCH, self._keys("log", "epoch"), (nonce,)))
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
@@ -204,8 +207,7 @@ class RedisLog:
         args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
                 *(part for pair in acked.items() for part in pair),
                 *(part for place, node in sends for part in (place, nodes[node])), *nodes)
-        reply = await self._run(redis_scripts.APPEND, keys, args, repeatable=False)
-        _fate(reply, epoch, expect)
+        _fate(await self._run(redis_scripts.APPEND, keys, args, repeatable=False), epoch, expect)
 
     async def cursor(self) -> str:
         """The intake's cursor as last appended."""
@@ -225,8 +227,7 @@ class RedisLog:
 
     async def beats(self) -> list[Beat]:
         """The newest heartbeat of every node, by name."""
-        reply: Any = await self._run(redis_scripts.BEATS, self._keys("beats"), ())
-        (seconds, micros), fields = reply
+        (seconds, micros), fields = await self._run(redis_scripts.BEATS, self._keys("beats"), ())
         now_s = int(seconds) + int(micros) / 1e6
         beats: list[Beat] = []
         for node, value in zip(fields[::2], fields[1::2], strict=True):
@@ -278,7 +279,7 @@ class RedisLog:
         seq, epoch = self._read_to
         if after == seq and epoch:
             return f"({epoch}-{seq}"
-        found: Any = await self._run(redis_scripts.FIND_SEQ, self._keys("log"), (after + 1,))
+        found = await self._run(redis_scripts.FIND_SEQ, self._keys("log"), (after + 1,))
         return found.decode() if found else ""
 
     async def last_seq(self) -> int:
@@ -345,9 +346,9 @@ class RedisLog:
             try:
                 replies = await (link or self._link).call(commands, wait_s)
             except _Lost as error:
-                if not repeatable:
-                    raise Ambiguous(str(error)) from None
                 lost = str(error)
+                if not repeatable:
+                    raise Ambiguous(lost) from None
                 if error.slow:
                     break
                 continue
