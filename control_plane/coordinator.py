@@ -73,7 +73,6 @@ class Coordinator:
         self._jitter = jitter or random.Random()
         self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
         self._leases = Leases()
-        self._looked_s = 0.0
         self._talk = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
         self._clean = asyncio.Event()
@@ -181,7 +180,6 @@ class Coordinator:
         self._recent.clear()
         await self._leader.recover()
         self._leases.grant(self._leader.now_s())
-        self._looked_s = self._leader.now_s()
         self.leading = True
         self._publish(())
         self._talk.info("leading", epoch=self.epoch, seq=self.seq)
@@ -328,7 +326,7 @@ class Coordinator:
     def _is_time(self) -> bool:
         state, now_s = self._leader.state, self._leader.now_s()
         return any(d.due_s <= now_s for d in state.deadlines.values()) or any(
-            True for _ in self._leases.verdicts(state, now_s))
+            True for _ in self._leases.verdicts(state))
 
     def _due(self, now_s: float) -> Iterator[Report]:
         """Deadlines that have passed and leases that have changed, as the state is by then."""
@@ -338,7 +336,7 @@ class Coordinator:
             still = state.deadlines.get(name)
             if still is not None and still.due_s <= now_s:
                 yield self._leader.report(DeadlineReached(deadline=name))
-        for body in self._leases.verdicts(state, now_s):
+        for body in self._leases.verdicts(state):
             yield self._leader.report(body)
 
     async def _watch(self) -> None:
@@ -351,11 +349,7 @@ class Coordinator:
                 beats = await self._within(self._log.beats(), Unavailable("no heartbeats"))
             except LogError:
                 continue
-            now_s = self._leader.now_s()
-            if now_s - self._looked_s > pause_s + lease_s / 2:
-                self._leases.grant(now_s)
-            self._looked_s = now_s
-            self._leases.observe(beats, now_s)
+            self._leases.observe(beats, self._leader.now_s(), late_s_max=pause_s + lease_s / 2)
             if self._clean.is_set() and self._is_time():
                 self._wake.set()
 

@@ -25,20 +25,29 @@ class Leases:
 
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}
-        self._granted_s = 0.0
+        self._granted_s = self._looked_s = 0.0
 
     def grant(self, now_s: float) -> None:
         """Every node counts as heard now."""
-        self._granted_s = now_s
+        self._granted_s = self._looked_s = now_s
 
-    def observe(self, beats: Iterable[Beat], now_s: float) -> None:
-        """Take in the newest heartbeats; their age is the server's, not a matter of our clock."""
+    def observe(self, beats: Iterable[Beat], now_s: float, *, late_s_max: float) -> None:
+        """Take in the newest heartbeats; their age is the server's, not a matter of our clock.
+
+        Looking `late_s_max` after the last look counts as deafness.
+        """
+        if now_s - self._looked_s > late_s_max:
+            self._granted_s = now_s
+        self._looked_s = now_s
         for beat in beats:
             self._heard[beat.node] = _Heard(beat.incarnation, now_s - beat.age_s)
 
-    def verdicts(self, state: ClusterState, now_s: float) -> Iterator[Body]:
-        """What the heartbeats say that the state does not know yet, by name of node."""
-        lease_s = state.policy.silence_s_max
+    def verdicts(self, state: ClusterState) -> Iterator[Body]:
+        """What the heartbeats said at the last look that the state does not know, by node.
+
+        Never what they may be saying since: nobody has listened.
+        """
+        lease_s, now_s = state.policy.silence_s_max, self._looked_s
         for name in sorted(state.nodes):
             node = state.nodes[name]
             if node.health == "left":
