@@ -29,8 +29,6 @@ from unicron.events.reports import (
 )
 from unicron.workers import virtual_time
 
-
-
 START_S = 1_700_000_000.0
 ITERATIONS = {"iterations": 3, "output": "/out"}
 
