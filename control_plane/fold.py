@@ -313,7 +313,10 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
             task.reattempts = 0
-    if iteration > task.settled:
+    # What is told late, of iterations before the fault, does not end the interruption.
+    whole = len(task.living_members()) == len(task.members) and not any(
+        rank.error_seq for rank in task.living_members())
+    if iteration > task.settled and task.phase == "training" and whole:
         task.stepped = task.generation
         stepped(state, task)
 
@@ -322,8 +325,9 @@ def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSav
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
+    output = task.spec.train.output if task.spec.train is not None else ""
     task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
-                            path=body.path, final=body.final)
+                            path=body.path.removeprefix(output).lstrip("/"), final=body.final)
 
 
 def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:

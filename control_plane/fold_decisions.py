@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..events import orders as o
 from ..events.codec import encode_record
 from ..events.records import Record
@@ -235,9 +237,17 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
 
 def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
     task = state.tasks.get(body.task)
-    if task is None or task.saved is None:
+    if task is None:
         return
-    task.publishing[record.seq], task.saved = task.saved, None
+    known = [x for x in (task.saved, *task.publishing.values())
+             if x is not None and (x.generation, x.path) == (body.generation, body.path)]
+    if not known:
+        return
+    for order in [key for key, value in task.publishing.items() if value is known[0]]:
+        del task.publishing[order]
+        close_orders(state, [order])
+    node = body.nodes[0] if body.nodes else ""
+    task.publishing[record.seq], task.saved = replace(known[0], node=node), None
     state.orders[record.seq] = encode_record(record)
 
 

@@ -143,6 +143,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     step_version: int
     path: str
     final: bool
+    node: str = ""
+    """Who was ordered to publish it."""
 
 
 class Task(Struct, kw_only=True):

@@ -189,7 +189,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _stop(state, task)
         yield from _start(state, task)
     if not task.outcome:
-        yield from _publish(task)
+        yield from _publish(state, task)
         yield from close_incident(state, task)
 
 
@@ -229,12 +229,22 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
             yield start_rank(state, task, seat, host="", port=0)
 
 
-def _publish(task: Task) -> Iterator[Body]:
-    if task.saved is not None and task.spec.train is not None and task.members:
-        output, path = task.spec.train.output, task.saved.path
+def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
+    """What was saved is published by the first member's node; if that is gone, by another."""
+    if task.spec.train is None:
+        return
+    output = task.spec.train.output
+    if task.saved is not None and task.members:
         yield PublishCheckpoint(nodes=(task.members[0].node,), task=task.id,
                                 generation=task.saved.generation, output=output,
-                                path=path.removeprefix(output).lstrip("/"))
+                                path=task.saved.path)
+    healthy = [name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"]
+    for waiting in list(task.publishing.values()):
+        node = state.nodes.get(waiting.node)
+        gone = node is None or node.health in ("lost", "left") or node.replace
+        if waiting.final and gone and healthy:
+            yield PublishCheckpoint(nodes=(healthy[0],), task=task.id, output=output,
+                                    generation=waiting.generation, path=waiting.path)
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -79,7 +79,8 @@ class Driver:
     # --- obedience ------------------------------------------------------------------------------
     def obey(self, records: list[Record], *, start: bool = True) -> list[Record]:
         """Carry out the orders in `records`, then those that follow, until none is left."""
-        todo, done = list(records), []
+        todo: list[Record] = list(records)
+        done: list[Record] = []
         while todo:
             record = todo.pop(0)
             if isinstance(record.body, o.StartRank) and not start:

@@ -7,6 +7,7 @@ import string
 from heart_driver import Driver, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from unicron.control_plane.fold import fold
 from unicron.control_plane.heart import HEART, advance
 from unicron.control_plane.replay import verify
@@ -112,8 +113,7 @@ def test_stale_reports_change_nothing(bodies: list[r.Body]) -> None:
     """Of another task, or another attempt, or another generation: recorded, without consequence."""
     driver = Driver()
     driver.running()
-    for body in bodies:
-        body = _stale(body)
+    for body in map(_stale, bodies):
         if body is None:
             continue
         before = decode_state(encode_state(driver.state))
@@ -125,8 +125,6 @@ def test_stale_reports_change_nothing(bodies: list[r.Body]) -> None:
 
 
 def _stale(body: r.Body) -> r.Body | None:
-    from msgspec.structs import replace
-
     if hasattr(body, "attempt"):
         return replace(body, attempt=7)
     if hasattr(body, "generation"):

@@ -174,6 +174,17 @@ def test_a_killed_rank(d: Driver) -> None:
     assert (task_of(d, task).healed, task_of(d, task).incident) == (1, 0)
 
 
+def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver) -> None:
+    task = d.running()
+    lost = d.exit(task, 2)
+    assert kinds(d.progress(task, 2)) == []
+    assert task_of(d, task).iteration == 3
+    assert d.state.incidents[lost[1].seq].down_since_s == lost[0].at_s
+    d.obey(lost, start=False)
+    d.progress(task)
+    assert d.state.incidents[lost[1].seq].pause_s == pytest.approx(d.state.at_s - lost[0].at_s)
+
+
 def test_survivors_that_held_already_are_not_waited_for(d: Driver) -> None:
     task = d.running()
     for rank in (0, 1, 3):
@@ -495,6 +506,17 @@ def test_publication_after_the_last_exit(d: Driver) -> None:
     assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
     assert kinds(finish(d, task, save=False)) == []
     assert kinds(d.obey(saved)) == ["TaskEnded"]
+
+
+def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
+    task = d.running()
+    saved = d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
+    assert the(o.PublishCheckpoint, saved).nodes == ("n1",)
+    finish(d, task, save=False)
+    left = d.tell("n1/1", r.NodeLeft(node="n1", incarnation=1, reason="stopped"))
+    assert the(o.PublishCheckpoint, left).nodes == ("n2",)
+    assert the(o.TaskEnded, d.obey(left)).outcome == "finished"
 
 
 def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver) -> None:
