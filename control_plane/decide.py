@@ -35,10 +35,13 @@ def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
 
 
 def _concerned(state: ClusterState, record: Record) -> list[Task]:
+    """Tasks whose step may yield something: all others are at rest."""
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
-    number = getattr(record.body, "task", 0)
-    return [state.tasks[number]] if number in state.tasks else []
+    task = state.tasks.get(getattr(record.body, "task", 0))
+    if task is None or (isinstance(record.body, r.TaskProgressed) and not task.incident):
+        return []  # progress heals, and nothing else
+    return [task]
 
 
 def _plan(state: ClusterState) -> Iterator[r.Body]:
@@ -52,9 +55,10 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
             held += [seat.slot for seat in task.target]
         else:
             open_tasks.append(task)
-    slots = [slot for slot in slots if slot not in held]
+    taken, usable = set(held), set(slots)
+    slots = [slot for slot in slots if slot not in taken]
     policy = state.policy
-    choice = planner.choose([_wish(state, task) for task in open_tasks], num_slots=len(slots),
+    choice = planner.choose([_wish(task, usable) for task in open_tasks], num_slots=len(slots),
                             mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s,
                             gain_min=policy.gain_min)
     yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
@@ -72,12 +76,11 @@ def _pinned(state: ClusterState, task: Task) -> bool:
                and node.health in ("unreachable", "lost") for rank in task.ranks.values())
 
 
-def _wish(state: ClusterState, task: Task) -> planner.Wish:
+def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
     table = task.throughput or throughput.table(task.id, task.spec)
     found = throughput.candidates(table, len(task.target))
-    reachable = usable_slots(state)
     whole = len(task.living_members()) == len(task.target) if task.is_train else bool(task.ranks)
-    fits = all(seat.slot in reachable for seat in task.target)
+    fits = all(seat.slot in usable for seat in task.target)
     hurt = bool(task.target) and not (fits and (whole or not task.incident))
     weight = task.spec.weight
     return planner.Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
@@ -89,11 +92,11 @@ def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Ite
     """Those that shrink or stay first, so that what they give is there for the others."""
     kept = {seat.slot for task, count in zip(tasks, counts, strict=True)
             if count for seat in task.target}
-    free = [slot for slot in slots if slot not in kept]
+    free, given = [slot for slot in slots if slot not in kept], set(slots)
     order = sorted(zip(tasks, counts, strict=True),
                    key=lambda x: (x[1] >= len(x[0].target), x[1] > len(x[0].target), x[0].id))
     for task, count in order:
-        own = [seat.slot for seat in task.target if seat.slot in slots]
+        own = [seat.slot for seat in task.target if seat.slot in given]
         seats = placement.place(task, count, [*own, *free]) if count else ()
         taken = [seat.slot for seat in seats]
         free = [slot for slot in [*free, *own] if slot not in taken]
