@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
@@ -71,18 +71,20 @@ class Leader:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
         self.state, self.answers, self.position = state, answers, position
         self._ahead_s = max(self._ahead_s, state.at_s - self._clock())
-        first = state.seq == 0
-        records: list[Record] = []
-        if state.epoch != self.epoch:
-            # Before the epoch's first order, so that what is still open keeps its place. Later
-            # appends of this epoch write log and streams in one step: nothing is to restore.
-            await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
-            started = EpochStarted(nonce=self._nonce, code=self._code, heart=HEART)
-            records += (await self.commit([self.report(started)])).records
+        if state.epoch == self.epoch:
+            # This epoch has begun before; its appends wrote log and streams in one step.
+            return []
+        # Before the epoch's first order, so that what is still open keeps its place.
+        await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
+        return list((await self.commit(self._opening())).records)
+
+    def _opening(self) -> Iterator[Report]:
+        """What an epoch begins with, in one append: a log without its policy cannot be."""
+        first = self.state.seq == 0
+        yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=HEART))
         policy = self._policy or (Policy() if first else self.state.policy)
         if first or policy != self.state.policy:
-            records += (await self.commit([self.report(PolicySet(policy=policy))])).records
-        return records
+            yield self.report(PolicySet(policy=policy))
 
     async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> Committed:
         """Decide upon each report in order, then append all in one write.

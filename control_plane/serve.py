@@ -15,6 +15,7 @@ An append is atomic, so between the records of one append there is no moment to 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -40,6 +41,8 @@ from .http import Address, Http
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
+ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s")
+"""Fields of the policy that may be 0; all others are at least 1 ms."""
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -73,11 +76,16 @@ def read_policy(path: Path) -> Policy:
     hint = "docs/reference: the fields of Policy, times in seconds"
     try:
         # Not strict: YAML 1.1 reads 1e-3 as text.
-        return msgspec.yaml.decode(path.read_bytes(), type=Policy, strict=False)
+        policy = msgspec.yaml.decode(path.read_bytes(), type=Policy, strict=False)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint) from None
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}", hint) from None
+    for name, value in msgspec.structs.asdict(policy).items():
+        least = 0 if name in ZERO_ALLOWED else 1e-3
+        if not (math.isfinite(value) and value >= least):
+            raise UsageError(f"{path}: {name}: {value} is not a number from {least:g} on", hint)
+    return policy
 
 
 async def _serve(options: Options, policy: Policy | None) -> int:
