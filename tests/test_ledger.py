@@ -66,7 +66,7 @@ def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_membe
     members = [Claim(step_version=7, owned=deal(num_items, num_members, place), dealt_in=1,
                      trained_in=1) for place in range(num_members)]
     for generation in range(2, data.draw(st.integers(3, 6))):
-        trained = []
+        trained: list[Claim] = []
         for claim in members:
             missing = [item for item in claim.owned if item not in claim.kept]
             num_done = data.draw(st.integers(0, len(missing)))

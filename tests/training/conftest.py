@@ -73,6 +73,13 @@ class Driver:
 
     def start(self, *ranks: int, attempt: int = 1) -> None:
         """Start processes and wait until all are ready."""
+        self.launch(*ranks, attempt=attempt)
+        for rank in ranks:
+            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
+                                                   limit_s=START_S)
+
+    def launch(self, *ranks: int, attempt: int = 1) -> None:
+        """Start processes."""
         for rank in ranks:
             process = Process(rank, attempt, self.argv, self.folder, self.trace_dir)
             self.processes[rank] = process
@@ -81,9 +88,6 @@ class Driver:
                                    slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
                                    host="", port=0, checkpoint=""))
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
-        for rank in ranks:
-            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
-                                                   limit_s=START_S)
 
     def _read(self, process: Process) -> None:
         unpacker = Unpacker()
@@ -132,7 +136,7 @@ class Driver:
     def reconfigure(self, ranks: list[int], checkpoint: str = "") -> int:
         """Order a new generation of these ranks; its number."""
         self.generation += 1
-        members = []
+        members: list[Member] = []
         for rank in ranks:
             ready = self.processes[rank].ready
             assert ready is not None

@@ -162,6 +162,39 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
     assert twin(0.0).is_equal(_final(driver, 2))
 
 
+BELIEVES_IT_FAILED = """
+from unicron.workers.training import rank
+from unicron.workers.training.iteration import Iteration
+right = Iteration._reduce
+def reduce(self, communicators, boundary):
+    stats = right(self, communicators, boundary)
+    if self.step_version == 4 and communicators.generation == 1:
+        raise RuntimeError("Connection closed by peer")
+    return stats
+Iteration._reduce = reduce
+rank.main()
+"""
+
+
+def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins) -> None:
+    """One saw the reduction fail after the others had it whole: they stepped, it did not."""
+    driver = drive()
+    driver.start(0, 2)
+    driver.argv = [sys.executable, "-c", BELIEVES_IT_FAILED]
+    driver.start(1)
+    driver.form([0, 1, 2])
+    held = driver.quiesced([0, 1, 2])
+    assert {rank: told.step_version for rank, told in held.items()} == {0: 5, 1: 4, 2: 5}
+    assert len(held[1].micro_batches) == 4
+    told = driver.form([0, 1, 2], progress_from=5)
+    assert {report.step_version for report in told.values()} == {5}
+    assert {rank: report.source for rank, report in told.items()} == {0: 0, 1: 0, 2: 2}
+    assert told[1].received_bytes == driver.processes[1].ready.state_bytes
+    assert told[1].kept == ()
+    driver.finish([0, 1, 2])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
 WRONG = """
 import sys
 from unicron.workers.training import rank

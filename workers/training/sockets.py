@@ -15,7 +15,7 @@ def inodes() -> dict[Inode, int]:
     found: dict[Inode, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            status = os.stat(f"/proc/self/fd/{name}")
+            status = os.fstat(int(name))
         except OSError:
             continue
         if stat.S_ISSOCK(status.st_mode):

@@ -1,0 +1,112 @@
+"""The life of one rank's process: what ends it, what it says, and that it leaks nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unicron.events.reports import Quiesced, RankErrored, RankReady, ReconfigureFailed
+
+Drive = Callable[..., Any]
+END_S = 5.0
+REBUILDS = 12
+
+
+def _open(pid: int) -> tuple[int, int]:
+    """Descriptors and threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive: Drive) -> None:
+    driver = drive(iterations=10_000)
+    driver.start(0, 1)
+    pids = [driver.processes[rank].popen.pid for rank in (0, 1)]
+    seen: list[list[tuple[int, int]]] = []
+    for _ in range(REBUILDS):
+        driver.form([0, 1])
+        driver.quiesce([0, 1], "boundary")
+        seen.append([_open(pid) for pid in pids])
+    assert seen[2] == seen[-1], seen
+    versions = [told.step_version for told in driver.told(Quiesced, 0)]
+    assert versions == sorted(versions)
+    assert versions[-1] >= REBUILDS
+    # A stale generation, and one that it has left: the first is not answered, the second is.
+    num_told = len(driver.told(Quiesced, 0))
+    driver.generation -= 1
+    driver.quiesce([0], "now")
+    driver.generation += 1
+    driver.quiesce([0], "now")
+    driver.wait(Quiesced, 0, where=lambda body: len(driver.told(Quiesced, 0)) > num_told)
+    assert len(driver.told(Quiesced, 0)) == num_told + 1
+    for pid in pids:
+        assert _listens_on_loopback_only(pid)
+    # Agents gone: ranks end.
+    began_s = time.monotonic()
+    driver.processes[0].socket.shutdown(socket.SHUT_RDWR)
+    assert driver.processes[0].popen.wait(END_S) == 3
+    driver.processes[1].signal(signal.SIGTERM)
+    assert driver.processes[1].popen.wait(END_S) == -signal.SIGTERM
+    assert time.monotonic() - began_s < END_S
+
+
+def _listens_on_loopback_only(pid: int) -> bool:
+    """Whether every listening TCP socket of the process is bound to 127.0.0.1."""
+    inodes = set[str]()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:
+            continue
+    bound: list[str] = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                bound.append(fields[1].split(":")[0])
+    return bool(bound) and set(bound) == {"0100007F"}
+
+
+def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
+    driver = drive(data=["/nonexistent/text"])
+    driver.launch(0)
+    told = driver.wait(RankErrored, 0)
+    assert told.error == "UsageError"
+    assert told.text.startswith("train.data: /nonexistent/text: No such file")
+    assert driver.processes[0].popen.wait(END_S) == 1
+    assert not driver.told(RankReady)
+
+
+DIES_BEFORE_CONNECTING = """
+import os
+from unicron.workers.training import rank
+from unicron.workers.training.communicators import Communicators
+right = Communicators.up
+def up(self):
+    if self.generation == 1:
+        os._exit(9)
+    right(self)
+Communicators.up = up
+rank.main()
+"""
+
+
+def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) -> None:
+    driver = drive(iterations=3)
+    driver.start(0, 2)
+    driver.argv = [sys.executable, "-c", DIES_BEFORE_CONNECTING]
+    driver.start(1)
+    driver.reconfigure([0, 1, 2])
+    assert driver.processes[1].popen.wait(END_S) == 9
+    began_s = time.monotonic()
+    driver.quiesce([0, 2], "now")
+    assert time.monotonic() - began_s < END_S
+    assert len(driver.told(ReconfigureFailed)) == 2
+    driver.form([0, 2])
+    driver.finish([0, 2])
+    assert sorted(driver.losses()) == [0, 1, 2]
