@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from unicron.control_plane.heart import HEART, advance
-from unicron.control_plane.state import ClusterState, accepts
+from unicron.control_plane.replay import verify
+from unicron.control_plane.state import ClusterState, Task, accepts, state_hash
+from unicron.control_plane.transition import step
+from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.records import Record, Report
 from unicron.events.spec import API_VERSION, JobSpec, parse
+
+T = TypeVar("T", bound=r.Body)
 
 
 def spec(**changes: Any) -> JobSpec:
@@ -175,3 +180,53 @@ class Driver:
 def kinds(records: list[Record]) -> list[str]:
     """The kinds of what was decided."""
     return [record.kind for record in records if not record.is_report]
+
+
+def the(kind: type[T], records: list[Record]) -> T:
+    """The one decision of this kind."""
+    found = [record.body for record in records if isinstance(record.body, kind)]
+    assert len(found) == 1, kinds(records)
+    return found[0]
+
+
+def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> list[Record]:
+    """A member's collective failed: it says so, then that it holds."""
+    it = d.state.tasks[task]
+    process = it.ranks[rank]
+    told = d.tell(d.source(process.slot.node), r.CollectiveFailed(
+        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
+        error=error))
+    return told + d.quiesced(task, rank)
+
+
+def finish(d: Driver, task: int, *, save: bool = True) -> list[Record]:
+    """The last iteration is done: the final checkpoint, the last reduction, exit 0."""
+    it = d.state.tasks[task]
+    done: list[Record] = []
+    if save:
+        done = d.tell(d.source(it.members[0].node), r.CheckpointSaved(
+            task=task, generation=it.generation, step_version=50,
+            path=f"gen-{it.generation}/iter-50", ckpt_bytes=9, final=True))
+        done += d.obey(done)
+    for member in it.members:
+        done += d.tell(d.source(member.node), r.RankFinished(
+            task=task, rank=member.rank, attempt=member.attempt, generation=it.generation,
+            step_version=50, forward_calls=150))
+    for member in list(it.members):
+        done += d.exit(task, member.rank, code=0)
+    return done
+
+
+def task_of(d: Driver, task: int) -> Task:
+    return d.state.tasks[task]
+
+
+def at_rest(d: Driver) -> None:
+    """The log verifies, and asking again in the same state orders nothing."""
+    verdict = verify(d.log)
+    assert verdict.ok, verdict.words
+    before = state_hash(d.state)
+    for task in d.state.tasks.values():
+        assert list(step(d.state, task)) == []
+    assert state_hash(d.state) == before
+    view(d.state)

@@ -1,20 +1,16 @@
-"""Every row of the transition table, and what follows from each fault: decision by decision."""
+"""Every row of the transition table, and each fault of a rank: decision by decision."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pytest
-from heart_driver import Driver, kinds, spec
-from unicron.control_plane.replay import verify
-from unicron.control_plane.state import Task, open_orders, state_hash
-from unicron.control_plane.transition import TABLE, step
+from heart_driver import Driver, at_rest, failed, kinds, spec, task_of, the
+from unicron.control_plane.state import open_orders
+from unicron.control_plane.transition import TABLE
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
-from unicron.events.records import Record
-
-T = TypeVar("T", bound=r.Body)
 
 
 @pytest.fixture
@@ -23,55 +19,9 @@ def d() -> Driver:
 
 
 @pytest.fixture(autouse=True)
-def _at_rest(d: Driver) -> object:
-    """After every test: the log verifies, and asking again in the same state orders nothing."""
+def _at_rest(d: Driver) -> Iterator[None]:
     yield
-    verdict = verify(d.log)
-    assert verdict.ok, verdict.words
-    before = state_hash(d.state)
-    for task in d.state.tasks.values():
-        assert list(step(d.state, task)) == []
-    assert state_hash(d.state) == before
-    view(d.state)
-
-
-def the(kind: type[T], records: list[Record]) -> T:
-    """The one decision of this kind."""
-    found = [record.body for record in records if isinstance(record.body, kind)]
-    assert len(found) == 1, kinds(records)
-    return found[0]
-
-
-def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> list[Record]:
-    """A member's collective failed: it says so, then that it holds."""
-    it = d.state.tasks[task]
-    process = it.ranks[rank]
-    told = d.tell(d.source(process.slot.node), r.CollectiveFailed(
-        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
-        error=error))
-    return told + d.quiesced(task, rank)
-
-
-def finish(d: Driver, task: int, *, save: bool = True) -> list[Record]:
-    """The last iteration is done: the final checkpoint, the last reduction, exit 0."""
-    it = d.state.tasks[task]
-    done: list[Record] = []
-    if save:
-        done = d.tell(d.source(it.members[0].node), r.CheckpointSaved(
-            task=task, generation=it.generation, step_version=50,
-            path=f"gen-{it.generation}/iter-50", ckpt_bytes=9, final=True))
-        done += d.obey(done)
-    for member in it.members:
-        done += d.tell(d.source(member.node), r.RankFinished(
-            task=task, rank=member.rank, attempt=member.attempt, generation=it.generation,
-            step_version=50, forward_calls=150))
-    for member in list(it.members):
-        done += d.exit(task, member.rank, code=0)
-    return done
-
-
-def task_of(d: Driver, task: int) -> Task:
-    return d.state.tasks[task]
+    at_rest(d)
 
 
 # --- the first start ----------------------------------------------------------------------------
@@ -379,215 +329,3 @@ def test_reattempts_that_do_not_help_become_restarts(d: Driver) -> None:
     assert kinds(last) == ["IncidentEscalated", "Quiesce", *["StopRank"] * 4]
     d.obey([x for x in last if x.kind == "StopRank"])
     assert task_of(d, task).phase == "training"
-
-
-# --- nodes --------------------------------------------------------------------------------------
-def test_a_silent_node_is_not_a_lost_one(d: Driver) -> None:
-    task = d.running()
-    leader = f"leader/{d.state.nonce}"
-    silenced = d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
-    assert kinds(silenced) == []
-    assert kinds(d.progress(task)) == []
-    assert kinds(d.due("replace/n2")) == [], "the task is not wholly there"
-    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
-    assert [x for x in kinds(heard) if x not in ("PlanChosen",)] == []
-    assert d.state.nodes["n2"].health == "healthy"
-
-
-@pytest.mark.parametrize("first", ["silence", "collective"])
-def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
-    task = d.running()
-    leader = f"leader/{d.state.nonce}"
-
-    def silence() -> list[Record]:
-        return d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
-
-    records = silence() if first == "silence" else failed(d, task, 0)
-    records += failed(d, task, 0) if first == "silence" else silence()
-    opened = the(o.IncidentOpened, records)
-    assert (opened.severity, opened.status, opened.node) == ("SEV1", "lost connection", "n2")
-    assert opened.ranks == (2, 3)
-    assert [x for x in kinds(records) if x != "Reconfigure"] == [
-        "IncidentOpened", "Quiesce", "PlanChosen", "TaskPlaced"]
-    assert d.state.nodes["n2"].health == "lost"
-    d.quiesced(task, 0)
-    more = d.quiesced(task, 1)
-    assert [x.rank for x in the(o.Reconfigure, more).members] == [0, 1]
-    d.obey(more)
-    assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
-    # reached again: what it still runs is stopped before its slots are used
-    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
-    assert kinds(heard) == ["StopRank", "StopRank", "PlanChosen", "TaskPlaced"]
-    records = d.obey(heard)
-    d.progress(task)
-    assert len(task_of(d, task).living_members()) == 4
-
-
-def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
-    task = d.submit(spec(slots={"min": 1, "max": 1}))
-    d.obey(d.log[-1:])
-    d.progress(task)
-    home = task_of(d, task).target[0].slot.node
-    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node=home, incarnation=1, silence_s=5.0))
-    new = d.due(f"replace/{home}")
-    assert kinds(new) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "StartRank"]
-    assert the(o.StartRank, new).slot.node != home
-
-
-def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver) -> None:
-    task = d.running()
-    new = d.join("n2", incarnation=2)
-    assert kinds(new) == ["IncidentOpened", "Quiesce", "StartRank", "StartRank", "PlanChosen"]
-    opened = the(o.IncidentOpened, new)
-    assert (opened.severity, opened.ranks) == ("SEV2", (2, 3))
-    assert {x.body.incarnation for x in new if isinstance(x.body, o.StartRank)} == {2}
-    d.obey(new)
-    assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
-
-
-def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
-    task = d.running()
-    new = d.tell("n2/1", r.NodeLeft(node="n2", incarnation=1, reason="stopped"))
-    assert kinds(new) == ["Quiesce", "PlanChosen", "TaskPlaced"]
-    d.obey(new)
-    d.progress(task)
-    assert d.state.incidents == {}
-    assert len(task_of(d, task).members) == 2
-    back = d.join("n2", incarnation=2)
-    assert kinds(back) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
-    d.obey(back)
-    assert len(task_of(d, task).members) == 4
-
-
-def test_waiting_says_for_what(d: Driver) -> None:
-    task = d.submit(spec(slots={"min": 9, "max": 9}))
-    waiting = the(o.TaskWaiting, d.log[-3:])
-    assert waiting.needs == "9 slots; the cluster has had at most 4"
-    assert view(d.state)["tasks"][0]["state"] == "waiting"
-    d.join("n3", slots=5)
-    assert len(task_of(d, task).target) == 9
-
-
-# --- several tasks ------------------------------------------------------------------------------
-def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
-    first = d.running(spec(throughput={2: 2e9, 4: 2.1e9}))
-    second = d.submit(spec(name="beta", throughput={2: 2e9}, slots={"min": 2, "max": 2}))
-    batch = [x for x in d.log if x.cause == second]
-    assert kinds(batch) == ["ThroughputSet", "PlanChosen", "TaskPlaced", "TaskPlaced", "Quiesce"]
-    for it in (first, second):
-        assert len({seat.slot.node for seat in task_of(d, it).target}) == 2
-    d.obey(batch)
-    assert task_of(d, second).phase == "training"
-    d.progress(first)
-    d.progress(second)
-    assert d.state.incidents == {}
-    done = finish(d, second)
-    assert "TaskPlaced" in kinds(done)
-    d.obey(done)
-    assert len(task_of(d, first).members) == 4
-
-
-# --- the end ------------------------------------------------------------------------------------
-def test_a_task_finishes(d: Driver) -> None:
-    task = d.running()
-    done = finish(d, task)
-    assert kinds(done) == ["PublishCheckpoint", "TaskEnded"]
-    assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
-    assert the(o.TaskEnded, done).outcome == "finished"
-    assert open_orders(d.state) == []
-    assert d.state.deadlines == {}
-
-
-def test_publication_after_the_last_exit(d: Driver) -> None:
-    task = d.running()
-    saved = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="/tmp/out/gen-1/iter-50", ckpt_bytes=9,
-        final=True))
-    assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
-    assert kinds(finish(d, task, save=False)) == []
-    assert kinds(d.obey(saved)) == ["TaskEnded"]
-
-
-def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
-    task = d.running()
-    saved = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
-    assert the(o.PublishCheckpoint, saved).nodes == ("n1",)
-    finish(d, task, save=False)
-    left = d.tell("n1/1", r.NodeLeft(node="n1", incarnation=1, reason="stopped"))
-    assert the(o.PublishCheckpoint, left).nodes == ("n2",)
-    assert the(o.TaskEnded, d.obey(left)).outcome == "finished"
-
-
-def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver) -> None:
-    task = d.running()
-    done = finish(d, task, save=False)
-    assert kinds(done)[:1] == ["IncidentOpened"]
-    assert kinds(done).count("StartRank") == 4
-    assert task_of(d, task).phase == "starting"
-
-
-def test_a_stale_generation_publishes_nothing(d: Driver) -> None:
-    task = d.running()
-    d.obey(d.exit(task, 2))
-    told = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
-    assert kinds(told) == []
-    d.progress(task)
-
-
-def test_cancel(d: Driver) -> None:
-    task = d.running()
-    new = d.tell("operator/x", r.TaskCancelRequested(task=task, reason="enough"))
-    assert kinds(new) == ["StopRank"] * 4
-    assert the(o.TaskEnded, d.obey(new)).why == "cancelled: enough"
-    assert task_of(d, task).outcome == "cancelled"
-    assert kinds(d.tell("operator/y", r.TaskCancelRequested(task=task))) == []
-
-
-def test_cancel_in_the_middle_of_healing(d: Driver) -> None:
-    task = d.running()
-    d.exit(task, 2)
-    new = d.tell("operator/x", r.TaskCancelRequested(task=task))
-    done = d.obey(new)
-    assert the(o.IncidentClosed, done).outcome == "ended"
-    assert the(o.TaskEnded, done).outcome == "cancelled"
-
-
-# --- the command tier ---------------------------------------------------------------------------
-@pytest.fixture
-def command(d: Driver) -> int:
-    task = d.submit(spec(train=None, command=["true"], slots={"min": 2, "max": 2}))
-    d.obey(d.log[-2:])
-    assert task_of(d, task).phase == "training"
-    return task
-
-
-def test_command_start(d: Driver, command: int) -> None:
-    starts = [x.body for x in d.log if isinstance(x.body, o.StartRank)]
-    assert [(x.rank, x.num_seats, x.host) for x in starts] == [
-        (0, 2, "127.0.0.1"), (1, 2, "127.0.0.1")]
-    assert starts[0].port == starts[1].port > 0
-
-
-def test_command_finishes(d: Driver, command: int) -> None:
-    assert kinds(d.exit(command, 0, code=0)) == []
-    assert kinds(d.exit(command, 1, code=0)) == ["TaskEnded"]
-    assert task_of(d, command).outcome == "finished"
-
-
-def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
-    new = d.exit(command, 0, code=1)
-    assert kinds(new) == ["IncidentOpened", "StopRank"]
-    again = d.obey(new)
-    assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"]
-    assert {x.body.port for x in again if isinstance(x.body, o.StartRank)} != {
-        x.body.port for x in d.log[:12] if isinstance(x.body, o.StartRank)}
-
-
-def test_command_fails_for_good(d: Driver, command: int) -> None:
-    for _ in range(3):
-        d.obey(d.exit(command, 0, code=3))
-    last = d.exit(command, 0, code=3)
-    assert kinds(last) == ["IncidentOpened", "IncidentEscalated", "IncidentClosed", "StopRank"]
-    assert the(o.TaskEnded, d.obey(last)).outcome == "failed"
