@@ -159,7 +159,7 @@ class _Demo:
                      if beaten else ""))
         ready = stage.wait(lambda: self._ready(NUM_RANKS), START_S_MAX, "four ranks are ready")
         body = ready[0]["body"]
-        stage.say("ranks", f"{len(ready)} ready: GPT of {scaled(body['num_params'], 'parameters')}"
+        stage.say("ranks", f"{len(ready)} ready: GPT of {scaled(body['num_params'], ' parameters')}"
                            f", {scaled(body['state_bytes'], 'B')} of state each, "
                            f"data {body['data_digest'].removeprefix('sha256:')[:12]}")
         stage.wait(lambda: stage.find("TaskProgressed") or None, START_S_MAX, "the first step")
@@ -251,10 +251,9 @@ class _Demo:
         stage, bodies = self.stage, [record["body"] for record in members]
         kept = {item for body in bodies for item in body["kept"]}
         todo = [item for body in bodies for item in body["todo"]]
-        dealt = " ".join(f"{len(body['dealt'])} to rank {body['rank']}" for body in bodies
-                         if body["dealt"])
-        stage.note(None, f"gradients of {len(kept)} micro-batches kept; of rank {VICTIM}'s "
-                         f"{sum(len(body['dealt']) for body in bodies)} dealt: {dealt}")
+        dealt = [body["rank"] for body in bodies for _ in body["dealt"]]
+        stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM}'s "
+                         f"{len(dealt)} dealt, to {ranks(dealt)}")
         passes = [one["micro_batch"] for one in
                   stage.trace.of(self.task, strike.iteration, "forward")]
         twice = sorted({item for item in passes if passes.count(item) > 1})
@@ -279,10 +278,10 @@ class _Demo:
         body = record["body"]
         started = stage.find("RankStarted", task=self.task, rank=VICTIM, attempt=body["attempt"])
         assert started is not None
-        stage.say("RETURN", f"{ms(record['at_s'] - strike.at_s)} after the kill: rank {VICTIM} is "
-                            f"back (pid {started['body']['pid']}), "
-                            f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s "
-                            f"memory, joins at iteration {body['step_version']}")
+        stage.say("RETURN", f"rank {VICTIM} (pid {started['body']['pid']}) joins at iteration "
+                            f"{body['step_version']}, {scaled(body['received_bytes'], 'B')} from "
+                            f"rank {body['source']}'s memory, "
+                            f"{ms(record['at_s'] - strike.at_s)} after the kill")
         stage.promise(body["source"] in range(NUM_RANKS) and body["source"] != VICTIM
                       and body["received_bytes"] > 0, "the newcomer's state came from a replica")
 

@@ -59,9 +59,10 @@ class Twins:
         if any(process.returncode for process in self._running):
             raise BrokenError(f"a twin failed, see {self._folder}")
         took_s = time.monotonic() - began_s
-        gap = self._difference(ours, self._folder / "twin" / "final")
-        noise = self._difference(self._folder / "reversed" / "final",
-                                 self._folder / "twin" / "final")
+        twin_model = self._folder / "twin" / "final"
+        comparing = [self._compare(ours, twin_model),
+                     self._compare(self._folder / "reversed" / "final", twin_model)]
+        gap, noise = (self._difference(process) for process in comparing)
         self._judge(gap, noise, took_s)
 
     def stop(self) -> None:
@@ -87,12 +88,18 @@ class Twins:
         for line in process.stdout:
             self._num_told = json.loads(line).get("iteration", self._num_told - 1) + 1
 
-    def _difference(self, one: Path, other: Path) -> Plain:
-        told = subprocess.run(_reference("--compare", str(one), "--to", str(other)), text=True,
-                              capture_output=True, check=False, timeout=COMPARE_S_MAX)
-        if told.returncode:
-            raise BrokenError(f"the models cannot be compared: {told.stderr.strip()[-200:]}")
-        gap: Plain = json.loads(told.stdout.splitlines()[-1])
+    def _compare(self, one: Path, other: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(_reference("--compare", str(one), "--to", str(other)),
+                                   text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        self._running.append(process)
+        return process
+
+    def _difference(self, process: subprocess.Popen[str]) -> Plain:
+        out, errors = process.communicate(timeout=COMPARE_S_MAX)
+        if process.returncode:
+            raise BrokenError(f"the models cannot be compared: {errors.strip()[-200:]}")
+        gap: Plain = json.loads(out.splitlines()[-1])
         return gap
 
     def _judge(self, gap: Plain, noise: Plain, took_s: float) -> None:
@@ -103,13 +110,14 @@ class Twins:
                  f"{NOISE_TIMES_MAX * noise[key]:.1e}"]
                 for what, key in (("largest loss difference", "loss_abs"),
                                   ("largest parameter difference", "param_abs"),
-                                  ("parameters, relative norm", "param_rel"))]
+                                  ("difference of all, relative norm", "param_rel"))]
         for line in table(("", "OURS", "NOISE", "TOLERANCE"), rows, right=(1, 2, 3)):
             stage.note(None, line)
         stage.note(None, "noise: the twin against itself, micro-batches summed in reverse order; "
                          f"tolerance {NOISE_TIMES_MAX:g} x")
         equal = gap["num_losses"] == self._num_iterations and all(
-            gap[key] <= NOISE_TIMES_MAX * noise[key] for key in ("loss_abs", "param_rel"))
+            gap[key] <= NOISE_TIMES_MAX * noise[key]
+            for key in ("loss_abs", "param_abs", "param_rel"))
         stage.say("verdict", f"{gap['num_losses']} losses and all parameters: "
                              f"{'EQUAL' if equal else 'NOT EQUAL'}")
         stage.promise(equal, "the healed training equals its undisturbed twin")

@@ -102,8 +102,9 @@ def load(path: Path) -> JobSpec:
 
 def read_yaml(text: str) -> Any:
     """One YAML document as plain data. Raises SpecError with line and column."""
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         what = error.problem or error.context or "not YAML"
@@ -113,7 +114,8 @@ def read_yaml(text: str) -> Any:
     except RecursionError:
         raise SpecError("", "nested too deeply", EXAMPLES) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def anchored(spec: JobSpec) -> JobSpec:

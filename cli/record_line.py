@@ -60,7 +60,7 @@ def _submitted(body: Plain) -> str:
 
 
 def _ready(body: Plain) -> str:
-    return (f"{_who(body)} at {body['endpoint']}, {scaled(body['num_params'], 'parameters')}, "
+    return (f"{_who(body)} at {body['endpoint']}, {scaled(body['num_params'], ' parameters')}, "
             f"{scaled(body['state_bytes'], 'B')} of state")
 
 
@@ -112,9 +112,9 @@ def _closed(body: Plain) -> str:
 def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
     beaten = body["alternatives"][0] if body["alternatives"] else None
-    next_ = f"; next {beaten['what']}: {scaled(beaten['waf'], 'WAF')}" if beaten else ""
+    next_ = f"; next {beaten['what']}: {scaled(beaten['waf'], 'FLOP/s')}" if beaten else ""
     return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}, "
-            f"{scaled(body['waf'], 'WAF')}{next_}")
+            f"WAF {scaled(body['waf'], 'FLOP/s')}{next_}")
 
 
 def _placed(body: Plain) -> str:

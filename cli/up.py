@@ -75,10 +75,12 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
 
 def _start(cluster: LocalCluster) -> None:
     state = cluster.state
-    say.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
+    if cluster.wanted.redis_url:
+        local_cluster.check_redis(cluster.wanted.redis_url)
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()
+    say.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
     for process in cluster.extra_agents():
         processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
         say.out(f"stopped  {process.name}: not asked for any more")

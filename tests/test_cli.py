@@ -1,0 +1,212 @@
+"""The face as a person types it: help, errors, exit codes, and what is not loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from unicron.cli.main import run_command
+from unicron.events import archive
+from unicron.events.records import Record
+from unicron.events.reports import EpochStarted, Policy, PolicySet
+
+COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
+            "export", "demo", "doctor")
+LIMIT_S = 60
+JOB = """\
+apiVersion: unicron/v1
+name: small
+train: {iterations: 3, output: out}
+"""
+
+
+def unicron(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command as installed, with no cluster in the environment."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
+    clean |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    if folder is not None:
+        clean["UNICRON_STATE"] = str(folder / "state")
+    if arguments[:1] != ("up",):
+        return in_process(arguments, folder, clean)
+    return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *arguments], text=True,
+                          capture_output=True, check=False, timeout=LIMIT_S, cwd=folder,
+                          env=clean)
+
+
+def in_process(arguments: tuple[str, ...], folder: Path | None,
+               environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The same through `run_command`, without the start of an interpreter."""
+    out, err = io.StringIO(), io.StringIO()
+    with (mock.patch.dict(os.environ, environment, clear=True), contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(err), contextlib.chdir(folder or Path.cwd())):
+        code = run_command(arguments)
+    return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
+
+
+def refused(told: subprocess.CompletedProcess[str], words: str, code: int = 2) -> None:
+    """One line of error, one of hint, nothing on stdout."""
+    assert told.returncode == code, told.stderr
+    assert told.stdout == ""
+    error, hint = told.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert words in error
+    assert hint.startswith("hint: ")
+    assert len(hint) > len("hint: ")
+
+
+def test_help_loads_nothing_heavy():
+    code = ("import sys; from unicron.cli.main import run_command; "
+            "assert run_command(['--help']) == 0; "
+            "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
+            "assert not bad, bad")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert told.returncode == 0, told.stderr
+    for command in COMMANDS:
+        assert f"  {command}" in told.stdout
+    assert "control-plane" not in told.stdout
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "control-plane"])
+def test_every_command_has_help_of_a_hundred_columns(command):
+    told = unicron(command, "--help")
+    assert told.returncode == 0
+    assert told.stdout.startswith(f"Usage: unicron {command}")
+    assert max(map(len, told.stdout.splitlines())) <= 100
+
+
+def test_without_a_command_the_help_is_the_answer():
+    told = unicron()
+    assert told.returncode == 0
+    assert "Commands:" in told.stdout
+
+
+def test_version():
+    assert unicron("--version").stdout.startswith("unicron ")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("conquer",), "No such command"),
+    (("up", "--fast"), "No such option: --fast"),
+    (("submit",), "Missing argument 'JOB.yaml'"),
+    (("tail", "--after", "x"), "--after"),
+    (("tail", "--kind", "RankExploded"), "no record is of kind 'RankExploded'"),
+    (("tail", "--incident", "big"), "'big' is not an incident"),
+    (("status", "-o", "xml"), "'xml'"),
+    (("up", "--port", "99999"), "--port"),
+    (("up", "--agents", "-1"), "--agents"),
+    (("status",), "no cluster runs on"),
+    (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),
+    (("status", "--url", "ftp://x"), "is not a control plane's address"),
+    (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
+    (("cancel", "alpha"), "no cluster runs on"),
+    (("logs", "alpha"), "no cluster runs on"),
+    (("export", "log.jsonl"), "no cluster runs on"),
+    (("control-plane",), "no Redis is named"),
+    (("replay",), "name either an exported file or --live"),
+    (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
+    (("replay", "absent.jsonl"), "absent.jsonl"),
+    (("replay", "--live"), "no cluster runs on"),
+    (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
+    (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
+    (("submit", "absent.yaml"), "absent.yaml"),
+])
+def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
+    refused(unicron(*arguments, folder=tmp_path), words)
+
+
+def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", "iterations: 0"))
+    refused(unicron("submit", "job.yaml", folder=tmp_path), "job.yaml: train.iterations")
+
+
+def test_a_good_job_without_a_cluster(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    refused(unicron("submit", "job.yaml", folder=tmp_path), "no cluster runs on")
+
+
+def test_a_state_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(unicron("up", "--state", str(tmp_path / "file"), folder=tmp_path), "file")
+
+
+def test_down_where_nothing_runs(tmp_path):
+    told = unicron("down", folder=tmp_path)
+    assert told.returncode == 0
+    assert told.stdout.startswith("nothing runs on")
+
+
+def test_doctor_tells_as_text_and_as_json(tmp_path):
+    told = unicron("doctor", "-o", "json", folder=tmp_path)
+    grades = {one["what"]: one["grade"] for one in json.loads(told.stdout)}
+    assert grades["python"] == grades["server"] == grades["ports"] == "ok"
+    assert told.returncode == int("missing" in grades.values())
+
+
+# --- an exported log -----------------------------------------------------------------------------
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The shortest sound log: a leader that came."""
+    def record(seq: int, body: EpochStarted | PolicySet) -> Record:
+        return Record(seq=seq, epoch=1, at_s=1e9 + seq, occurred_s=1e9 + seq, source="leader/ab",
+                      source_seq=seq, cause=0, incident=0, body=body)
+
+    path = tmp_path / "log.jsonl"
+    archive.write(path, [record(1, EpochStarted(nonce="ab", code="0", heart=1)),
+                         record(2, PolicySet(policy=Policy()))], cluster="c", code="0")
+    return path
+
+
+def test_replay_folds_a_file_without_any_server(log):
+    told = unicron("replay", str(log))
+    assert told.returncode == 0
+    assert told.stdout.startswith("2 records folded, epoch 1: state unicron-state-")
+    assert json.loads(unicron("replay", str(log), "-o", "json").stdout)["cluster"]["seq"] == 2
+
+
+def test_replay_loads_no_server_client_and_no_torch(log):
+    code = (f"import sys; from unicron.cli.main import run_command; "
+            f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
+            "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert told.returncode == 0, told.stderr
+    assert "VERIFIED" in told.stdout
+
+
+def test_replay_until_and_step(log):
+    assert unicron("replay", str(log), "--until", "1").stdout.startswith("1 records folded")
+    lines = unicron("replay", str(log), "--step").stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "2"]
+    assert "EpochStarted" in lines[0]
+    refused(unicron("replay", str(log), "--until", "3"), "the log ends at seq 2")
+
+
+@pytest.mark.parametrize("harm", ["cut", "edited", "dropped", "foreign", "empty", "binary"])
+def test_a_log_that_cannot_be_trusted_is_refused(log, harm):
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes({
+        "cut": b"".join(lines[:-1]), "edited": b"".join(lines).replace(b'"heart":1', b'"heart":2'),
+        "dropped": b"".join(lines[:1] + lines[2:]), "foreign": b'{"a": 1}\n', "empty": b"",
+        "binary": b"\xff\x00\n"}[harm])
+    for option in ((), ("--verify",), ("--step",)):
+        told = unicron("replay", str(log), *option)
+        assert told.returncode == 2
+        error, hint = told.stderr.splitlines()
+        assert error.startswith("error: ")
+        assert hint.startswith("hint: ")
+        assert str(log) in error
+
+
+def test_a_closed_pipe_is_no_error(log):
+    told = subprocess.run(
+        f"{sys.executable} -P -m unicron.cli.main replay {log} --step | head -c 1", shell=True,
+        text=True, capture_output=True, check=False, timeout=LIMIT_S)
+    assert told.stderr == ""
