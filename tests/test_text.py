@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from unicron.events.errors import UsageError
-
 from unicron.workers.training.draw import seed_of
 from unicron.workers.training.text import Text, load
 

@@ -5,7 +5,9 @@
 
 It shares with the rank only the model, the data and the draws. Everything that could hide a fault
 of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
-finalisation. Prints JSON lines: one per iteration, then the result. FILE is a job spec as JSON.
+finalisation. Prints JSON lines: one per iteration, then the result, then the difference. FILE is a
+job spec as JSON. `--reversed` sums the micro-batches in the other order: what that changes is the
+noise that two equal trainings may differ by.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...events.errors import UsageError
 from ...events.spec import Train, parse
 
 
@@ -159,36 +162,40 @@ def _most(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Train, and compare if asked."""
+    """Train if a spec is given; compare if asked."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
-    parser.add_argument("--spec", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--reversed", action="store_true",
-                        help="sum an iteration's micro-batches in the opposite order")
-    parser.add_argument("--compare", type=Path)
-    parser.add_argument("--to", type=Path, help="train nothing: hold --compare to this one")
+    parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
+    parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
+    parser.add_argument("--reversed", action="store_true", help="sum micro-batches backwards")
+    parser.add_argument("--compare", type=Path, help="a checkpoint to hold to the twin")
+    parser.add_argument("--to", type=Path, help="hold it to this checkpoint instead")
     asked = parser.parse_args()
-    if asked.to is not None:
-        _say_difference(asked.compare, asked.to)
-        return
     warnings.filterwarnings("ignore")
-    spec = parse(json.loads(asked.spec.read_text()))
-    assert spec.train is not None, "a command task has no twin"
+    twin: Path | None = asked.to
+    if asked.spec is not None:
+        if asked.out is None:
+            parser.error("--spec needs --out")
+        twin = _train(asked.spec, asked.out, backwards=asked.reversed)
+    if asked.compare is not None:
+        if twin is None:
+            parser.error("--compare needs --to or --spec")
+        gap = compare(asked.compare, twin)
+        _say({name: getattr(gap, name) for name in gap.__struct_fields__})
+
+
+def _train(file: Path, out: Path, *, backwards: bool) -> Path:
+    spec = parse(json.loads(file.read_text()))
+    if spec.train is None:
+        raise UsageError("a command task has no twin", "give the spec of a train: task")
+    items = range(spec.train.num_micro_batches)
 
     def tell(iteration: int, loss: float) -> None:
         _say({"iteration": iteration, "loss": loss})
 
-    order = range(spec.train.num_micro_batches)
-    result = train_undisturbed(spec.train, asked.out, tell=tell,
-                               order=order[::-1] if asked.reversed else order)
+    result = train_undisturbed(spec.train, out, order=items[::-1] if backwards else items,
+                               tell=tell)
     _say({"losses": result.losses, "digest": result.digest, "path": result.path})
-    if asked.compare is not None:
-        _say_difference(asked.compare, Path(result.path))
-
-
-def _say_difference(one: Path, other: Path) -> None:
-    gap = compare(one, other)
-    _say({name: getattr(gap, name) for name in gap.__struct_fields__})
+    return Path(result.path)
 
 
 def _say(line: dict[str, Any]) -> None:
