@@ -63,6 +63,8 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     before = {name for name in processes.names(state) if processes.find(state, name)}
     try:
         _start(cluster)
+        stop.begin()
+        _say_next(state)
         _Watch(cluster).run(stop)
     except (UnicronError, KeyboardInterrupt):
         if not before - {UP}:  # nothing was here before us: leave nothing behind
@@ -97,6 +99,9 @@ def _start(cluster: LocalCluster) -> None:
         process, adopted = started[agent_name(node)]
         say.out(_line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted))
     cluster.wait_agents(client)
+
+
+def _say_next(state: StateDir) -> None:
     option = "" if state.path == default() else f" --state {shown(state.path)}"
     say.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
     say.out(f"look     unicron status -w{option}        unicron tail -f{option}")
@@ -142,7 +147,6 @@ class _Watch:
         for name in self._cluster.names():
             if found := self._cluster.find(name):
                 self._running[name] = found
-        stop.begin()
         while not stop.asked:
             if self._server is not None and not self._server.is_alive:
                 self._restart_server()

@@ -1,0 +1,198 @@
+"""`up` and `down` on real processes: refused twice, adopted after SIGKILL, watched over, stopped.
+
+Every process that a test starts has its pid file in the test's own state folder; what a failed
+test leaves is ended by those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from unicron.cli import local_cluster, processes
+from unicron.cli.local_cluster import CONTROL_PLANE, UP, agent_name
+from unicron.cli.processes import Process
+from unicron.cli.state_dir import StateDir
+from unicron.events import embedded
+
+LIMIT_S = 90
+ALL = (UP, CONTROL_PLANE, agent_name("n1"))
+
+
+class Cluster:
+    """The commands on one state folder, in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = StateDir(folder)
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.argv(*arguments), text=True, capture_output=True, check=False,
+                              timeout=LIMIT_S, env=self.environment())
+
+    def argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
+        return {**clean, "UNICRON_STATE": str(self.state.path)}
+
+    def up(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self("up", "--detach", "--agents", "1", "--slots", "1", *options)
+
+    def pids(self) -> dict[str, int]:
+        """What runs, by name; the server too."""
+        found = {name: process.pid for name in ALL
+                 if (process := processes.find(self.state, name)) is not None}
+        server = embedded.adopt(self.state.server)
+        return found if server is None else {**found, "server": server.pid}
+
+    def process(self, name: str) -> Process:
+        found = processes.find(self.state, name)
+        assert found is not None, name
+        return found
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, until it is gone."""
+        process = self.process(name)
+        os.kill(process.pid, signal.SIGKILL)
+        assert processes.wait_gone(process, 10.0)
+
+    def records(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self("tail", "-o", "jsonl").stdout.splitlines()]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path / "state")
+    yield made
+    watching = processes.find(made.state, UP)
+    if watching is not None:
+        processes.stop_together(made.state, [watching], 0.0)
+    local_cluster.stop_all(made.state, grace=False)
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "too late"
+        time.sleep(0.1)
+
+
+def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
+    first = cluster.up()
+    assert first.returncode == 0, first.stderr
+    pids = cluster.pids()
+    assert set(pids) == {*ALL, "server"}
+    assert all(str(pid) in first.stdout for name, pid in pids.items() if name != UP)
+
+    for second in (cluster.up(), cluster("up")):
+        assert second.returncode == 2
+        assert f"is held by unicron up, pid {pids[UP]}" in second.stderr
+        assert second.stderr.splitlines()[1].startswith("hint: ")
+    assert cluster.pids() == pids
+
+    cluster.kill(UP)
+    assert cluster("status", "-o", "json").returncode == 0  # the rest goes on
+    num_records = len(cluster.records())
+    again = cluster("up", "--detach")  # asked for nothing: the same as before
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("adopted") == 3
+    adopted = cluster.pids()
+    assert adopted.pop(UP) != pids.pop(UP)
+    assert adopted == pids
+    assert len(cluster.records()) == num_records  # nobody joined or led anew
+
+    down = cluster("down")
+    assert down.returncode == 0
+    assert cluster.pids() == {}
+    assert not any(embedded.start_time(pid) for pid in adopted.values())
+    assert "nothing runs on" in cluster("down").stdout
+
+
+def test_what_dies_is_started_again_and_down_works_without_up(cluster):
+    assert cluster.up().returncode == 0
+    before = cluster.pids()
+    url = json.loads(cluster.state.control_plane.read_text())["url"]
+    cluster.kill(CONTROL_PLANE)
+    until(lambda: cluster("status").returncode == 0)
+    cluster.kill(agent_name("n1"))
+    until(lambda: processes.find(cluster.state, agent_name("n1")) is not None)
+    after = cluster.pids()
+    assert after[CONTROL_PLANE] != before[CONTROL_PLANE]
+    assert after[agent_name("n1")] != before[agent_name("n1")]
+    assert after["server"] == before["server"]
+    assert json.loads(cluster.state.control_plane.read_text())["url"] == url
+    until(lambda: [record["kind"] for record in cluster.records()].count("NodeJoined") == 2)
+    assert [record["kind"] for record in cluster.records()].count("EpochStarted") == 2
+
+    cluster.kill(UP)
+    down = cluster("down")
+    assert down.returncode == 0
+    assert "agent-n1, control-plane, server" in down.stdout
+    assert cluster.pids() == {}
+
+
+def test_a_port_in_use_is_one_line_and_leaves_nothing(cluster):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        told = cluster.up("--port", str(port))
+    assert told.returncode == 2
+    assert told.stderr.splitlines() == [f"error: port {port} is in use",
+                                        "hint: give another --port, or none"]
+    assert cluster.pids() == {}
+
+
+def test_ctrl_c_stops_all_that_a_foreground_up_started(cluster):
+    child = subprocess.Popen(cluster.argv("up", "--agents", "1", "--slots", "1"), text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             env=cluster.environment())
+    try:
+        assert child.stdout is not None
+        lines = [line for line in iter(child.stdout.readline, "") if not line.startswith("stop ")
+                 or child.send_signal(signal.SIGINT)]
+        assert child.wait(LIMIT_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+    assert lines[0].startswith("cluster  default on ")
+    assert cluster.pids() == {}
+
+
+def test_the_commands_of_a_second_terminal(cluster, tmp_path):
+    assert cluster.up().returncode == 0
+    assert "1 nodes, 1 slots" in cluster("status", "nodes").stdout
+    assert "no tasks yet" in cluster("status").stdout
+    (tmp_path / "job.yaml").write_text(
+        "apiVersion: unicron/v1\nname: waits\ncommand: [sleep, '600']\n")
+    submitted = cluster("submit", str(tmp_path / "job.yaml"), "-o", "json")
+    assert submitted.returncode == 0, submitted.stderr
+    task = json.loads(submitted.stdout)["task"]
+    until(lambda: "RankStarted" in cluster("tail", "--task", "waits").stdout)
+    assert "waits  RUNNING" in cluster("status", "waits").stdout
+    assert [record["kind"] for record in cluster.records() if record["seq"] == task] == [
+        "TaskSubmitted"]
+    unknown = cluster("status", "nobody")
+    assert unknown.returncode == 2
+    assert "hint: there is waits" in unknown.stderr
+    assert cluster("logs", "waits").returncode == 0
+
+    assert cluster("cancel", "waits", "--reason", "enough").returncode == 0
+    until(lambda: "waits  CANCELLED" in cluster("status", "waits").stdout)
+    assert "has ended" in cluster("cancel", "waits").stderr
+    log = tmp_path / "log.jsonl"
+    assert cluster("export", str(log)).returncode == 0
+    assert "exists" in cluster("export", str(log)).stderr
+    assert cluster("replay", str(log), "--verify").stdout.startswith("VERIFIED")
+    assert cluster("replay", "--live").returncode == 0
+    tail = cluster("tail", "--kind", "taskended", "-o", "jsonl")
+    assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
