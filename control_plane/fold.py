@@ -31,6 +31,7 @@ from .severity import (
     EXITED_ABNORMALLY,
     OTHER_SOFTWARE,
     exit_in_words,
+    last_line,
     network_status,
     status_of,
 )
@@ -214,8 +215,8 @@ def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> N
     rank.error, rank.error_text, rank.error_seq = status_of(body.error), body.text, record.seq
     if not rank.stopping and not task.ending:
         arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
-        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {body.error}: {body.text}",
-              ended=True)
+        what = last_line(body.text) or body.error
+        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True)
 
 
 def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
@@ -303,12 +304,25 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
         return
     if not body.losses or task.phase == "reconfiguring":
         return
-    iteration = body.first_iteration + len(body.losses)
-    task.iteration = max(task.iteration, iteration)
     task.loss, task.rate_flops, task.micro_batches = (
         body.losses[-1], body.rate_flops, body.micro_batches)
     if body.step_s:
         task.step_s = body.step_s[-1]
+    _stepped_to(state, task, body.first_iteration + len(body.losses))
+
+
+def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite) -> None:
+    """The iteration was done, whatever came of it."""
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if task.phase != "reconfiguring":
+        task.loss = None
+        _stepped_to(state, task, body.iteration + 1)
+
+
+def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
+    task.iteration = max(task.iteration, iteration)
     for rank in task.living_members():
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
@@ -371,6 +385,7 @@ HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
     r.RankExited: _rank_exited, r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
-    r.TaskProgressed: _progressed, r.CheckpointSaved: _checkpoint_saved,
+    r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
+    r.CheckpointSaved: _checkpoint_saved,
     r.CheckpointPublished: _checkpoint_published, r.RankFinished: _rank_finished, **DECISIONS,
 }

@@ -65,3 +65,9 @@ def exit_in_words(body: RankExited) -> str:
     if body.exit_code == 0:
         return "exit code 0 before it had finished"
     return f"exit code {body.exit_code}"
+
+
+def last_line(text: str) -> str:
+    """Of a traceback, the line that says what it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -135,6 +135,16 @@ def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver) -> No
     assert d.state.incidents[lost[1].seq].pause_s == pytest.approx(d.state.at_s - lost[0].at_s)
 
 
+def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver) -> None:
+    task = d.running()
+    d.obey(d.exit(task, 2))
+    it = task_of(d, task)
+    told = d.tell(d.source("n1"), r.LossNotFinite(
+        task=task, generation=it.generation, iteration=1, text="nan"))
+    assert kinds(told) == ["IncidentClosed"]
+    assert (it.iteration, it.loss) == (2, None)
+
+
 def test_survivors_that_held_already_are_not_waited_for(d: Driver) -> None:
     task = d.running()
     for rank in (0, 1, 3):
@@ -261,8 +271,10 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
     task = d.running()
     told = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="illegal memory access",
-        text="an illegal memory access was encountered"))
+        text="Traceback:\n  line 3\nCUDAError: an illegal memory access was encountered\n"))
     assert kinds(told) == ["IncidentOpened"]
+    opened = the(o.IncidentOpened, told)
+    assert opened.why == "rank 2: CUDAError: an illegal memory access was encountered"
     assert the(o.IncidentOpened, told).status == "illegal memory access"
     assert kinds(d.exit(task, 2, code=1)) == ["Quiesce", "StartRank"]
     assert len(d.state.incidents) == 1
