@@ -18,7 +18,7 @@ ESSENTIALS_LENGTH_MAX = 160
 def line(record: Plain) -> str:
     """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
     body: Plain = record["body"]
-    told = _ESSENTIALS.get(record["kind"], _anything)(body)
+    told = ESSENTIALS.get(record["kind"], _anything)(body)
     if len(told) > ESSENTIALS_LENGTH_MAX:
         told = told[: ESSENTIALS_LENGTH_MAX - 3] + "..."
     cause = f"  <{record['cause']}" if record["cause"] else ""
@@ -27,7 +27,7 @@ def line(record: Plain) -> str:
 
 def essentials(kind: str, body: Plain) -> str:
     """What a person needs to know of this body."""
-    return _ESSENTIALS.get(kind, _anything)(body)
+    return ESSENTIALS.get(kind, _anything)(body)
 
 
 def _anything(body: Plain) -> str:
@@ -132,7 +132,7 @@ def _reconfigure(body: Plain) -> str:
     return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}"
 
 
-_ESSENTIALS: dict[str, Callable[[Plain], str]] = {
+ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
     "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "
                            f"{b['policy']['restarts_max']} restarts",

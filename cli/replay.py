@@ -55,6 +55,9 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
             _step(records, as_json=as_json)
         else:
             _fold(records, as_json=as_json)
+    except AssertionError as error:
+        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
+                         "unicron replay FILE --verify names the first seq that differs") from None
     except CorruptLog as error:
         where = f"{path}: " if path is not None else ""
         raise UsageError(f"{where}{error}", "what stands before that seq is sound; "

@@ -157,13 +157,13 @@ def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> 
 
 
 def _incidents(task: Plain, told: History) -> list[str]:
-    rows = [[f"inc-{one.id}", rfc3339(one.detected_s), one.severity,
+    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:19] + "Z", one.severity,
              f"{ranks(one.ranks)}, {one.status}", one.outcome, ms(one.pause_s),
              str(one.iterations_lost), str(one.kept), str(one.dealt)]
             for one in told.incidents.values() if one.task == task["id"]]
     if not rows:
         return []
-    return ["", *table(("INCIDENT", "DETECTED", "SEVERITY", "WHAT", "OUTCOME", "PAUSE", "LOST",
+    return ["", *table(("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST",
                         "KEPT", "DEALT"), rows, right=(5, 6, 7, 8))]
 
 

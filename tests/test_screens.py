@@ -1,0 +1,151 @@
+"""The screens as a person sees them: snapshots of whole outputs, from a log of `unicron demo`.
+
+`UNICRON_SNAPSHOTS=write pytest tests/test_screens.py` writes them anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.cli import figures, screens
+from unicron.cli.history import history
+from unicron.cli.record_line import ESSENTIALS, concerns, line
+from unicron.control_plane.replay import replay
+from unicron.control_plane.view import view
+from unicron.events import archive, codec
+from unicron.events.records import KINDS, Record
+
+DATA = Path(__file__).parent / "data"
+RECORDS = list(archive.read(DATA / "demo.jsonl"))
+PLAIN = [codec.to_plain(record) for record in RECORDS]
+
+
+def until(kind: str, nth: int = 1) -> int:
+    """The seq of the nth record of a kind."""
+    return [record.seq for record in RECORDS if record.kind == kind][nth - 1]
+
+
+def seen(seq: int) -> tuple[dict[str, Any], float]:
+    """The view after that record, a quarter of a second later."""
+    cut: list[Record] = RECORDS[:seq]
+    told = view(replay(cut))
+    told["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # another test's business
+    return told, cut[-1].at_s + 0.25
+
+
+def check(name: str, lines: list[str], columns_max: int = 130) -> None:
+    """Hold the screen to its snapshot."""
+    path = DATA / f"screen-{name}.txt"
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("UNICRON_SNAPSHOTS") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+    assert max(map(len, lines)) <= columns_max
+    assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(("name", "seq"), [
+    ("status-empty", 2), ("status-idle", until("TaskSubmitted") - 1),
+    ("status-starting", until("RankStarted", 2)), ("status-training", until("TaskProgressed", 2)),
+    ("status-healing", until("Quiesced")), ("status-finished", len(RECORDS)),
+])
+def test_status(name, seq):
+    told, now_s = seen(seq)
+    check(name, screens.status(told, cluster="demo", now_s=now_s, option=" --state build/demo"),
+          columns_max=100)
+
+
+@pytest.mark.parametrize(("name", "seq"), [
+    ("task-starting", until("RankStarted", 2)), ("task-healing", until("Quiesced")),
+    ("task-healed", until("IncidentClosed") + 3), ("task-finished", len(RECORDS)),
+])
+def test_status_of_a_task(name, seq):
+    told, now_s = seen(seq)
+    check(name, screens.task_status(told, told["tasks"][0], history(PLAIN[:seq]), now_s=now_s))
+
+
+@pytest.mark.parametrize(("name", "seq"), [
+    ("nodes-none", 2), ("nodes-training", until("TaskProgressed", 2)),
+    ("nodes-healing", until("Quiesced")),
+])
+def test_status_of_nodes(name, seq):
+    told, now_s = seen(seq)
+    check(name, screens.nodes(told, now_s=now_s), columns_max=100)
+
+
+def test_nodes_that_are_lost_ask_for_a_person():
+    told, now_s = seen(until("TaskProgressed", 2))
+    told = copy.deepcopy(told)
+    told["nodes"][1] |= {"health": "unreachable", "since_s": now_s - 75}
+    told["nodes"][0]["slots"][1] |= {"out": True, "task": 0}
+    lines = screens.status(told, cluster="demo", now_s=now_s)
+    assert lines[1] == "NEEDS YOU  n2 unreachable for 75 s: unicron status nodes"
+    assert screens.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
+
+
+def test_the_log_as_lines():
+    check("tail", [line(record) for record in PLAIN], columns_max=260)
+
+
+def test_every_kind_has_its_own_line():
+    assert set(ESSENTIALS) == set(KINDS)
+
+
+def test_a_kind_of_a_newer_version_is_shown_as_it_is():
+    shown = line({**PLAIN[0], "kind": "NodeSang", "body": {"node": "n1", "song": [1, 2]}})
+    assert shown.endswith('NodeSang          node="n1" song=[1, 2]')
+
+
+@pytest.mark.parametrize(("filters", "kinds"), [
+    ({"kinds": frozenset({"Resume"})}, {"Resume"}),
+    ({"node": "n2", "kinds": frozenset({"NodeJoined", "StartRank"})}, {"NodeJoined", "StartRank"}),
+    ({"incident": until("IncidentOpened"), "kinds": frozenset({"IncidentClosed"})},
+     {"IncidentClosed"}),
+    ({"task": 99}, set()),
+    ({"task": until("TaskSubmitted"), "kinds": frozenset({"TaskSubmitted", "NodeJoined"})},
+     {"TaskSubmitted"}),
+])
+def test_filters(filters, kinds):
+    every = {"kinds": frozenset(), "task": None, "node": None, "incident": None}
+    found = {record["kind"] for record in PLAIN if concerns(record, **{**every, **filters})}
+    assert found == kinds
+
+
+def test_an_incident_has_its_phases_in_order():
+    told = history(PLAIN)
+    (one,) = told.incidents.values()
+    phases = [one.fault_s, one.detected_s, one.decided_s, one.rebuilt_s, one.resumed_s,
+              one.stepped_s]
+    assert phases == sorted(phases)
+    assert (one.outcome, one.iterations_lost, one.ckpt_read) == ("healed", 0, False)
+    assert (one.kept, one.dealt, one.iteration) == (9, 3, 9)
+    (task,) = told.tasks.values()
+    assert sorted(task.losses) == list(range(60))
+    assert set(task.micro_batches) == {12}
+
+
+@pytest.mark.parametrize(("length_s", "words"), [
+    (0.0, "0 ms"), (0.0031, "3.1 ms"), (0.203, "203 ms"), (0.9999, "1.0 s"), (9.94, "9.9 s"), (9.997, "10 s"),
+    (1.14, "1.1 s"), (42.4, "42 s"), (99.97, "2 min"), (600, "10 min"), (7200, "2.0 h"),
+    (200_000, "2.3 d"),
+])
+def test_spans(length_s, words):
+    assert figures.span(length_s) == words
+
+
+def test_figures():
+    assert figures.rfc3339(0.0019) == "1970-01-01T00:00:00.001Z"
+    assert figures.scaled(8.06e9, "FLOP/s") == "8.06 GFLOP/s"
+    assert figures.scaled(0, "B") == "0 B"
+    assert figures.ranks([3, 0, 1]) == "ranks 0 1 3"
+    assert figures.ranks(range(4)) == "ranks 0-3"
+    assert figures.ranks([]) == "no rank"
+    assert figures.curve([1, 2, 3, 8], 4) == "▁▂▃█"
+    assert figures.curve([5.0], 10) == "▁"
+    assert figures.curve([], 10) == ""
+    assert figures.marks([(0, "!"), (99, "c")], 100, 10) == "!        c"
+    assert figures.ms(None) == "-"
