@@ -29,7 +29,7 @@ Plain = dict[str, Any]
 FOLDER = Path("build") / "demo"
 EXAMPLE = Path(__file__).resolve().parent.parent / "deploy" / "examples" / "demo.yaml"
 NUM_RANKS = 4
-VICTIM = 2
+VICTIM_NUM = 2
 STRIKE_SHARE = 0.15
 """Where in the training the first fault strikes."""
 AWAY_S = 3.0
@@ -176,22 +176,22 @@ class _Demo:
         self.pids = stage.trace.pids(self.task)
         strike = self._strike()
         done = stage.trace.of(self.task, strike.iteration, "forward")
-        own = [one for one in done if one["rank"] == VICTIM]
+        own = [one for one in done if one["rank"] == VICTIM_NUM]
         todo = self._todo()
-        stage.say("FAULT 1", f"kill -9 {strike.pid}: {self.spec.name}'s rank {VICTIM}, in "
+        stage.say("FAULT 1", f"kill -9 {strike.pid}: {self.spec.name}'s rank {VICTIM_NUM}, in "
                              f"{strike.event['event']}, micro-batch {len(own)} of {todo}, "
                              f"iteration {strike.iteration}")
         exited = stage.wait(
-            lambda: stage.find("RankExited", task=self.task, rank=VICTIM, pid=strike.pid),
+            lambda: stage.find("RankExited", task=self.task, rank=VICTIM_NUM, pid=strike.pid),
             HEAL_S_MAX, "the agent notices")
         stage.note(exited["occurred_s"] - strike.at_s,
-                   f"{exited['source'].split('/')[0]}: rank {VICTIM} exited, signal "
+                   f"{exited['source'].split('/')[0]}: rank {VICTIM_NUM} exited, signal "
                    f"{exited['body']['signal']}")
         opened = stage.wait(lambda: stage.find("IncidentOpened", task=self.task),
                             HEAL_S_MAX, "an incident")
         stage.note(opened["at_s"] - strike.at_s,
                    f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
-                   f"rank {VICTIM} restarts on its slot")
+                   f"rank {VICTIM_NUM} restarts on its slot")
         stage.wait(lambda: self._stepped(opened["seq"]), HEAL_S_MAX, "the next step")
         self._healed(strike, opened["seq"])
         return strike
@@ -200,7 +200,7 @@ class _Demo:
         return self.stage.told.incidents[incident].stepped_s is not None or None
 
     def _todo(self) -> int:
-        settled = self.stage.all("Reconfigured", task=self.task, rank=VICTIM)
+        settled = self.stage.all("Reconfigured", task=self.task, rank=VICTIM_NUM)
         return len(settled[0]["body"]["todo"])
 
     def _strike(self) -> _Strike:
@@ -209,17 +209,17 @@ class _Demo:
         deadline_s = time.monotonic() + STRIKE_S_MAX
         trace.look()
         while time.monotonic() < deadline_s:
-            new = [one for one in trace.look() if one["rank"] == VICTIM]
+            new = [one for one in trace.look() if one["rank"] == VICTIM_NUM]
             if new and new[-1]["event"] == "backward":
                 event = new[-1]
                 forwards = trace.of(self.task, event["iteration"], "forward")
-                if sum(one["rank"] == VICTIM for one in forwards) == 2:
+                if sum(one["rank"] == VICTIM_NUM for one in forwards) == 2:
                     at_s = time.time()
                     os.kill(event["pid"], signal.SIGKILL)
                     return _Strike(at_s=at_s, pid=event["pid"], iteration=event["iteration"],
                                    event=event)
             time.sleep(GLANCE_S)
-        raise BrokenError(f"rank {VICTIM} was never in the middle of an iteration")
+        raise BrokenError(f"rank {VICTIM_NUM} was never in the middle of an iteration")
 
     def _healed(self, strike: _Strike, incident: int) -> None:
         stage, one = self.stage, self.stage.told.incidents[incident]
@@ -243,7 +243,7 @@ class _Demo:
                    "no checkpoint read")
         stage.promise(same, "the survivors kept their processes")
         stage.promise(one.iteration == strike.iteration, "the interrupted iteration was resumed")
-        stage.promise(survivors == [rank for rank in range(NUM_RANKS) if rank != VICTIM],
+        stage.promise(survivors == [rank for rank in range(NUM_RANKS) if rank != VICTIM_NUM],
                       "all others survived")
 
     def _gradients(self, strike: _Strike, members: list[Plain]) -> None:
@@ -252,7 +252,7 @@ class _Demo:
         kept = {item for body in bodies for item in body["kept"]}
         todo = [item for body in bodies for item in body["todo"]]
         dealt = [body["rank"] for body in bodies for _ in body["dealt"]]
-        stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM}'s "
+        stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM_NUM}'s "
                          f"{len(dealt)} dealt, to {ranks(dealt)}")
         passes = [one["micro_batch"] for one in
                   stage.trace.of(self.task, strike.iteration, "forward")]
@@ -268,21 +268,22 @@ class _Demo:
         stage = self.stage
 
         def back() -> Plain | None:
-            joined = [record for record in stage.all("Reconfigured", task=self.task, rank=VICTIM)
-                      if record["body"]["attempt"] > 1]
+            settled = stage.all("Reconfigured", task=self.task, rank=VICTIM_NUM)
+            joined = [record for record in settled if record["body"]["attempt"] > 1]
             if not joined or stage.find("Resume", after=joined[0]["seq"]) is None:
                 return None
             return joined[0]
 
-        record = stage.wait(back, RETURN_S_MAX, f"rank {VICTIM} comes back")
+        record = stage.wait(back, RETURN_S_MAX, f"rank {VICTIM_NUM} comes back")
         body = record["body"]
-        started = stage.find("RankStarted", task=self.task, rank=VICTIM, attempt=body["attempt"])
+        started = stage.find("RankStarted", task=self.task, rank=VICTIM_NUM,
+                             attempt=body["attempt"])
         assert started is not None
-        stage.say("RETURN", f"rank {VICTIM} (pid {started['body']['pid']}) joins at iteration "
+        stage.say("RETURN", f"rank {VICTIM_NUM} (pid {started['body']['pid']}) joins at iteration "
                             f"{body['step_version']}, {scaled(body['received_bytes'], 'B')} from "
                             f"rank {body['source']}'s memory, "
                             f"{ms(record['at_s'] - strike.at_s)} after the kill")
-        stage.promise(body["source"] in range(NUM_RANKS) and body["source"] != VICTIM
+        stage.promise(body["source"] in range(NUM_RANKS) and body["source"] != VICTIM_NUM
                       and body["received_bytes"] > 0, "the newcomer's state came from a replica")
 
     def _kill_control_plane(self) -> tuple[str, ...]:
