@@ -42,7 +42,11 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
     driver.quiesce([0], "now")
     driver.generation += 1
     driver.quiesce([0], "now")
-    driver.wait(Quiesced, 0, where=lambda body: len(driver.told(Quiesced, 0)) > num_told)
+
+    def more(body: Quiesced) -> bool:
+        return len(driver.told(Quiesced, 0)) > num_told
+
+    driver.wait(Quiesced, 0, where=more)
     assert len(driver.told(Quiesced, 0)) == num_told + 1
     for pid in pids:
         assert _listens_on_loopback_only(pid)

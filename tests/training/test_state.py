@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore
 from unicron.events.reports import LossNotFinite, TaskProgressed
 from unicron.events.spec import Model, Optimizer, Train
 from unicron.workers.training import checkpoint, cpu, groups, model, state, text
 from unicron.workers.training.history import History
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
@@ -35,7 +36,8 @@ SCHEDULE_ENTRIES = {
 def alone() -> Iterator[Any]:
     """A world of one; its groups."""
     cpu.stand_in()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield groups.data_parallel(60)
     groups.forget()
     dist.destroy_process_group()
