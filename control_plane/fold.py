@@ -161,6 +161,11 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
                 fault(task, record, [rank], EXITED_ABNORMALLY,
                       f"{body.node} refused to start rank {rank.rank}: {body.why}")
                 return
+        for rank in [*task.ranks.values(), *task.ghosts]:
+            if body.order in rank.stop_orders:
+                # There is no such process: its StartRank never reached the node.
+                drop_rank(state, task, rank)
+                return
         refused = task.publishing.pop(body.order, None)
         if refused is not None:
             state.orders.pop(body.order, None)

@@ -21,6 +21,7 @@ from unicron.events.redis_log import RedisLog
 from unicron.events.reports import (
     Body,
     NodeJoined,
+    OrderRefused,
     Policy,
     RankReady,
     RankStarted,
@@ -365,3 +366,17 @@ def test_real_server_dies_and_returns(tmp_path: Path) -> None:
             server.stop(grace_s=1.0)
 
     asyncio.run(asyncio.wait_for(main(), 40))
+
+
+@virtual
+async def test_a_stop_of_what_never_started_is_over_when_refused(log: MemoryLog) -> None:
+    async with leading(log, policy=Policy(silence_s_max=1e6)) as leader:
+        await log.send([told(1, joined())])
+        task = await leader.write("x", job())
+        await until(log, "StartRank")
+        await leader.write("y", TaskCancelRequested(task=task))
+        stop = next(r for r in await until(log, "StopRank") if r.kind == "StopRank")
+        await log.send([told(2, OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
+        records = await until(log, "TaskEnded")
+        assert kinds(records).count("StopRank") == 1
+        assert not (await leader.settled()).nodes["n1"].occupants

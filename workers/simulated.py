@@ -166,7 +166,7 @@ class PaperAgent:
             if body.incarnation == self.incarnation:
                 self._start(seq, body)
         elif isinstance(body, StopRank):
-            self._stop(body)
+            self._stop(seq, body)
         elif isinstance(body, PublishCheckpoint):
             self._publish(seq, body)
         elif isinstance(body, Quiesce):
@@ -207,11 +207,12 @@ class PaperAgent:
                 self.net, order, self.node, process.pid, self.say,
                 lambda code: self._exit(process, exit_code=code, signal=None))
 
-    def _stop(self, order: StopRank) -> None:
+    def _stop(self, seq: int, order: StopRank) -> None:
         key = (order.task, order.rank, order.attempt)
         process = next((p for p in self.processes.values()
                         if (p.order.task, p.order.rank, p.order.attempt) == key), None)
         if process is None:
+            self.say(OrderRefused(node=self.node, order=seq, why="there is no such rank"))
             return
         process.stopping = True
         self.net.num_stopped += 1

@@ -112,6 +112,9 @@ class Ranks:
                 rank = self._ranks.get((order.task, order.rank, order.attempt))
                 if rank is not None:
                     self._stop(rank, order.grace_s)
+                elif not stale:
+                    # Its StartRank never came here (cut off, then withdrawn), or its end is told.
+                    self._refuse(record.seq, "there is no such rank")
             case Quiesce() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.order.rank in order.ranks])
