@@ -1,0 +1,58 @@
+"""The control plane is killed after each kind of record of a transition; training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from unicron.control_plane.replay import replay, verify
+from unicron.control_plane.state import state_hash
+
+KINDS = ("RankExited", "IncidentOpened", "Quiesce", "StartRank", "Quiesced", "Reconfigure",
+         "Reconfigured", "Resume", "TaskProgressed", "IncidentClosed", "RankStarted", "RankReady")
+"""Each is struck once, in one task's life, with another rank killed each time."""
+
+
+def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable[..., Any]) -> None:
+    task = cluster.submit(spec("steady", iterations=2000))
+    cluster.wait_traced(task, event="step", iteration=2)
+    for number, kind in enumerate(KINDS):
+        victim = number % 4
+        view = cluster.task(task)
+        healed = view["healed"]
+        before = {rank["rank"]: rank["pid"] for rank in view["ranks"]}
+        cluster.kill_control_plane()
+        cluster.start_control_plane(crash_after=kind)
+        os.kill(before[victim], signal.SIGKILL)
+        cluster.wait_control_plane_dead()
+        cluster.start_control_plane()
+
+        def back(wanted: int = healed + 1) -> dict[str, Any] | None:
+            view = cluster.task(task)
+            members = [rank for rank in view["ranks"] if rank["state"] == "member"]
+            whole = view["state"] == "running" and len(members) == 4
+            return view if whole and view["healed"] >= wanted else None
+
+        view = cluster.wait(back, f"healed after a crash at {kind}")
+        after = {rank["rank"]: rank["pid"] for rank in view["ranks"]}
+        assert {r: p for r, p in after.items() if r != victim} == {
+            r: p for r, p in before.items() if r != victim}, f"a survivor was killed at {kind}"
+        assert after[victim] != before[victim]
+
+    records = cluster.records()
+    lost = [record for record in records if record.kind == "IncidentClosed"]
+    assert len(lost) == len(KINDS)
+    assert all(record.body.iterations_lost == 0 for record in lost)
+    view = cluster.client().get("/v1/state")
+    seq = view["cluster"]["seq"]
+    folded = replay([record for record in cluster.records() if record.seq <= seq])
+    assert state_hash(folded) == view["cluster"]["hash"]
+    verdict = verify(cluster.records())
+    assert verdict.ok, verdict
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    assert cluster.wait_ended(task)["state"] == "cancelled"
+    losses = cluster.losses(task)
+    assert len(losses) > 20
+    assert losses[-1] < losses[0]
