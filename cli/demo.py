@@ -43,9 +43,9 @@ def demo(*, keep: bool, num_iterations: int) -> int:
     _check()
     spec = _spec(num_iterations)
     stage = Stage(FOLDER)
-    signal.signal(signal.SIGTERM, _interrupted)
     kept = False
     stage.open()
+    signal.signal(signal.SIGTERM, _interrupted)
     try:
         _Demo(stage, spec).run()
         kept = keep

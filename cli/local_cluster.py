@@ -22,7 +22,7 @@ from msgspec import Struct
 from ..events import embedded
 from ..events.errors import UnicronError, UsageError
 from . import processes
-from .client import Client, Refused, Unable, Unreachable, connect
+from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 
@@ -155,10 +155,11 @@ class LocalCluster:
                 words = processes.last_words(self.state, agent_name(node))
                 raise UnicronError(f"agent {node} ended: {words}")
             pids[node] = process.pid
-        joined: dict[str, int] = {}
-        for record in client.records(0, follow=False):
-            if record["kind"] == "NodeJoined":
-                joined[record["body"]["node"]] = record["body"]["pid"]
+        try:
+            nodes = client.get("/v1/state")["nodes"]
+        except (Interrupted, Unable, Unreachable):
+            return False
+        joined = {node["id"]: node["pid"] for node in nodes if node["health"] == "healthy"}
         return all(joined.get(node) == pid for node, pid in pids.items())
 
     # --- stop -----------------------------------------------------------------------------------

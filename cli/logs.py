@@ -53,7 +53,7 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
     client = connect(state, url)
     number = resolve(client, task)
     files: dict[str, _File] = {}
-    _find(client, number, rank, files)
+    seq = _find(client, number, rank, files, after=0)
     if not files and not follow:
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
         raise UsageError(f"{who} has not started yet", f"unicron status {task}")
@@ -61,35 +61,40 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
     for file in absent:
         say.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")
     try:
-        _show(client, number, rank, files, follow=follow)
+        _show(client, number, rank, files, seq if follow else None)
     except KeyboardInterrupt:
         if not follow:
             raise
 
 
-def _show(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
-          follow: bool) -> None:
+def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
+          seq: int | None) -> None:
+    """Print what is there; go on for ever when `seq` says how far the log is read."""
     looked_s = time.monotonic()
     while True:
         for file in files.values():
-            for line in file.lines(whole=not follow):
+            for line in file.lines(whole=seq is None):
                 say.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
-        if not follow:
+        if seq is None:
             return
         time.sleep(POLL_S)
         if time.monotonic() - looked_s > LOOK_AGAIN_S:
             looked_s = time.monotonic()
             try:
-                _find(client, task, rank, files)
+                seq = _find(client, task, rank, files, after=seq)
             except (Interrupted, Unable, Unreachable):  # the files go on without it
                 pass
 
 
-def _find(client: Client, task: int, rank: int | None, files: dict[str, _File]) -> None:
-    for record in client.records(0, follow=False):
+def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
+          after: int) -> int:
+    """Note the files of attempts that started behind `after`; the last seq read."""
+    for record in client.records(after, follow=False):
         body: dict[str, Any] = record["body"]
+        after = int(record["seq"])
         if record["kind"] != "RankStarted" or body["task"] != task:
             continue
         if rank in (None, body["rank"]) and body["log_path"] not in files:
             files[body["log_path"]] = _File(rank=body["rank"], attempt=body["attempt"],
                                             node=body["node"], path=Path(body["log_path"]))
+    return after

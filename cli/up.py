@@ -228,9 +228,12 @@ def _raise_as(said: str, code: int) -> None:
 def down(state: StateDir) -> None:
     """Stop `up` and all that it watches over, also when `up` itself is gone."""
     watching = processes.find(state, UP)
+    with_it = [name for name in processes.names(state)
+               if name != UP and processes.find(state, name) is not None]
     if watching is not None:
         processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
-    stopped = ([UP] if watching else []) + local_cluster.stop_all(state)
+    stopped = [UP, *with_it, "server"] if watching else []
+    stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
     if stopped:
         say.out("stopped " + ", ".join(stopped))
     else:

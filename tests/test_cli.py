@@ -137,6 +137,14 @@ def test_a_state_folder_that_cannot_be(tmp_path):
     refused(unicron("up", "--state", str(tmp_path / "file"), folder=tmp_path), "file")
 
 
+def test_the_demo_touches_no_folder_that_is_not_its_own(tmp_path):
+    kept = tmp_path / "build" / "demo" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    refused(unicron("demo", folder=tmp_path), "exists and is not a demo's")
+    assert kept.read_text() == "mine"
+
+
 def test_down_where_nothing_runs(tmp_path):
     told = unicron("down", folder=tmp_path)
     assert told.returncode == 0
