@@ -31,7 +31,8 @@ class Iteration:
     """The iteration that this member is in, and what it has of it.
 
     `step_version` is the number of steps taken; NO_STATE until the member has settled once.
-    `loss` is that of the last step.
+    `loss` is that of the last step, `step_s` what it took from the iteration's first micro-batch
+    on: a recovery in between counts, so that a rate told from it is never flattered.
     """
 
     def __init__(self, trainee: Trainee, text: Text, trace: Trace) -> None:
@@ -48,7 +49,9 @@ class Iteration:
         self.num_tokens = 0
         self.forward_calls = 0
         self.loss = 0.0
+        self.step_s = 0.0
         self.why = ""
+        self._began_s: float | None = None
         self._kept: list[Tensor] = []
 
     def claim(self) -> Claim:
@@ -73,6 +76,7 @@ class Iteration:
         generation = communicators.generation
         self.why = ""
         self.begun = True
+        self._began_s = clock() if self._began_s is None else self._began_s
         self.trained_in = generation
         for item in self.owned:
             if item in self.done:
@@ -115,6 +119,7 @@ class Iteration:
         self.trainee.scheduler.step(self.trainee.train.batch.global_)
         self.loss = stats[0] / stats[1]
         self.step_version += 1
+        self.step_s = clock() - (self._began_s or clock())
         self._clear()
         self.owned = deal(self.trainee.train.num_micro_batches, communicators.num_members,
                           communicators.place)
@@ -175,6 +180,7 @@ class Iteration:
         self.done = []
         self.loss_sum = 0.0
         self.num_tokens = 0
+        self._began_s = None
 
 
 def poisoned(error: BaseException) -> bool:

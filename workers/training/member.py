@@ -204,14 +204,11 @@ class Member:
         """Train until told to stop, until something fails, or to the end; whether to the end."""
         self.told_to, self.told_s = order.progress_from, 0.0
         outcome: Outcome = "stepped"
-        began_s = clock()
         while outcome == "stepped" and self.step_version < self.train.iterations:
             outcome = self.iteration.run(self.control, self.communicators)
             if outcome in ("stepped", "boundary"):
-                now_s = clock()
-                self.history.add(self.step_version - 1, self.iteration.loss, now_s - began_s)
-                began_s = now_s
-                if now_s - self.told_s >= PROGRESS_S:
+                self.history.add(self.step_version - 1, self.iteration.loss, self.iteration.step_s)
+                if clock() - self.told_s >= PROGRESS_S:
                     self._tell_progress()
                 self._save_when_due()
         self._tell_progress()
@@ -237,6 +234,10 @@ class Member:
                     self.told_to, task=self.start.task, generation=self.generation,
                     micro_batches=self.train.num_micro_batches, flops=self.flops):
                 self.control.tell(report)
+            if self.history.end > self.told_to:
+                log.info("trained", iteration=self.history.end, of=self.train.iterations,
+                         loss=round(self.iteration.loss, 4), step_s=round(self.iteration.step_s, 3),
+                         generation=self.generation, dp=self.communicators.num_members)
             self.told_to = max(self.told_to, self.history.end)
         self.told_s = clock()
 
