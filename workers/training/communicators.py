@@ -6,6 +6,7 @@ Rules that hold here, each learnt from a hang or a wrong number:
 - Its sockets close when its last reference is gone: `down` takes every handle out first, and is
   never called inside an `except`, whose traceback would keep them.
 - Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
+- Whoever is woken may open another connection at once: `wake` is repeated until it is awake.
 - A collective counts only if nobody had begun to wake this generation when it came back.
 """
 

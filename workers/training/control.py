@@ -1,8 +1,8 @@
 """The control thread: the agent's orders come in while the main thread trains, or hangs.
 
-The thread does three things only: it queues orders, it closes the generation's connections when
-an order to stop at once finds the main thread inside a collective, and it ends the process when
-the agent is gone.
+The thread does three things only: it queues orders, it has the generation's connections closed
+(again and again, until that helped) when an order to stop at once finds the main thread waiting
+for other members, and it ends the process when the agent is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ...events.reports import Body
 from ..wire import Frame, Unpacker, pack
 
 RECEIVE_BYTES = 1 << 16
+WAKE_S = 0.02
+"""Between two attempts to wake the main thread."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 
@@ -40,6 +42,7 @@ class Control:
         self._sending = threading.Lock()
         self._generation = 0
         self._wake: Callable[[], None] | None = None
+        self._insisting = False
 
     def start(self, early: list[Frame]) -> None:
         """Listen from now on; `early` are orders that came together with the first frame."""
@@ -79,7 +82,7 @@ class Control:
     def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Generator[None]:
         """While in here, the main thread may wait for other members of `generation`.
 
-        An order to stop at once calls `wake` from the control thread. Raises Interrupted when
+        An order to stop at once calls `wake` from a thread of its own. Raises Interrupted when
         such an order is here already.
         """
         with self._changed:
@@ -91,6 +94,9 @@ class Control:
         finally:
             with self._changed:
                 self._wake = None
+                self._changed.notify_all()
+                # The next wait is not to be disturbed by who still insists on the end of this one.
+                self._changed.wait_for(lambda: not self._insisting)
 
     def _asked(self, generation: int) -> QuiesceMode | None:
         found: QuiesceMode | None = None
@@ -111,8 +117,19 @@ class Control:
         with self._changed:
             self._orders.append(order)
             self._changed.notify_all()
-            if self._wake is not None and self._asked(self._generation) == "now":
+            if (self._wake is not None and not self._insisting
+                    and self._asked(self._generation) == "now"):
+                self._insisting = True
+                threading.Thread(target=self._insist, name="wake", daemon=True).start()
+
+    def _insist(self) -> None:
+        """Wake the main thread until it is awake: it may be about to open another connection."""
+        with self._changed:
+            while self._wake is not None:
                 self._wake()
+                self._changed.wait(WAKE_S)
+            self._insisting = False
+            self._changed.notify_all()
 
     def _listen(self) -> None:
         while True:
