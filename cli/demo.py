@@ -21,7 +21,7 @@ from ..events.errors import UsageError
 from ..events.spec import JobSpec
 from . import demo_proof, job_file, processes, say, up
 from .demo_stage import BrokenError, Stage, is_running
-from .figures import ms, ranks, rfc3339, scaled
+from .figures import ms, ranks, rfc3339, scaled, span
 from .local_cluster import CONTROL_PLANE, shown
 from .processes import Process
 
@@ -94,8 +94,8 @@ def _end(stage: Stage, *, keep: bool) -> int:
         up.up(stage.state, up.Asked(), detach=True)
         say.talk("hint: break it yourself: submit again, then kill -9 any pid that you see")
     else:
-        stage.say("next", "unicron demo --keep (break it yourself)   "
-                          f"unicron replay {place}/log.jsonl --step")
+        stage.say("next", "unicron demo --keep (break it yourself)")
+        stage.note(None, f"unicron replay {place}/log.jsonl --step")
     return int(bool(stage.broken))
 
 
@@ -279,10 +279,10 @@ class _Demo:
         started = stage.find("RankStarted", task=self.task, rank=VICTIM_NUM,
                              attempt=body["attempt"])
         assert started is not None
-        stage.say("RETURN", f"rank {VICTIM_NUM} (pid {started['body']['pid']}) joins at iteration "
-                            f"{body['step_version']}, {scaled(body['received_bytes'], 'B')} from "
-                            f"rank {body['source']}'s memory, "
-                            f"{ms(record['at_s'] - strike.at_s)} after the kill")
+        stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - strike.at_s)} "
+                            f"(pid {started['body']['pid']}), "
+                            f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s "
+                            f"memory, joins iteration {body['step_version']}")
         stage.promise(body["source"] in range(NUM_RANKS) and body["source"] != VICTIM_NUM
                       and body["received_bytes"] > 0, "the newcomer's state came from a replica")
 
@@ -300,8 +300,8 @@ class _Demo:
         time.sleep(AWAY_S)
         last = stage.trace.iteration(self.task)
         stage.note(None, f"iteration {first} -> {last}: training went on, "
-                         f"{sum(not is_running(pid) for pid in pids.values())} ranks died, "
-                         f"state {_short(cluster['hash'])} at seq {cluster['seq']} was its last")
+                         f"{sum(not is_running(pid) for pid in pids.values())} ranks died; "
+                         f"its last state {_short(cluster['hash'])} at {cluster['seq']}")
         stage.promise(not processes.alive(control), "the control plane was gone")
         stage.promise(last > first, "training went on without the control plane")
         started = stage.restart_control_plane()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ NOISE_TIMES_MAX = 3.0
 ROUNDING_RATIO = 2.0**-23
 """Relative resolution of float32: one sample of the noise can be smaller than it by chance."""
 LOOK_S = 0.05
+NOTE_COLUMNS = 80
 
 
 class Twins:
@@ -162,11 +164,13 @@ def verify(stage: Stage, path: Path) -> None:
     verdict: Plain = json.loads(told.stdout) if told.stdout else {}
     ok = told.returncode == 0 and bool(verdict.get("ok"))
     made = verdict.get("recomputed", {})
-    stage.say("replay", f"{verdict.get('num_records', 0)} records folded by a fresh process "
-                        "without server: "
-                        + (f"{sum(made.values())} of {sum(made.values())} decisions made again, "
-                           "VERIFIED" if ok else "DIFFERENT"))
-    stage.note(None, ", ".join(f"{num} {kind}" for kind, num in sorted(made.items())))
+    stage.say("replay", f"{verdict.get('num_records', 0)} records by a fresh process, no "
+                        "server: "
+                        + (f"{sum(made.values())} of {sum(made.values())} decisions made "
+                           "again: VERIFIED" if ok else "DIFFERENT"))
+    kinds = ", ".join(f"{num}~{kind}" for kind, num in sorted(made.items()))
+    for line in textwrap.wrap(kinds, NOTE_COLUMNS):
+        stage.note(None, line.replace("~", " "))
     stage.promise(ok, f"the log verifies: {told.stderr.strip()}")
     live = stage.client.get("/v1/state")["cluster"]
     stage.promise(verdict.get("state_hash") == live["hash"] or live["seq"]
@@ -187,7 +191,7 @@ def _phases(one: IncidentHistory, killed_s: float) -> list[str]:
     def since(at_s: float | None) -> str:
         return "-" if at_s is None else ms(at_s - killed_s)
 
-    return [f"inc-{one.id}", f"{ranks(one.ranks)}, {one.status}", since(one.fault_s),
+    return [f"inc-{one.id}", f"{one.severity} {ranks(one.ranks)}", since(one.fault_s),
             since(one.decided_s), since(one.rebuilt_s), since(one.resumed_s),
             since(one.stepped_s), str(one.iterations_lost)]
 

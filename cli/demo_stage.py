@@ -146,10 +146,9 @@ class Stage:
         deadline_s = time.monotonic() + limit_s
         self.look()
         while (answer := attempt()) is None:
-            ended = next((task for task in self.told.tasks.values()
-                          if task.outcome not in ("", "finished")), None)
+            ended = next((task for task in self.told.tasks.values() if task.outcome), None)
             if ended is not None:
-                raise BrokenError(f"{ended.name} {ended.outcome}: {ended.why}")
+                raise BrokenError(f"{ended.name} {ended.outcome} ({ended.why}) before {what}")
             if time.monotonic() > deadline_s:
                 raise BrokenError(f"{what}: not within {span(limit_s)}; see "
                                   f"{shown(self.state.logs)}")
