@@ -282,7 +282,7 @@ class _Demo:
         stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - strike.at_s)} "
                             f"(pid {started['body']['pid']}), "
                             f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s "
-                            f"memory, joins iteration {body['step_version']}")
+                            f"memory, joins at {body['step_version']}")
         stage.promise(body["source"] in range(NUM_RANKS) and body["source"] != VICTIM_NUM
                       and body["received_bytes"] > 0, "the newcomer's state came from a replica")
 
