@@ -130,8 +130,8 @@ class Control:
     def _insist(self) -> None:
         """Wake the main thread until it is awake: it may be about to open another connection.
 
-        gloo loses, about once in a hundred wakes under load (measured), the news for a send that
-        was half written when its connection closed; that send then waits for its full timeout.
+        gloo rarely loses (seen a few times under heavy load) the news that a connection closed
+        under a send; that send then waits for its full timeout.
         Such a process ends itself: its peers hold the same state, and a new one takes it from them.
         """
         last_s = time.monotonic() + STUCK_S_MAX
