@@ -6,6 +6,7 @@ keeps its own (events/embedded.py).
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -20,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from ..events import embedded
-from ..events.errors import UnicronError, UsageError
+from ..events.errors import Unavailable, UnicronError, UsageError
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
 from .processes import Process
@@ -34,6 +35,7 @@ AGENT_GRACE_S = 15.0
 CONTROL_PLANE_GRACE_S = 10.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
+REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
 
@@ -83,7 +85,6 @@ class LocalCluster:
     def ensure_server(self) -> embedded.Server | None:
         """The private server, adopted or started; None when a Redis was given by URL."""
         if self.wanted.redis_url:
-            check_redis(self.wanted.redis_url)
             return None
         server = embedded.ensure(self.state.server)
         self.redis_url = server.url
@@ -97,12 +98,13 @@ class LocalCluster:
 
     def start(self, name: str) -> Process:
         """Start one of `names()`. Raises UsageError when its port is taken."""
-        environment = {"UNICRON_REDIS_URL": self.redis_url}
+        environment: dict[str, str] = {}
         common = ["--state", str(self.state.path)]
         if name == CONTROL_PLANE:
             port = self.wanted.port
             embedded.wait_free(port)  # one that was just killed may still be letting go of it
             check_port(port)
+            environment[REDIS_URL] = self.redis_url  # not in argv: everybody may read that
             return processes.start(
                 self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),
                                            "--cluster", self.wanted.cluster), environment)
@@ -224,8 +226,8 @@ def check_port(port: int) -> None:
             raise UsageError(f"port {port} {why}", "give another --port, or none") from None
 
 
-def check_redis(url: str) -> None:
-    """Raises UsageError when nobody listens at a Redis URL."""
+def check_redis(url: str, cluster: str) -> None:
+    """Raises UsageError when no Redis that can hold the log answers at a URL."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     try:
         parts = urlsplit(url)
@@ -234,6 +236,7 @@ def check_redis(url: str) -> None:
         raise UsageError("--redis is not a URL", hint) from None
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise UsageError("--redis is not a redis:// URL", hint)
+    where = parts.path if parts.scheme == "unix" else f"{host}:{port}"
     try:
         if parts.scheme == "unix":
             with socket.socket(socket.AF_UNIX) as link:
@@ -242,9 +245,25 @@ def check_redis(url: str) -> None:
         else:
             socket.create_connection((host, port), timeout=3.0).close()
     except OSError as error:
-        where = parts.path if parts.scheme == "unix" else f"{host}:{port}"
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
+    try:
+        asyncio.run(_check_log(url, cluster))
+    except Unavailable as error:
+        raise UsageError(f"no Redis answers: {error}", hint) from None
+
+
+async def _check_log(url: str, cluster: str) -> None:
+    import structlog
+
+    from ..events.redis_log import RedisLog
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log = RedisLog(url, cluster)
+    try:
+        await log.check()
+    finally:
+        await log.close()
 
 
 def shown(path: Path) -> str:

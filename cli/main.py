@@ -48,7 +48,8 @@ def up(
     slots: Annotated[int | None, typer.Option(min=1, max=64, metavar="K",
                                               help="Slots (GPUs) of each agent [2].")] = None,
     redis: Annotated[str | None, typer.Option(
-        metavar="URL", help="Your own Redis or Valkey [a private server].")] = None,
+        metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
+        help="Your own Redis or Valkey [$UNICRON_REDIS_URL, else a private server].")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT",
                                              help="HTTP port, 0: any free one [0].")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME",
@@ -59,6 +60,7 @@ def up(
     """Start a cluster on this machine; Ctrl-C stops it."""
     from . import up as command
 
+    os.environ.pop("UNICRON_REDIS_URL", None)  # passed on to those alone who need it
     command.up(_state(state), command.Asked(agents=agents, slots=slots, redis=redis, port=port,
                                             cluster=cluster), detach=detach)
 
@@ -81,11 +83,14 @@ def agent(
     host: Annotated[str, typer.Option(
         metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
     redis: Annotated[str, typer.Option(
-        metavar="URL", help="The log, if the control plane's address of it is not ours.")] = "",
+        metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
+        help="The log, if the control plane's address of it is not ours "
+        "[$UNICRON_REDIS_URL].")] = "",
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
     from . import run
 
+    os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
     run.agent(_state(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis)
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from ..events import embedded
 from ..events.errors import ServerError, UnicronError, UsageError
+from ..events.spec import NAME
 from . import local_cluster, processes, say
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
 from .processes import Process
@@ -52,6 +53,9 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
+    if asked.cluster is not None and not NAME.match(asked.cluster):
+        raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
+                         "lower-case letters, digits, '-' and '.', at most 63")
     state.create()
     if detach:
         _detach(state, asked)
@@ -78,7 +82,7 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
 def _start(cluster: LocalCluster) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
-        local_cluster.check_redis(cluster.wanted.redis_url)
+        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster)
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()
@@ -193,15 +197,19 @@ def _detach(state: StateDir, asked: Asked) -> None:
     """Run `up` in a session of its own; return when it is ready, show what it said."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
-               "--redis": asked.redis, "--cluster": asked.cluster}
+               "--cluster": asked.cluster}
     argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
     for option, value in options.items():
         if value is not None:
             argv += [option, str(value)]
+    # a Redis URL holds a password: not in argv, which everybody may read
+    environment = dict(os.environ)
+    if asked.redis is not None:
+        environment[local_cluster.REDIS_URL] = asked.redis
     path = state.logs / "up.log"
     with path.open("wb") as log:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                 start_new_session=True)
+                                 start_new_session=True, env=environment)
     deadline_s = time.monotonic() + DETACH_S_MAX
     while child.poll() is None:
         said = path.read_text(encoding="utf-8", errors="replace")
@@ -228,11 +236,12 @@ def _raise_as(said: str, code: int) -> None:
 def down(state: StateDir) -> None:
     """Stop `up` and all that it watches over, also when `up` itself is gone."""
     watching = processes.find(state, UP)
+    has_server = embedded.adopt(state.server) is not None
     with_it = [name for name in processes.names(state)
                if name != UP and processes.find(state, name) is not None]
     if watching is not None:
         processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
-    stopped = [UP, *with_it, "server"] if watching else []
+    stopped = [UP, *with_it, *(["server"] if has_server else [])] if watching else []
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
     if stopped:
         say.out("stopped " + ", ".join(stopped))

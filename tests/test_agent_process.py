@@ -31,7 +31,7 @@ from unicron.events.reports import (
 )
 from unicron.events.spec import parse
 from unicron.workers.agent import linux
-from unicron.workers.agent.join import join, read_token
+from unicron.workers.agent.join import join
 
 LIMIT_S = 20.0
 TOKEN = "a-token"
@@ -319,11 +319,3 @@ def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
         assert 0.1 < time.monotonic() - began < 5.0
 
     asyncio.run(test())
-
-
-def test_a_bad_token_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="token file"):
-        read_token(tmp_path / "none")
-    (tmp_path / "empty").touch()
-    with pytest.raises(UsageError, match="is empty"):
-        read_token(tmp_path / "empty")

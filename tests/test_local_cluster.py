@@ -196,3 +196,25 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cluster("replay", "--live").returncode == 0
     tail = cluster("tail", "--kind", "taskended", "-o", "jsonl")
     assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
+
+
+def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):
+    server = embedded.ensure(tmp_path / "own")
+    try:
+        where = f"127.0.0.1:{server.port}"
+        for wrong in (f"redis://{where}", f"redis://:wrong@{where}"):
+            told = cluster.up("--redis", wrong)
+            assert (told.returncode, told.stdout) == (2, "")
+            assert where in told.stderr
+            assert told.stderr.splitlines()[1].startswith("hint: ")
+        assert not cluster.state.cluster.exists()  # a later `up` does not repeat the mistake
+
+        assert cluster.up("--redis", server.url).returncode == 0
+        password = server.url.partition("@")[0].rpartition(":")[2].encode()
+        for name, pid in cluster.pids().items():
+            assert password not in Path(f"/proc/{pid}/cmdline").read_bytes(), name
+        agent = cluster.pids()[agent_name("n1")]
+        assert password not in Path(f"/proc/{agent}/environ").read_bytes()  # the ranks inherit it
+        assert "server" not in cluster("down").stdout
+    finally:
+        server.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -31,18 +30,6 @@ class Joined(Struct, frozen=True, kw_only=True):
 
 class _Error(Struct, frozen=True):
     error: str
-
-
-def read_token(path: Path) -> str:
-    """The token in a file. Raises UsageError."""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageError(f"token file {path}: {error.strerror}",
-                         "give --token-file FILE, as written by unicron up") from None
-    if not token:
-        raise UsageError(f"token file {path} is empty", "copy it from the control plane's state")
-    return token
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
@@ -82,7 +69,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
     data = await reply.read()
     if reply.status == 401 or reply.status == 403:
         raise UsageError(f"{url} does not accept the token",
-                         "give the --token-file of this control plane")
+                         "set UNICRON_TOKEN to what is in that cluster's token file")
     if reply.status >= 500:
         raise aiohttp.ClientError(f"{reply.status} {_error(data)}".strip())
     if reply.status != 200:
