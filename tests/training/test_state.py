@@ -105,6 +105,19 @@ def test_a_copy_of_the_listed_state_trains_on_the_same(alone: Any, tmp_path: Pat
     assert state.numbers(giver, 6, history) == state.numbers(taker, 6, theirs)
 
 
+def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:
+    """Generations count from 1 in every task: the same output folder has the same paths."""
+    earlier = model.build(TRAIN, torch.device("cpu"), alone)
+    checkpoint.save(tmp_path / "gen-1" / "iter-3", earlier, 3, History())
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    _train(trainee, 0, 3)
+    checkpoint.save(tmp_path / "gen-1" / "iter-3", trainee, 3, History())
+    reader = model.build(TRAIN, torch.device("cpu"), alone)
+    checkpoint.load(tmp_path / "gen-1" / "iter-3", reader, History())
+    assert _same(reader, trainee)
+    assert [folder.name for folder in (tmp_path / "gen-1").iterdir()] == ["iter-3"]
+
+
 def test_the_same_seed_builds_the_same_model(alone: Any) -> None:
     assert _same(model.build(TRAIN, torch.device("cpu"), alone),
                  model.build(TRAIN, torch.device("cpu"), alone))

@@ -26,15 +26,23 @@ def place(generation: int, step_version: int) -> str:
 
 
 def save(folder: Path, trainee: Trainee, step_version: int, history: History) -> int:
-    """Write the whole state into `folder`, which appears only when it is complete; its bytes."""
-    if not folder.exists():
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        data: dict[str, Any] = dict(state.tensors(trainee))
-        data["numbers"] = msgspec.to_builtins(state.numbers(trainee, step_version, history))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(data, checkpoint_id=partial, no_dist=True)
+    """Write the whole state into `folder`, which appears only when it is complete; its bytes.
+
+    One that is there already is another task's, of the same output folder, and makes room.
+    """
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    data: dict[str, Any] = dict(state.tensors(trainee))
+    data["numbers"] = msgspec.to_builtins(state.numbers(trainee, step_version, history))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(data, checkpoint_id=partial, no_dist=True)
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
         partial.rename(folder)
     return sum(file.stat().st_size for file in folder.iterdir())
 
