@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
@@ -19,6 +20,7 @@ from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
 from ..events.reports import TaskCancelRequested, TaskSubmitted
 from .coordinator import Coordinator
+from .state import ClusterState, live_tasks
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
@@ -62,6 +64,8 @@ class Http:
                  address: Address) -> None:
         self._coordinator, self._log = coordinator, log
         self._token, self._address = token.encode(), address
+        self._submitting = asyncio.Lock()
+        """One after the other, so that each is held against those before it."""
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -107,8 +111,12 @@ class Http:
         return response
 
     async def _submit(self, request: web.Request) -> web.Response:
-        key, body = _key(request), await _body(request)
-        seq = await self._coordinator.write(key, TaskSubmitted(spec=spec.parse(body)))
+        key, job = _key(request), spec.parse(await _body(request))
+        async with self._submitting:
+            state = await self._coordinator.settled()
+            if self._coordinator.answer(key) is None:
+                _admit(job, state)
+            seq = await self._coordinator.write(key, TaskSubmitted(spec=job))
         return _json({"seq": seq, "task": seq})
 
     async def _cancel(self, request: web.Request) -> web.Response:
@@ -163,6 +171,26 @@ class Http:
     def _knows(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         return hmac.compare_digest(given, b"Bearer " + self._token)
+
+
+def _admit(job: spec.JobSpec, state: ClusterState) -> None:
+    """Raises Refusal for a task that could only wait for ever, or would get in another's way."""
+    if job.slots.min > state.num_slots_max > 0:  # 0: nobody has joined yet, so nobody can tell
+        raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
+                      f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
+    for task in live_tasks(state):
+        theirs = task.spec.train
+        if task.spec.name == job.name:
+            taken, what = f"name: {job.name} is live", "name"
+        elif job.train is not None and theirs is not None and (
+                os.path.normpath(job.train.output) == os.path.normpath(theirs.output)):
+            taken, what = f"train.output: {job.train.output} is being written", "output"
+        else:
+            continue
+        is_ending = bool(task.ending or task.finished)
+        raise Refusal(409, f"{taken}, by task {task.id} ({task.spec.name})",
+                      "it is ending: try again in a moment" if is_ending else
+                      f"unicron cancel {task.id}, or give this one another {what}")
 
 
 def _lines(records: Any) -> bytes:

@@ -112,6 +112,8 @@ def parse(data: object) -> JobSpec:
     if not isinstance(data, dict):
         raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
     version: Any = data.get("apiVersion")  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+    if "apiVersion" not in data:
+        raise SpecError("apiVersion", "is missing", f"write apiVersion: {API_VERSION}")
     if version != API_VERSION:
         raise SpecError("apiVersion", f"is {version!r}", f"write apiVersion: {API_VERSION}")
     try:
@@ -187,7 +189,8 @@ def _check_train(train: Train, slots: Slots) -> None:
     _need(train.output != "", "train.output", "must name a folder")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
-        _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}", "must be at least 0")
+        _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
+              "must be a number, at least 0")
     for name in ("beta1", "beta2"):
         _need(0 <= getattr(optimizer, name) < 1, f"train.optimizer.{name}", "must be in [0, 1)")
     _need(optimizer.min_lr <= optimizer.lr, "train.optimizer.min_lr",

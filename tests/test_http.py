@@ -23,6 +23,7 @@ JOB: dict[str, Any] = {
     "apiVersion": spec.API_VERSION, "name": "job",
     "train": {"iterations": 3, "output": "/out"},
 }
+TWO: dict[str, Any] = JOB | {"name": "two", "train": {"iterations": 3, "output": "/two"}}
 
 
 class Site:
@@ -117,6 +118,33 @@ async def test_submit_state_cancel(site: Site) -> None:
     assert "no task x" in await site.refused(404, "POST", "/v1/tasks/x/cancel", {})
 
 
+@real
+async def test_a_task_in_anothers_way_is_refused(site: Site) -> None:
+    at_once = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
+    assert sorted([status for status, _ in await asyncio.gather(*at_once)]) == [200, 409, 409]
+    seq = site.coordinator.seq
+    told = await site.refused(409, "POST", "/v1/tasks", TWO | {"name": "job"})
+    assert told == "name: job is live, by task 3 (job)"
+    told = await site.refused(409, "POST", "/v1/tasks",
+                              TWO | {"train": {"iterations": 3, "output": "/two/../out/"}})
+    assert told == "train.output: /two/../out/ is being written, by task 3 (job)"
+    assert site.coordinator.seq == seq, "nothing was written"
+    await site.ask("POST", "/v1/tasks/3/cancel", {})
+    assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "an ended task is in nobody's way"
+
+
+@real
+async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> None:
+    large = JOB | {"slots": {"min": 4, "max": 4}}
+    assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "nobody has joined yet"
+    await site.log.send([Report(source="n1/9", source_seq=1, occurred_s=1.0, body=NodeJoined(
+        node="n1", incarnation=9, host="h", pid=1, num_slots=3))])
+    while (await site.ask("GET", "/v1/state"))[1]["cluster"]["num_slots"] < 3:
+        await asyncio.sleep(0.01)
+    told = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
+    assert told == "slots.min: 4, but the cluster has had at most 3 slots"
+
+
 @pytest.mark.parametrize(("change", "status", "where"), [
     ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
     ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
@@ -159,7 +187,7 @@ async def test_the_log_is_streamed(site: Site) -> None:
     assert records == await site.log.read(after=1, num_max=99)
     async with site.client.get(site.url + "/v1/log?after=0&follow=1", headers=headers) as reply:
         seqs = [json.loads(await reply.content.readline())["seq"] for _ in records]
-        write = asyncio.create_task(site.ask("POST", "/v1/tasks", JOB | {"name": "two"}))
+        write = asyncio.create_task(site.ask("POST", "/v1/tasks", TWO))
         while seqs[-1] < (await site.log.last_seq()) or not write.done():
             seqs.append(json.loads(await reply.content.readline())["seq"])
             await asyncio.sleep(0.01)
