@@ -28,6 +28,7 @@ from unicron.events.reports import (
     TaskProgressed,
 )
 from unicron.workers.agent import linux
+from unicron.workers.agent.publish import Refused, publish
 
 FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
 
@@ -147,6 +148,26 @@ def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path) -> No
         leading.cancel()
 
     go(test)
+
+
+def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) -> None:
+    """Its orders count from 1 again; the old log's late ones are still refused."""
+    (tmp_path / "gen-1/iter-9").mkdir(parents=True)
+    (tmp_path / "gen-2/iter-9").mkdir(parents=True)
+
+    def give(order: int, at_s: float, generation: int) -> None:
+        publish(cluster="default", order=order, at_s=at_s, task=1, generation=generation,
+                output=str(tmp_path), path=f"gen-{generation}/iter-9")
+
+    give(90, 1000.0, 1)
+    give(40, 2000.0, 2)
+    assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
+    give(40, 2000.0, 2)
+    with pytest.raises(Refused, match="order 40 has published gen-2"):
+        give(39, 2000.0, 1)
+    with pytest.raises(Refused):
+        give(91, 1000.0, 1)
+    assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
 
 
 # --- stopping -----------------------------------------------------------------------------------

@@ -20,21 +20,27 @@ class Refused(UnicronError):
 
 
 class _Note(Struct, frozen=True, kw_only=True):
-    """Which order moved `latest` last. Seqs are compared only within one cluster's log."""
+    """Which order moved `latest` last, and when it was given, by its record's `at_s`.
+
+    Within one log `at_s` never decreases. A log that is begun anew counts its orders from 1 again
+    under the same cluster's name: its time tells that they are later.
+    """
 
     cluster: str
     order: int
+    at_s: float = 0.0
     task: int
     generation: int
     path: str
 
 
-def publish(*, cluster: str, order: int, task: int, generation: int, output: str,
+def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int, output: str,
             path: str) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`.
 
     One compare-and-set under a lock in `output`: an order older than the last that was carried
-    out is refused; the same one twice is harmless. Blocks on the disk: call it in a thread.
+    out is refused; the same one twice is harmless. `at_s` is when it was given. Blocks on the
+    disk: call it in a thread.
     Raises Refused, OSError.
     """
     folder, relative = Path(output), PurePosixPath(path)
@@ -46,10 +52,12 @@ def publish(*, cluster: str, order: int, task: int, generation: int, output: str
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         last = _read(folder / _NOTE)
-        if last is not None and last.cluster == cluster and last.order > order:
+        if (last is not None and last.cluster == cluster
+                and (last.at_s, last.order) > (at_s, order)):
             raise Refused(f"order {last.order} has published {last.path} since")
         _move(folder, relative)
-        note = _Note(cluster=cluster, order=order, task=task, generation=generation, path=path)
+        note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
+                     path=path)
         _replace(folder / _NOTE, msgspec.json.encode(note))
     finally:
         os.close(lock)

@@ -130,7 +130,7 @@ class Ranks:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
             case PublishCheckpoint() as order:
-                self._do(self._publish(order, record.seq), f"publish {record.seq}")
+                self._do(self._publish(order, record), f"publish {record.seq}")
             case other:
                 self._refuse(record.seq, f"{type(other).__name__} is no order")
 
@@ -301,13 +301,14 @@ class Ranks:
             rank.process.signal_group(signal.SIGKILL)
 
     # --- checkpoints ----------------------------------------------------------------------------
-    async def _publish(self, order: PublishCheckpoint, seq: int) -> None:
+    async def _publish(self, order: PublishCheckpoint, record: Record) -> None:
+        seq = record.seq
         async with self._publishing:  # in the order of the orders
             try:
                 async with asyncio.timeout(PUBLISH_S_MAX):
                     await asyncio.to_thread(
-                        publish, cluster=self._node.cluster, order=seq, task=order.task,
-                        generation=order.generation, output=order.output, path=order.path)
+                        publish, cluster=self._node.cluster, order=seq, at_s=record.at_s,
+                        task=order.task, generation=order.generation, output=order.output, path=order.path)
             except (Refused, OSError) as error:  # TimeoutError is an OSError
                 self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
                 return
