@@ -50,6 +50,18 @@ class Asked(Struct, frozen=True, kw_only=True):
             cluster=last.cluster if self.cluster is None else self.cluster,
             trace_dir=last.trace_dir)
 
+    def refuse_other(self, before: Wanted, state: StateDir) -> None:
+        """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
+        for option, asked, runs in (
+                ("--slots", self.slots, before.num_slots),
+                ("--port", self.port or None, before.port),
+                ("--redis", self.redis, before.redis_url),
+                ("--cluster", self.cluster, before.cluster)):
+            if asked is not None and asked != runs:
+                told = "is another" if option == "--redis" else f"{asked}, but it was {runs}"
+                raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
+                                 f"unicron down --state {shown(state.path)}, then up again")
+
 
 def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
@@ -62,16 +74,19 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         return
     lock = state.lock()
     stop = _Stop()
-    processes.record(state, UP, os.getpid())
-    cluster = LocalCluster(state, asked.wanted(local_cluster.wanted_before(state)))
+    last = local_cluster.wanted_before(state)
     before = {name for name in processes.names(state) if processes.find(state, name)}
+    if before and last is not None:
+        asked.refuse_other(last, state)
+    processes.record(state, UP, os.getpid())
+    cluster = LocalCluster(state, asked.wanted(last))
     try:
         _start(cluster)
         stop.begin()
         _say_next(state)
         _Watch(cluster).run(stop)
     except (UnicronError, KeyboardInterrupt):
-        if not before - {UP}:  # nothing was here before us: leave nothing behind
+        if not before:  # nothing was here before us: leave nothing behind
             cluster.stop(grace=False)
         raise
     finally:
