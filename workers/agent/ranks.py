@@ -308,7 +308,8 @@ class Ranks:
                 async with asyncio.timeout(PUBLISH_S_MAX):
                     await asyncio.to_thread(
                         publish, cluster=self._node.cluster, order=seq, at_s=record.at_s,
-                        task=order.task, generation=order.generation, output=order.output, path=order.path)
+                        task=order.task, generation=order.generation, output=order.output,
+                        path=order.path)
             except (Refused, OSError) as error:  # TimeoutError is an OSError
                 self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
                 return
