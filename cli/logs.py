@@ -53,15 +53,16 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
     client = connect(state, url)
     number = resolve(client, task)
     files: dict[str, _File] = {}
-    seq = _find(client, number, rank, files, after=0)
-    if not files and not follow:
+    seq, has_ended = _find(client, number, rank, files, after=0)
+    if not files and (has_ended or not follow):
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
-        raise UsageError(f"{who} has not started yet", f"unicron status {task}")
+        raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
+                         f"unicron status {task}")
     absent = [file for file in files.values() if not file.path.exists()]
     for file in absent:
         say.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")
     try:
-        _show(client, number, rank, files, seq if follow else None)
+        _show(client, number, rank, files, seq if follow and not has_ended else None)
     except KeyboardInterrupt:
         if not follow:
             raise
@@ -69,32 +70,39 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
 
 def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
           seq: int | None) -> None:
-    """Print what is there; go on for ever when `seq` says how far the log is read."""
+    """Print what is there; when `seq` says how far the log is read, until the task has ended."""
     looked_s = time.monotonic()
+    has_ended = False
     while True:
         for file in files.values():
             for line in file.lines(whole=seq is None):
                 say.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
         if seq is None:
             return
+        if has_ended:
+            seq = None
+            continue
         time.sleep(POLL_S)
         if time.monotonic() - looked_s > LOOK_AGAIN_S:
             looked_s = time.monotonic()
             try:
-                seq = _find(client, task, rank, files, after=seq)
+                seq, has_ended = _find(client, task, rank, files, after=seq)
             except (Interrupted, Unable, Unreachable):  # the files go on without it
                 pass
 
 
 def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
-          after: int) -> int:
-    """Note the files of attempts that started behind `after`; the last seq read."""
+          after: int) -> tuple[int, bool]:
+    """Note the files of attempts behind `after`; the last seq read, whether the task ended."""
+    has_ended = False
     for record in client.records(after, follow=False):
         body: dict[str, Any] = record["body"]
         after = int(record["seq"])
+        if record["kind"] == "TaskEnded" and body["task"] == task:
+            has_ended = True
         if record["kind"] != "RankStarted" or body["task"] != task:
             continue
         if rank in (None, body["rank"]) and body["log_path"] not in files:
             files[body["log_path"]] = _File(rank=body["rank"], attempt=body["attempt"],
                                             node=body["node"], path=Path(body["log_path"]))
-    return after
+    return after, has_ended

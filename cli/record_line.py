@@ -6,7 +6,7 @@ Works on the plain data of `codec.to_plain`, so that a kind of a newer Unicron i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from .figures import ms, ranks, rfc3339, scaled, span
@@ -185,12 +185,15 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
 
 
 def concerns(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
-             incident: int | None) -> bool:
-    """Whether the record passes the filters of `tail`; an empty or None filter passes all."""
+             incident: int | None, incidents: Container[int] = ()) -> bool:
+    """Whether the record passes the filters of `tail`; an empty or None filter passes all.
+
+    `incidents`: those of `task`; what becomes of one names the incident alone.
+    """
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:
         return False
-    if task is not None and task not in (
+    if task is not None and body.get("of") not in incidents and task not in (
             body.get("task"), record["seq"] if record["kind"] == "TaskSubmitted" else None):
         return False
     if node is not None and not (

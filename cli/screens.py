@@ -44,8 +44,9 @@ def _news(view: Plain, now_s: float, option: str) -> list[str]:
         if node["health"] in ("unreachable", "lost"):
             lines.append(f"NEEDS YOU  {node['id']} {node['health']} for "
                          f"{span(now_s - node['since_s'])}: unicron status nodes{option}")
+    last = {task["name"]: task["id"] for task in view["tasks"]}
     for task in view["tasks"]:
-        if task["state"] == "failed":
+        if task["state"] == "failed" and task["id"] == last[task["name"]]:  # none took its place
             lines.append(f"NEEDS YOU  {task['name']} failed: {task['why']}"[:COLUMNS])
     newest = sorted(view["incidents"], key=lambda one: -int(one["id"]))[:INCIDENTS_SHOWN_NUM]
     for one in newest:
@@ -112,6 +113,9 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
     lines += _incidents(task, told)
+    if task["state"] in ENDED:  # the name may be another's by now
+        return [*lines, "", f"next      unicron logs {task['id']}{option}   "
+                            f"unicron tail --task {task['id']}{option}"]
     return [*lines, "", f"next      unicron logs {name} -f{option}   "
                         f"unicron tail -f --task {name}{option}"]
 

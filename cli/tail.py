@@ -63,10 +63,14 @@ def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow
     client = connect(state, url)
     client.get("/v1/health")  # a wrong address is told now, not waited for
     task = None if wanted.task is None else resolve(client, wanted.task)
+    incidents = {int(one["id"]) for one in client.get("/v1/state")["incidents"]
+                 if one["task"] == task} if task is not None else set[int]()
     try:
         for record in _records(state, url, client, after, follow=follow):
+            if record["kind"] == "IncidentOpened" and record["body"]["task"] == task:
+                incidents.add(record["seq"])
             if concerns(record, kinds=wanted.kinds, task=task, node=wanted.node,
-                        incident=wanted.incident):
+                        incident=wanted.incident, incidents=incidents):
                 say.out(json.dumps(record) if as_json else line(record))
     except KeyboardInterrupt:
         if not follow:

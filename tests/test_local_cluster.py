@@ -193,6 +193,7 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cluster("cancel", "waits", "--reason", "enough").returncode == 0
     until(lambda: "waits  CANCELLED" in cluster("status", "waits").stdout)
     assert "has ended" in cluster("cancel", "waits").stderr
+    assert cluster("logs", "waits", "-f").returncode == 0  # nothing more can come
     log = tmp_path / "log.jsonl"
     assert cluster("export", str(log)).returncode == 0
     assert "exists" in cluster("export", str(log)).stderr

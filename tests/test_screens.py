@@ -108,6 +108,9 @@ def test_a_kind_of_a_newer_version_is_shown_as_it_is():
     ({"task": 99}, set()),
     ({"task": until("TaskSubmitted"), "kinds": frozenset({"TaskSubmitted", "NodeJoined"})},
      {"TaskSubmitted"}),
+    ({"task": until("TaskSubmitted"), "incidents": {until("IncidentOpened")},
+      "kinds": frozenset({"IncidentOpened", "IncidentClosed"})},
+     {"IncidentOpened", "IncidentClosed"}),
 ])
 def test_filters(filters, kinds):
     every = {"kinds": frozenset(), "task": None, "node": None, "incident": None}
