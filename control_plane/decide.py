@@ -119,6 +119,7 @@ def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
     else:
         others = math.fsum(x.waf for x in state.plan.allocations) if state.plan else 0.0
         why = "others earn more"
-        needs = f"{low} slots that earn more here than where they are (WAF {others:.3g})"
+        needs = (f"{low} free slot{'s' * (low > 1)}, or to earn more there than the others do "
+                 f"(WAF {others:.3g})")
     if (task.why, task.needs) != (why, needs):
         yield TaskWaiting(task=task.id, why=why, needs=needs)
