@@ -123,6 +123,14 @@ class RealCluster:
         assert sorted(told) == list(range(len(told)))
         return [told[iteration] for iteration in sorted(told)]
 
+    def endings(self, task: int) -> str:
+        """Why processes of a task ended, and the last words of each: for a failed assertion."""
+        told = [f"{record.seq} {record.kind} {record.body}" for record in self.records()
+                if record.kind in ("RankExited", "RankErrored", "IncidentOpened", "StopRank")]
+        logs = [f"{file.name}: {file.read_text()[-400:]}"
+                for file in sorted((self.state.logs).glob(f"{task}-*/*.log"))]
+        return "\n".join([*told[-12:], *logs])
+
     def stop(self) -> None:
         local_cluster.stop_all(self.state, grace=False)
 

@@ -188,8 +188,9 @@ class Driver:
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
         path = self.trace_dir / f"{TASK}-{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a line may still be on its way
+        return [json.loads(line) for line in whole.splitlines()]
 
     def strike(self, rank: int, *, iteration: int, event: str, nth: int = 1) -> None:
         """Return the moment rank begins its `nth` `event` of this iteration."""
