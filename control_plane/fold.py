@@ -169,7 +169,7 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
         refused = task.publishing.pop(body.order, None)
         if refused is not None:
             state.orders.pop(body.order, None)
-            if refused.final:
+            if refused.final and not task.final_known:
                 task.ending = task.ending or "failed"
                 task.why = f"the final checkpoint could not be published: {body.why}"
             return

@@ -162,6 +162,27 @@ def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
     assert the(o.TaskEnded, d.obey(left)).outcome == "finished"
 
 
+def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver) -> None:
+    """n1 was slow to publish the first; a fault came, and another generation saved anew."""
+    task = d.running()
+
+    def save(node: str) -> int:
+        generation = task_of(d, task).generation
+        told = d.tell(d.source(node), r.CheckpointSaved(
+            task=task, generation=generation, step_version=50,
+            path=f"gen-{generation}/iter-50", ckpt_bytes=9, final=True))
+        return next(x.seq for x in told if isinstance(x.body, o.PublishCheckpoint))
+
+    first = save("n1")
+    d.obey(d.exit(task, 2))
+    second = save("n1")
+    assert second > first
+    d.tell("n1/1", r.OrderRefused(node="n1", order=first, why="published another since"))
+    assert task_of(d, task).ending == ""
+    d.tell("n1/1", r.OrderRefused(node="n1", order=second, why="the disk is full"))
+    assert task_of(d, task).ending == "failed"
+
+
 def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver) -> None:
     task = d.running()
     done = finish(d, task, save=False)
