@@ -257,7 +257,8 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
             continue
         if rank.overdue and not stop_pending(state, task, rank):
             yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
-        elif not rank.stopping and (task.member(key) is None or member_lost):
+        elif not rank.stopping and (task.member(key) is None or member_lost
+                                    or (task.final_known and rank.quiesced == task.generation)):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
     final = task.checkpoint is not None and task.checkpoint.final
     if not task.ranks and final and not task.publishing and task.saved is None:

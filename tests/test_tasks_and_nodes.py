@@ -141,6 +141,24 @@ def test_a_task_finishes(d: Driver) -> None:
     assert d.state.deadlines == {}
 
 
+def test_who_missed_that_all_was_done_is_let_go_at_once(d: Driver) -> None:
+    """Its last meeting failed when the others' was complete: it holds, and nobody needs it."""
+    task = d.running()
+    d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
+    for rank in (0, 1, 2):
+        d.tell(d.source(task_of(d, task).ranks[rank].slot.node), r.RankFinished(
+            task=task, rank=rank, attempt=1, generation=1, step_version=50, forward_calls=1))
+    d.tell(d.source("n2"), r.CollectiveFailed(
+        task=task, rank=3, attempt=1, generation=1, iteration=50, error="connection reset"))
+    held = d.quiesced(task, 3)
+    assert [x.body.rank for x in held if isinstance(x.body, o.StopRank)] == [3]
+    d.obey(held)
+    for rank in (0, 1, 2):
+        last = d.exit(task, rank, code=0)
+    assert the(o.TaskEnded, last).outcome == "finished"
+
+
 def test_publication_after_the_last_exit(d: Driver) -> None:
     task = d.running()
     saved = d.tell(d.source("n1"), r.CheckpointSaved(
