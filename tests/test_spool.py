@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,25 @@ def test_the_file_is_bounded_and_holds_what_memory_holds(tmp_path: Path) -> None
     assert left is not None
     left.trim(spool.acked)
     assert left.behind(0, 10_000) == spool.behind(0, 10_000)
+
+
+def test_a_full_disk_ends_nobody_and_the_file_comes_back(tmp_path: Path) -> None:
+    """A limit on file sizes stands for the disk: writes fail half-way, with OSError."""
+    path = tmp_path / "n1.7.spool"
+    spool = Spool("n1/7", "n1", clock, file=path)
+    spool.put(JOINED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        for rank in range(20):
+            spool.put(exited(rank))
+        spool.trim(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [report.source_seq for report in spool.behind(5, 99)] == list(range(6, 22))
+    spool.trim(6)
+    spool.put(exited(20))
+    spool.close(forget=False)
+    left = load(path, "n1", clock)
+    assert left is not None
+    assert [report.source_seq for report in left.behind(0, 99)] == list(range(7, 23))

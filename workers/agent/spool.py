@@ -10,11 +10,13 @@ which the log would know no node. What went leaves a ReportsLost in its place wi
 the last one that it stands for; neighbours become one. Reports that were handed over already may
 still reach the log from the intake: then their ReportsLost comes too late and is a duplicate.
 
-The file is for the agent that comes after this one: it outlives SIGKILL, not a power cut.
+The file is for the agent that comes after this one: it outlives SIGKILL, not a power cut. A disk
+that is full, or gone, ends no agent: reports are kept in memory alone until it can be written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,6 +24,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from ...events.codec import decode_report, encode_report
 from ...events.records import Report
@@ -33,6 +36,7 @@ _ROOM_RATIO = 0.9
 """A full spool is emptied down to this share, so that not every report has to make room."""
 _FILE_SLACK_BYTES = 64 << 10
 _HEAD = struct.Struct(">I")
+_log = structlog.get_logger("agent")
 
 
 class _Entry:
@@ -68,6 +72,7 @@ class Spool:
         self._path = file
         self._file: BufferedWriter | None = None
         self._file_bytes = 0
+        self._is_written = True
         if file is not None:
             self._rewrite()
 
@@ -104,7 +109,8 @@ class Spool:
         self.acked = max(self.acked, acked)
         while self._entries and self._entries[0].report.source_seq <= acked:
             self._num_bytes -= len(self._entries.popleft().wire)
-        if self._file_bytes > 2 * self._num_bytes + _FILE_SLACK_BYTES:
+        missing = self._path is not None and self._file is None
+        if missing or self._file_bytes > 2 * self._num_bytes + _FILE_SLACK_BYTES:
             self._rewrite()
 
     def lose(self, acked: int) -> None:
@@ -118,10 +124,13 @@ class Spool:
     def close(self, *, forget: bool) -> None:
         """Close the file; `forget` deletes it."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
         if forget and self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._path = None
 
     # --- making room ----------------------------------------------------------------------------
     def _make_room(self) -> None:
@@ -159,22 +168,43 @@ class Spool:
 
     # --- the file -------------------------------------------------------------------------------
     def _write(self, entry: _Entry) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(_HEAD.pack(len(entry.wire)) + entry.wire)
             self._file.flush()
             self._file_bytes += _HEAD.size + len(entry.wire)
+        except OSError as error:
+            self._say(error)
 
     def _rewrite(self) -> None:
         if self._path is None:
             return
         self.close(forget=False)
         new = self._path.with_name(self._path.name + ".new")
-        with new.open("wb") as file:
-            for entry in self._entries:
-                file.write(_HEAD.pack(len(entry.wire)) + entry.wire)
-        new.replace(self._path)
-        self._file = self._path.open("ab")
-        self._file_bytes = self._file.tell()
+        try:
+            with new.open("wb") as file:
+                for entry in self._entries:
+                    file.write(_HEAD.pack(len(entry.wire)) + entry.wire)
+            new.replace(self._path)
+            self._file = self._path.open("ab")
+            self._file_bytes = self._file.tell()
+        except OSError as error:
+            self._say(error)
+        else:
+            self._say(None)
+
+    def _say(self, error: OSError | None) -> None:
+        """On change; a file that failed is written anew when the log has acknowledged more."""
+        if error is not None:
+            self.close(forget=False)
+        if self._is_written != (error is None):
+            self._is_written = error is None
+            if error is None:
+                _log.info("the spool's file is written again")
+            else:
+                _log.warning("the spool's file cannot be written; reports are kept in memory",
+                             why=str(error))
 
 
 def load(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
