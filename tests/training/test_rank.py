@@ -195,6 +195,69 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert twin(0.0).is_equal(_final(driver, 2))
 
 
+IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED.replace("rank.main()", """
+import time
+from unicron.workers.training import state
+adopt = state.adopt
+def slow(*told):
+    print("taking", flush=True)
+    time.sleep(2)
+    return adopt(*told)
+state.adopt = slow
+rank.main()
+""")
+
+
+def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
+        drive: Drive, twin: Twins) -> None:
+    """Told to stop while it puts a peer's state in force, and then the only one left."""
+    driver = drive()
+    driver.start(0, 2)
+    driver.argv = [sys.executable, "-c", IS_SLOW_TO_TAKE]
+    driver.start(1)
+    driver.form([0, 1, 2])
+    assert driver.quiesced([0, 1, 2])[1].step_version == 4
+    driver.reconfigure([0, 1, 2])
+    log = driver.processes[1].log
+    last_s = time.monotonic() + FREED_S_MAX
+    while "taking" not in log.read_text() and time.monotonic() < last_s:
+        time.sleep(0.01)
+    told = driver.quiesce([0, 1, 2], "now")
+    assert {rank: report.step_version for rank, report in told.items()} == {0: 5, 1: 5, 2: 5}
+    assert told[1].micro_batches == (), "its sum was of the step before"
+    driver.kill(0)
+    driver.kill(2)
+    driver.form([1], progress_from=5)
+    driver.finish([1])
+    assert twin(0.0).is_equal(_final(driver, 3))
+
+
+REMEMBERS_MUCH = """
+from unicron.workers.training import rank
+from unicron.workers.training.history import History
+right = History.add
+def add(self, iteration, loss, step_s):
+    right(self, iteration, loss, step_s)
+    if self.first == 0:
+        self.replace(-600_000, [1.5] * 600_000 + self.losses, [0.25] * 600_000 + self.step_s)
+History.add = add
+rank.main()
+"""
+
+
+def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
+    driver = drive(iterations=10_000)
+    driver.argv = [sys.executable, "-c", REMEMBERS_MUCH]
+    driver.start(0)
+    driver.argv = [sys.executable, "-m", "unicron.workers.training.rank"]
+    driver.start(1)
+    driver.form([0])
+    driver.quiesce([0], "boundary")
+    told = driver.form([0, 1])
+    assert {rank: report.source for rank, report in told.items()} == {0: 0, 1: 0}
+    driver.quiesce([0, 1], "boundary")
+
+
 WRONG = """
 import sys
 from unicron.workers.training import rank

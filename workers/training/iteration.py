@@ -60,6 +60,12 @@ class Iteration:
                      owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
                      trained_in=self.trained_in)
 
+    def replaced(self, step_version: int) -> None:
+        """The member's state is another's now, `step_version` steps old; no sum is of it."""
+        self._clear()
+        self.step_version = step_version
+        self.owned, self.begun = (), False
+
     def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
         """Go on from a settlement: keep the sum only if the settlement keeps it."""
         if step_version != self.step_version or sorted(self.done) != list(share.kept):

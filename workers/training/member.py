@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from ...events.reports import (
     ReconfigureFailed,
 )
 from . import checkpoint, cpu, model, state, text
-from .communicators import RENDEZVOUS_S_MAX, Communicators
+from .communicators import Communicators
 from .control import Control, Interrupted
 from .history import History
 from .iteration import Iteration, Outcome, clock, poisoned
@@ -180,23 +179,20 @@ class Member:
         return checkpoint.load(folder, self.trainee, self.history)
 
     def _give(self, takers: list[int]) -> None:
-        store = self.communicators.store
-        told = state.encode(state.numbers(self.trainee, self.step_version, self.history))
-        store.set(f"numbers/{self.communicators.place}", told)
+        told = state.numbers(self.trainee, self.step_version, self.history)
         for taker in takers:
-            state.give(self.trainee, taker)
+            state.give(self.trainee, told, taker)
 
     def _receive(self, giver: int) -> int:
-        store = self.communicators.store
-        key = f"numbers/{giver}"
-        store.wait([key], datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
-        told = state.decode(store.get(key))
         worthless = self.step_version == NO_STATE
         self.spoilt = self.spoilt or worthless
-        put_in_force, received_bytes = state.receive(self.trainee, giver, staged=not worthless)
+        told, put_in_force, received_bytes = state.receive(self.trainee, giver,
+                                                           staged=not worthless)
         if not self.communicators.woken:
+            # From here on it is this member's state, also if the rest of the meeting comes to
+            # nothing: what it says of itself must never be of another step than its tensors.
             put_in_force()
-            state.adopt(self.trainee, told, self.history)
+            self.iteration.replaced(state.adopt(self.trainee, told, self.history))
         return received_bytes
 
     # --- training -------------------------------------------------------------------------------

@@ -78,19 +78,32 @@ def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
     return told.step_version
 
 
-def give(trainee: Trainee, place: int) -> None:
-    """Send every tensor to the member at `place`, out of live memory."""
+def give(trainee: Trainee, told: Numbers, place: int) -> None:
+    """Send the numbers, then every tensor, to the member at `place`, out of live memory."""
+    # Not through the store: it refuses values above 8 MiB, which is half a million losses.
+    data = torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8).to(trainee.device)
+    dist.send(torch.tensor([data.numel()], device=trainee.device), place)
+    dist.send(data, place)
     for tensor in tensors(trainee).values():
         dist.send(tensor, place)
 
 
-def receive(trainee: Trainee, place: int, *, staged: bool) -> tuple[Callable[[], None], int]:
-    """Receive every tensor from the member at `place`.
+def receive(trainee: Trainee, place: int, *, staged: bool
+            ) -> tuple[Numbers, Callable[[], None], int]:
+    """Receive the numbers and every tensor from the member at `place`.
 
-    Returns what puts them in force, and the bytes received. `staged` keeps the own state whole
-    until then, for a member whose own state would still be worth something if this failed; it
-    costs that much memory.
+    Returns the numbers, what puts the tensors in force, and the tensors' bytes. `staged` keeps the
+    own state whole until then, for a member whose own state would still be worth something if this
+    failed; it costs that much memory. Raises RuntimeError.
     """
+    size = torch.zeros(1, dtype=torch.int64, device=trainee.device)
+    dist.recv(size, place)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=trainee.device)
+    dist.recv(data, place)
+    try:
+        told = decode(data.cpu().numpy().tobytes())
+    except msgspec.MsgspecError as error:
+        raise RuntimeError(f"what rank {place} sent is cut off: {error}") from None
     pairs: list[tuple[Tensor, Tensor]] = []
     received_bytes = 0
     for tensor in tensors(trainee).values():
@@ -104,7 +117,7 @@ def receive(trainee: Trainee, place: int, *, staged: bool) -> tuple[Callable[[],
         for live, new in pairs:
             live.copy_(new)
 
-    return put_in_force, received_bytes
+    return told, put_in_force, received_bytes
 
 
 def encode(told: Numbers) -> bytes:
