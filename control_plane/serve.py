@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 import msgspec
 import structlog
@@ -35,6 +36,7 @@ from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.records import KINDS, Record
 from ..events.redis_log import RedisLog
 from ..events.reports import Policy
+from ..events.talk import Talk
 from .coordinator import Coordinator
 from .http import Address, Http
 
@@ -225,7 +227,7 @@ def _speak() -> None:
     structlog.configure(
         processors=[structlog.processors.add_log_level,
                     structlog.processors.TimeStamper(fmt="iso", utc=True), last],
-        logger_factory=structlog.WriteLoggerFactory(file=stderr))
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, Talk(stderr))))
 
 
 class _CrashingLog(RedisLog):

@@ -114,3 +114,11 @@ def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) ->
     driver.form([0, 2])
     driver.finish([0, 2])
     assert sorted(driver.losses()) == [0, 1, 2]
+
+
+def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> None:
+    driver = drive(iterations=3)
+    driver.argv = ["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *driver.argv]
+    driver.start(0)
+    driver.form([0])
+    driver.finish([0])

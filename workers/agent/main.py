@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 from msgspec import Struct
 
 from ...events.errors import Unavailable, UsageError
 from ...events.redis_log import RedisLog, connect
+from ...events.talk import Talk
 from . import linux
 from .agent import Agent
 from .join import join
@@ -188,4 +190,4 @@ def _configure_talk() -> None:
         structlog.configure(
             processors=[structlog.processors.add_log_level,
                         structlog.processors.TimeStamper(fmt="iso"), shown],
-            logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stderr))))

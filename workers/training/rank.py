@@ -24,10 +24,14 @@ import sys
 import traceback
 import warnings
 from types import TracebackType
+from typing import TextIO, cast
+
+import structlog
 
 from ...events.errors import UsageError
 from ...events.orders import StartRank
 from ...events.reports import RankErrored
+from ...events.talk import Talk
 from ..wire import Frame, Unpacker
 from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 
@@ -50,6 +54,8 @@ def main() -> None:
     last_words = LastWords(control, order)
     sys.excepthook = last_words.say
     _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
 
     from .member import Member
 
@@ -75,7 +81,7 @@ class LastWords:
             text = f"{error} ({error.hint})"
         else:
             text = "".join(lines)
-        sys.stderr.write(text if text.endswith("\n") else text + "\n")
+        Talk(sys.stderr).write(text if text.endswith("\n") else text + "\n")
         self._control.tell(RankErrored(
             task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
             generation=getattr(self.member, "generation", 0),
@@ -117,8 +123,8 @@ def _prepare(host: str) -> None:
 
 def _end(code: int) -> None:
     """End without torch's own tidying, which waits for peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    Talk(sys.stdout).flush()
+    Talk(sys.stderr).flush()
     os._exit(code)
 
 
