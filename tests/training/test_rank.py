@@ -13,6 +13,7 @@ import pytest
 from unicron.events.reports import (
     CheckpointSaved,
     CollectiveFailed,
+    RankErrored,
     ReconfigureFailed,
     TaskProgressed,
 )
@@ -230,6 +231,73 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
     driver.form([1], progress_from=5)
     driver.finish([1])
     assert twin(0.0).is_equal(_final(driver, 3))
+
+
+TAKES_SLOWLY = """
+import sys, time
+from unicron.workers.training import rank
+import torch.distributed as dist
+recv = dist.recv
+def slow(tensor, place):
+    print("taking", flush=True)
+    time.sleep(0.1)
+    return recv(tensor, place)
+dist.recv = slow
+rank.main()
+"""
+
+
+@pytest.mark.parametrize("victim", ["giver", "taker"])
+def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
+        drive: Drive, twin: Twins, victim: str) -> None:
+    driver = drive()
+    driver.start(0, 1)
+    driver.argv = [sys.executable, "-c", TAKES_SLOWLY]
+    driver.start(2)
+    driver.form([0, 1])
+    driver.strike(1, iteration=2, event="forward", nth=2)
+    held = driver.quiesce([0, 1], "now")
+    assert any(told.micro_batches for told in held.values())
+    driver.reconfigure([0, 1, 2])
+    last_s = time.monotonic() + FREED_S_MAX
+    while driver.processes[2].log.read_text().count("taking") < 9:
+        assert time.monotonic() < last_s
+        time.sleep(0.01)
+    dead = {"giver": 0, "taker": 2}[victim]
+    driver.kill(dead)
+    left = [rank for rank in (0, 1, 2) if rank != dead]
+    told = driver.quiesce(left, "now")
+    assert told[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
+    if victim == "giver":
+        assert told[2].step_version == -1, "half a state is none"
+    # Between Reconfigured and Resume another one dies: what was settled is settled anew.
+    driver.reconfigure(left)
+    again = driver.reconfigured(left)
+    assert len({report.step_version for report in again.values()}) == 1
+    driver.kill(left[-1])
+    driver.quiesce(left[:-1], "now")
+    driver.form(left[:-1], progress_from=2)
+    driver.finish(left[:-1])
+    assert twin(0.0).is_equal(_final(driver, 4))
+
+
+def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
+    """Without a checkpoint, what the seed built is gone: the process ends, the next is fresh."""
+    driver = drive(iterations=10_000)
+    driver.start(0)
+    driver.argv = [sys.executable, "-c", TAKES_SLOWLY]
+    driver.start(1)
+    driver.form([0])
+    driver.quiesce([0], "boundary")
+    driver.reconfigure([0, 1])
+    last_s = time.monotonic() + FREED_S_MAX
+    while driver.processes[1].log.read_text().count("taking") < 9:
+        assert time.monotonic() < last_s
+        time.sleep(0.01)
+    driver.kill(0)
+    assert driver.quiesce([1], "now")[1].step_version == -1
+    driver.reconfigure([1])
+    assert driver.wait(RankErrored, 1).error == "Spoilt"
 
 
 REMEMBERS_MUCH = """
