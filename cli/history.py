@@ -111,7 +111,8 @@ def _incident(told: History, record: Plain) -> None:
     if incident is None:
         return
     if record["kind"] == "IncidentEscalated":
-        incident.severity, incident.why = body["severity"], body["why"]
+        incident.severity = min(incident.severity, body["severity"])  # SEV1 is the gravest
+        incident.why = body["why"]
         incident.ranks = tuple(sorted({*incident.ranks, *body["ranks"]}))
         return
     incident.outcome, incident.pause_s = body["outcome"], body["pause_s"]

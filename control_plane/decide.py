@@ -115,7 +115,9 @@ def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
     elif not any(rates):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif low > num_slots:
-        why, needs = "not enough slots", f"{low} slots; there are {num_slots}"
+        num_out = sum(len(node.slots_out) for node in state.nodes.values())
+        out = f" ({num_out} out: unicron status nodes)" if num_out else ""
+        why, needs = "not enough slots", f"{low} slots; there are {num_slots}{out}"
     else:
         others = math.fsum(x.waf for x in state.plan.allocations) if state.plan else 0.0
         why = "others earn more"

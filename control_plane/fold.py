@@ -331,6 +331,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     for rank in task.living_members():
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
+            task.blamed.pop(rank.rank, None)
             task.reattempts = 0
     # What is told late, of iterations before the fault, does not end the interruption.
     whole = len(task.living_members()) == len(task.members) and not any(

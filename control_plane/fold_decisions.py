@@ -22,6 +22,7 @@ from .folding import (
     set_phase,
     settle_phase,
 )
+from .severity import worse
 from .state import NUM_INCIDENTS_MAX, ClusterState, Incident, Occupant, Rank, Task
 
 
@@ -42,7 +43,7 @@ def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEsc
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None or task is None:
         return
-    incident.severity = body.severity
+    incident.severity = worse(incident.severity, body.severity)
     incident.ranks = sorted({*incident.ranks, *body.ranks})
     incident.evidence += body.evidence
     _take_in(state, task, incident, body.severity, body.ranks)
@@ -91,6 +92,8 @@ def _take_out(state: ClusterState, task: Task, number: int) -> None:
     else:
         node.slots_out = sorted({*node.slots_out, slot.index})
         task.restarts.pop(number, None)
+        if rank is None or not rank.stopping:  # one that cannot be ended holds its slot
+            task.blamed[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
         make_ghost(state, task, rank, "given up")
@@ -149,6 +152,12 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                          *task.publishing])
     task.target, task.members, task.incident, task.faults = (), (), 0, []
+    if body.outcome != "finished":  # nothing has shown that it was the slots
+        for slot in task.blamed.values():
+            if slot.node in state.nodes:
+                node = state.nodes[slot.node]
+                node.slots_out = [index for index in node.slots_out if index != slot.index]
+    task.blamed = {}
     task.outcome, task.why, task.needs, task.ending = body.outcome, body.why, "", ""
     set_phase(state, task, "ended")
     state.replan = f"task {task.spec.name} {body.outcome}"

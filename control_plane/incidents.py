@@ -46,12 +46,15 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     if not spent:
         return
     left = [rank for rank in task.living_members() if rank.rank not in spent]
-    if left and task.is_train:
+    followed = [number for number in spent if number in task.blamed]
+    if left and task.is_train and not followed:
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names}: {limit} restarts without progress, its slot is taken out"
         yield _tell(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
         return
-    last = f"failed {limit + 1} times without progress: {why}"
+    slot = task.blamed[followed[0]] if followed else None
+    also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
+    last = f"failed {limit + 1} times without progress{also}: {why}"
     yield _tell(state, task, "SEV1", status, "", (), last, evidence)
     yield _close(state, task, "failed", last)
 
@@ -123,8 +126,9 @@ def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node
           ranks: tuple[int, ...], why: str, evidence: tuple[int, ...]) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
-        return IncidentEscalated(of=incident.id, severity=worse(severity, incident.severity),
-                                 ranks=ranks, why=why, evidence=evidence)
+        # The severity of what is told now: SEV1 takes slots out, and only those of these ranks.
+        return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
+                                 evidence=evidence)
     return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,
                           why=why, evidence=evidence)
 

@@ -167,6 +167,8 @@ class Task(Struct, kw_only=True):
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """Faults of a rank since it last made progress."""
+    blamed: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    """By rank: the slot taken out for its faults. Progress on another one proves it right."""
     reattempts: int = 0
     rounds: int = 0
     """Command tier: how often all were started."""

@@ -55,7 +55,7 @@ class IncidentOpened(Body, frozen=True):
 
 
 class IncidentEscalated(Body, frozen=True):
-    """More of the same incident: what it became, and by which evidence."""
+    """More of the same incident, by which evidence. `severity`: of what is told now."""
 
     of: int
     severity: Severity

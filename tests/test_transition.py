@@ -257,6 +257,26 @@ def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver) -> None:
     assert the(o.PlanChosen, last).num_slots == 3
 
 
+def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 2}))
+    first = task_of(d, task).ranks[1].slot
+    for _ in range(2):  # on its first slot, then on another
+        d.obey(d.exit(task, 1), start=False)
+        d.progress(task)
+        for _ in range(3):
+            last = d.exit(task, 1)
+        if "PlanChosen" in kinds(last):
+            assert task_of(d, task).blamed == {1: first}
+            assert d.state.nodes[first.node].slots_out == [first.index]
+    closed = the(o.IncidentClosed, last)
+    assert closed.outcome == "failed"
+    assert closed.why.startswith(
+        f"failed 4 times without progress, and before that on {first.node}/{first.index}: ")
+    d.exit(task, 0)
+    assert task_of(d, task).outcome == "failed"
+    assert not any(node.slots_out for node in d.state.nodes.values())  # it was not the slot
+
+
 def test_progress_forgives_restarts(d: Driver) -> None:
     task = d.running()
     for _ in range(6):
