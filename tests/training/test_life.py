@@ -15,6 +15,7 @@ from unicron.events.reports import Quiesced, RankErrored, RankReady, Reconfigure
 
 Drive = Callable[..., Any]
 END_S = 5.0
+HELD_S_MAX = 5.0
 REBUILDS = 12
 
 
@@ -122,3 +123,24 @@ def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> Non
     driver.start(0)
     driver.form([0])
     driver.finish([0])
+
+
+def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive) -> None:
+    """gloo never tells a half-done send that its connection is closed: it is left behind."""
+    model = {"num_layers": 2, "hidden": 768, "num_heads": 4, "sequence": 16}
+    driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6)
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.strike(1, iteration=2, event="reduce")
+    time.sleep(0.02)
+    driver.processes[1].signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    held = driver.quiesce([0], "now")
+    assert time.monotonic() - began_s < HELD_S_MAX
+    driver.kill(1)
+    assert len(held[0].micro_batches) == 2, "the stop came in the middle of the sum"
+    print(driver.processes[0].log.read_text())
+    driver.form([0], progress_from=2)
+    driver.finish([0])
+    assert len(driver.losses()) == 6

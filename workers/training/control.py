@@ -14,7 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ...events.orders import Quiesce, QuiesceMode, Reconfigure, Resume
 from ...events.reports import Body
@@ -23,16 +25,23 @@ from ..wire import Frame, Unpacker, pack
 RECEIVE_BYTES = 1 << 16
 WAKE_S = 0.02
 """Between two attempts to wake the main thread."""
-STUCK_S_MAX = 10.0
-"""A main thread that cannot be woken in this time never will be: see `_insist`."""
+STUCK_S_MAX = 1.0
+"""A wait that cannot be ended in this time never will be: see `_insist`."""
+BUILDING_S_MAX = 10.0
+"""How much longer it may take where the building of a generation itself is to be ended."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 EXIT_STUCK = 4
-"""Exit code of a rank that could not leave a collective."""
+"""Exit code of a rank that could not leave the building of a generation."""
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
     """An order to stop came before the collective was entered."""
+
+
+class Abandoned(Exception):
+    """The collective could not be ended; it waits on in a thread that nobody waits for."""
 
 
 class Control:
@@ -48,6 +57,9 @@ class Control:
         self._generation = 0
         self._wake: Callable[[], None] | None = None
         self._insisting = False
+        self._apart = False
+        self._abandoned = False
+        self._others = _one_thread()
 
     def start(self, early: list[Frame]) -> None:
         """Listen from now on; `early` are orders that came together with the first frame."""
@@ -69,6 +81,34 @@ class Control:
         with self._changed:
             self._changed.wait_for(lambda: self._orders)
             return self._orders.popleft()
+
+    def apart(self, generation: int, wake: Callable[[], None], call: Callable[[], T]) -> T:
+        """Do `call` as in `waiting_for_others`, but in a thread of its own.
+
+        So a wait that nothing can end costs STUCK_S_MAX and a sleeping thread, not the process.
+        What `call` does after its wait must not matter once it was abandoned. Raises Interrupted,
+        Abandoned, and whatever `call` raises.
+        """
+        with self.waiting_for_others(generation, wake):
+            with self._changed:
+                self._apart, self._abandoned = True, False
+            future = self._others.submit(call)
+            future.add_done_callback(self._wait_ended)
+            with self._changed:
+                self._changed.wait_for(lambda: future.done() or self._abandoned)
+                self._apart = False
+            if not future.done():
+                self._others = _one_thread()
+                raise Abandoned
+            error = future.exception()
+            if isinstance(error, RuntimeError):
+                # Without its traceback, whose frames would keep the generation's groups alive.
+                raise error.with_traceback(None)
+            return future.result()
+
+    def _wait_ended(self, future: Future[T]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def asked(self, generation: int) -> QuiesceMode | None:
         """Whether an order waits that ends this generation, and how soon."""
@@ -128,20 +168,26 @@ class Control:
                 threading.Thread(target=self._insist, name="wake", daemon=True).start()
 
     def _insist(self) -> None:
-        """Wake the main thread until it is awake: it may be about to open another connection.
+        """Wake whoever waits until it is awake: it may be about to open another connection.
 
-        gloo rarely loses (seen a few times under heavy load) the news that a connection closed
-        under a send; that send then waits for its full timeout.
-        Such a process ends itself: its peers hold the same state, and a new one takes it from them.
+        gloo tells a closed connection to the sends and receives that have not begun, but to none
+        that is half done (its Pair::signalException passes over them): those wait for the full
+        timeout. Such a wait is abandoned; where it is not apart from the main thread, the process
+        ends: its peers hold the same state, and a new one takes it from them.
         """
         last_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
-            while self._wake is not None:
+            while self._wake is not None and not self._abandoned:
                 if time.monotonic() > last_s:
-                    sys.stderr.write(f"stuck in a collective for {STUCK_S_MAX} s after it was "
-                                     "closed: this process ends\n")
-                    sys.stderr.flush()
-                    os._exit(EXIT_STUCK)
+                    if self._apart:
+                        sys.stderr.write("a collective cannot be ended: it is left behind\n")
+                        self._abandoned = True
+                        break
+                    if time.monotonic() > last_s + BUILDING_S_MAX:
+                        sys.stderr.write("stuck in a generation that was closed: this process "
+                                         "ends\n")
+                        sys.stderr.flush()
+                        os._exit(EXIT_STUCK)
                 self._wake()
                 self._changed.wait(WAKE_S)
             self._insisting = False
@@ -157,3 +203,7 @@ class Control:
                 os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
                 self._take(frame.body)
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "collective")

@@ -6,6 +6,7 @@ Nothing here is entered where CUDA is available.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,3 +51,8 @@ def stand_in() -> torch.device:
         _mode = CudaMeansCpu()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     return CPU
+
+
+def stand_in_here() -> AbstractContextManager[object]:
+    """The same in a thread that did not call `stand_in`: torch keeps its modes per thread."""
+    return nullcontext() if _mode is None else CudaMeansCpu()

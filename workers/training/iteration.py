@@ -9,6 +9,8 @@ is known to be good.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,8 +18,9 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from . import cpu
 from .communicators import Communicators
-from .control import Control, Interrupted
+from .control import Abandoned, Control, Interrupted
 from .ledger import NO_STATE, Claim, Share, deal
 from .model import Trainee
 from .text import Text
@@ -141,9 +144,8 @@ class Iteration:
         stats: list[float] | None = None
         self.why = ""
         try:
-            with control.waiting_for_others(generation, communicators.wake):
-                stats = collective(communicators, boundary)
-        except Interrupted:
+            stats = self._call(control, communicators, partial(collective, communicators, boundary))
+        except (Interrupted, Abandoned):
             return "quiesced", None
         except RuntimeError as error:
             if poisoned(error):
@@ -152,6 +154,19 @@ class Iteration:
         if communicators.woken or (self.why and control.asked(generation) == "now"):
             return "quiesced", None
         return ("failed", None) if self.why else ("stepped", stats)
+
+    def _call(self, control: Control, communicators: Communicators,
+              collective: Callable[[], list[float]]) -> list[float]:
+        """gloo has waits that nothing ends, so it waits in a thread of its own; NCCL is aborted."""
+        if communicators.backend == "nccl":
+            with control.waiting_for_others(communicators.generation, communicators.wake):
+                return collective()
+
+        def call() -> list[float]:
+            with cpu.stand_in_here():
+                return collective()
+
+        return control.apart(communicators.generation, communicators.wake, call)
 
     def _stats_alone(self, communicators: Communicators, boundary: bool) -> list[float]:
         stats = torch.tensor([self.loss_sum, self.num_tokens, float(boundary)],
