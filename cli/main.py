@@ -266,8 +266,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # whoever read us has seen enough; keep the interpreter from complaining at its end
+    except say.ReaderGone:
+        # keep the interpreter from complaining at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except OSError as error:

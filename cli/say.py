@@ -5,10 +5,17 @@ from __future__ import annotations
 import sys
 
 
+class ReaderGone(Exception):
+    """Whoever read our answer has seen enough: `unicron tail | head`."""
+
+
 def out(text: str = "") -> None:
-    """One line of the answer, flushed: somebody may be following."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """One line of the answer, flushed: somebody may be following. Raises ReaderGone."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise ReaderGone from None
 
 
 def talk(text: str) -> None:

@@ -88,6 +88,15 @@ def test_without_a_command_the_help_is_the_answer():
     assert "Commands:" in told.stdout
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    told = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
+                          stdout=writing, stderr=subprocess.PIPE, check=False, timeout=LIMIT_S)
+    os.close(writing)
+    assert (told.returncode, told.stderr) == (0, b"")
+
+
 def test_version():
     assert unicron("--version").stdout.startswith("unicron ")
 
