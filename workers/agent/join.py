@@ -30,6 +30,7 @@ class Joined(Struct, frozen=True, kw_only=True):
 
 class _Error(Struct, frozen=True):
     error: str
+    hint: str = ""
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
@@ -71,10 +72,11 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
         raise UsageError(f"{url} does not accept the token",
                          "set UNICRON_TOKEN to what is in that cluster's token file")
     if reply.status >= 500:
-        raise aiohttp.ClientError(f"{reply.status} {_error(data)}".strip())
+        raise aiohttp.ClientError(f"{reply.status} {_told(data).error}".strip())
     if reply.status != 200:
-        raise UsageError(f"{url} refuses to let {body['node']} join: {_error(data)}",
-                         "does --url name a unicron control plane?")
+        told = _told(data)
+        raise UsageError(f"{url} refuses to let {body['node']} join: {told.error}",
+                         told.hint or "does --url name a unicron control plane?")
     try:
         return msgspec.json.decode(data, type=Joined)
     except msgspec.MsgspecError as error:
@@ -82,9 +84,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
                          "is it a unicron control plane of this version?") from None
 
 
-def _error(data: bytes) -> str:
-    """The one line of an error's body."""
+def _told(data: bytes) -> _Error:
+    """The body of an error, or the first line of what else was sent."""
     try:
-        return msgspec.json.decode(data, type=_Error).error
+        return msgspec.json.decode(data, type=_Error)
     except msgspec.MsgspecError:
-        return data[:200].decode(errors="replace").strip().partition("\n")[0]
+        return _Error(error=data[:200].decode(errors="replace").strip().partition("\n")[0])
