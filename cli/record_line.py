@@ -193,7 +193,7 @@ def concerns(record: Plain, *, kinds: frozenset[str], task: int | None, node: st
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:
         return False
-    if task is not None and body.get("of") not in incidents and task not in (
+    if task is not None and int(body.get("of", 0)) not in incidents and task not in (
             body.get("task"), record["seq"] if record["kind"] == "TaskSubmitted" else None):
         return False
     if node is not None and not (

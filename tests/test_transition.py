@@ -11,6 +11,7 @@ from unicron.control_plane.transition import TABLE
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
+from unicron.events.records import Record
 
 
 @pytest.fixture
@@ -260,6 +261,7 @@ def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver) -> None:
 def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 2}))
     first = task_of(d, task).ranks[1].slot
+    last: list[Record] = []
     for _ in range(2):  # on its first slot, then on another
         d.obey(d.exit(task, 1), start=False)
         d.progress(task)
