@@ -23,6 +23,7 @@ Drive = Callable[..., Any]
 Twins = Callable[[float], Any]
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14
+WAIT_S = 60.0
 FREED_S_MAX = 5.0
 """A member told to stop at once must have stopped by then, on a busy machine."""
 
@@ -193,6 +194,43 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert told[1].received_bytes == driver.processes[1].ready.state_bytes
     assert told[1].kept == ()
     driver.finish([0, 1, 2])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
+IS_SLOW_TO_SCALE = """
+import time
+from unicron.workers.training import rank
+from megatron.core.distributed import DistributedDataParallel
+right, calls = DistributedDataParallel.scale_gradients, []
+def slow(self, factor):
+    calls.append(factor)
+    if len(calls) == 3:
+        print("scaling", flush=True)
+        time.sleep(3)
+    right(self, factor)
+DistributedDataParallel.scale_gradients = slow
+rank.main()
+"""
+
+
+def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
+    """What it does with the others' data takes seconds: a big model, few cores."""
+    driver = drive()
+    driver.start(0)
+    driver.argv = [sys.executable, "-c", IS_SLOW_TO_SCALE]
+    driver.start(1)
+    driver.form([0, 1])
+    log = driver.processes[1].log
+    last_s = time.monotonic() + WAIT_S
+    while "scaling" not in log.read_text():
+        assert time.monotonic() < last_s
+        time.sleep(0.01)
+    driver.kill(0)
+    held = driver.quiesce([1], "now")[1]
+    assert (held.step_version, len(held.micro_batches)) in ((2, 6), (3, 0))
+    time.sleep(3)
+    driver.form([1], progress_from=2)
+    driver.finish([1])
     assert twin(0.0).is_equal(_final(driver, 2))
 
 

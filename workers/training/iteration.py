@@ -123,6 +123,8 @@ class Iteration:
         if outcome != "stepped" or stats is None:
             self._put_back()
             return outcome
+        num_tokens = torch.tensor(stats[1], dtype=torch.int, device=self.trainee.device)
+        self.trainee.ddp.scale_gradients(1.0 / num_tokens)
         self.trace.note("step", communicators.generation, self.step_version)
         self.trainee.optimizer.step()
         self.trainee.scheduler.step(self.trainee.train.batch.global_)
@@ -176,13 +178,18 @@ class Iteration:
         return found
 
     def _reduce(self, communicators: Communicators, boundary: bool) -> list[float]:
-        """The loss sum, the token count and the wish to stop; then Megatron's own reduction."""
+        """The loss sum, the token count and the wish to stop; then Megatron's own reduction.
+
+        Without Megatron's division by the token count: what this does beside waiting, it could do
+        after it was abandoned, to a sum that has been put back.
+        """
+        groups = communicators.groups
         stats = self._stats_alone(communicators, boundary)
-        num_tokens = torch.tensor(self.num_tokens, dtype=torch.int, device=self.trainee.device)
-        finalize_model_grads([self.trainee.ddp], num_tokens, pg_collection=communicators.groups)
+        if communicators.woken or communicators.groups is not groups:
+            raise RuntimeError("the generation ended meanwhile")
+        finalize_model_grads([self.trainee.ddp], None, pg_collection=groups)
         if self.trainee.device.type == "cuda":
             torch.cuda.synchronize()
-        assert num_tokens.item() == stats[1], "the two token counts are reductions of one number"
         return stats
 
     def _keep(self) -> None:
