@@ -285,7 +285,7 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     rank.reconfigured, rank.has_state = task.generation, True
     if rank.joined_iteration < 0:
-        rank.joined_iteration = body.step_version
+        rank.joined_iteration = max(body.step_version, task.furthest)
     task.settled = body.step_version
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
@@ -328,6 +328,7 @@ def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite)
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.iteration = max(task.iteration, iteration)
+    task.furthest = max(task.furthest, iteration)
     for rank in task.living_members():
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)

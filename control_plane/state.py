@@ -195,6 +195,8 @@ class Task(Struct, kw_only=True):
     checkpoint: Checkpoint | None = None
     iteration: int = 0
     """Iterations told as finished."""
+    furthest: int = 0
+    """The most that `iteration` ever was: what is done again is no progress."""
     loss: float | None = None
     step_s: float = 0.0
     rate_flops: float = 0.0

@@ -289,6 +289,20 @@ def test_progress_forgives_restarts(d: Driver) -> None:
     assert task_of(d, task).healed == 6
 
 
+def test_the_same_iterations_again_are_no_progress(d: Driver) -> None:
+    """A task that always dies at the same point must not train again from 0 for ever."""
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    for _ in range(12):
+        d.progress(task, 20 - d.steps[task])
+        lost = d.exit(task, 0)
+        d.steps[task] = 0  # nobody else has state, and there is no checkpoint
+        d.obey(lost)
+        if task_of(d, task).phase == "ended":
+            break
+    assert task_of(d, task).outcome == "failed"
+    assert "without progress" in task_of(d, task).why
+
+
 def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
     task = d.running()
     told = d.tell(d.source("n2"), r.RankErrored(
