@@ -86,6 +86,12 @@ def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
     assert driver.processes[0].popen.wait(END_S) == 1
     assert not driver.told(RankReady)
 
+    other = drive(output="/proc/nowhere")
+    other.launch(0)
+    told = other.wait(RankErrored, 0)
+    assert told.text.startswith("train.output: /proc/nowhere: no such file")
+    assert not other.told(RankReady)
+
 
 DIES_BEFORE_CONNECTING = """
 import os

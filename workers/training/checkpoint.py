@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,21 @@ from typing import Any
 import msgspec
 import torch.distributed.checkpoint as dcp
 
+from ...events.errors import UsageError
 from . import state
 from .history import History
 from .model import Trainee
+
+
+def check_output(output: str) -> None:
+    """Raises UsageError when nothing can be written there: better now than at the first save."""
+    try:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise UsageError(f"train.output: {output}: {(error.strerror or 'not usable').lower()}",
+                         "name a folder that every node can write") from None
 
 
 def place(generation: int, step_version: int) -> str:

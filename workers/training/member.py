@@ -58,6 +58,7 @@ class Member:
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
         device = cpu.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
+        checkpoint.check_output(self.train.output)
         words = text.load(self.train.data, self.train.model.sequence)
         self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
         self.communicators.up()
