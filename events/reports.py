@@ -102,7 +102,7 @@ class NodeJoined(Body, frozen=True):
 
 
 class NodeLeft(Body, frozen=True):
-    """An agent stops on purpose; its ranks are stopped already."""
+    """An agent stops on purpose, and its ranks with it: no fault."""
 
     node: str
     incarnation: int

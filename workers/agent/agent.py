@@ -46,8 +46,8 @@ class Agent:
 
         Start: NodeJoined is spooled behind what predecessors left; then, beside each other,
         reports, beats and orders begin. No rank starts before NodeJoined is in the log.
-        Stop: no more orders; ranks end (SIGTERM, after STOP_GRACE_S SIGKILL) and are reaped;
-        NodeLeft; reports are flushed for at most FLUSH_S_MAX; reports and beats end. What was not
+        Stop: no more orders; NodeLeft; ranks end (SIGTERM, after STOP_GRACE_S SIGKILL) and are
+        reaped; reports are flushed for at most FLUSH_S_MAX; reports and beats end. What was not
         acknowledged stays in the spool's file.
         Cancel, or an error in a loop: ranks are killed at once, nothing is told or flushed.
         Raises Forgotten when the log is another one than before.
@@ -74,9 +74,10 @@ class Agent:
                 await stop.wait()
                 _log.info("stopping", ranks=len(ranks.pids))
                 orders.cancel()
-                await ranks.stop_all(STOP_GRACE_S)
+                # First, or the ends of its ranks would look like faults.
                 self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
                                           reason="stopped"))
+                await ranks.stop_all(STOP_GRACE_S)
                 if not await self._outbox.flush(FLUSH_S_MAX):
                     _log.warning("stopped with reports that nobody acknowledged",
                                  num_reports=self._outbox.num_unacked)
