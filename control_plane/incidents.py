@@ -7,7 +7,14 @@ from typing import Literal
 
 from ..events.orders import IncidentClosed, IncidentEscalated, IncidentOpened, Severity
 from ..events.reports import Body
-from .severity import LOST_CONNECTION, OTHER_NETWORK, TASK_HANG, severity_of, worse
+from .severity import (
+    LOST_CONNECTION,
+    OTHER_NETWORK,
+    TASK_HANG,
+    WRONG_INPUT,
+    severity_of,
+    worse,
+)
 from .state import ClusterState, Rank, Task
 
 NUM_STOPS_MAX = 3
@@ -42,6 +49,10 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
     yield _tell(state, task, severity, status, faults[0].node, ranks, why, evidence)
+    if not task.furthest and any(task.ranks[number].error == WRONG_INPUT
+                                 for number in ranks if number in task.ranks):
+        yield _close(state, task, "failed", f"it cannot start: {why}")
+        return
     spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
     if not spent:
         return

@@ -11,6 +11,8 @@ NCCL_TIMEOUT = "NCCL timeout"
 OTHER_NETWORK = "other network"
 OTHER_SOFTWARE = "other software"
 TASK_HANG = "task hang"
+WRONG_INPUT = "wrong input"
+"""No row of the paper: a rank cannot use what the job spec names; starting again does not help."""
 
 TABLE: dict[str, Severity] = {
     # node health monitoring
@@ -32,9 +34,11 @@ TABLE: dict[str, Severity] = {
     NCCL_TIMEOUT: "SEV3",
     "link flapping": "SEV3",
     TASK_HANG: "SEV2",
+    # ours
+    WRONG_INPUT: "SEV2",
 }
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
-_BY_WORD = {status.lower(): status for status in TABLE}
+_BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
 
 
 def status_of(error: str) -> str:

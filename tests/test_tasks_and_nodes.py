@@ -273,3 +273,24 @@ def test_command_fails_for_good(d: Driver, command: int) -> None:
     last = d.exit(command, 0, code=3)
     assert kinds(last) == ["IncidentOpened", "IncidentEscalated", "IncidentClosed", "StopRank"]
     assert the(o.TaskEnded, d.obey(last)).outcome == "failed"
+
+
+def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
+    task = d.submit(spec())
+    told = d.tell(d.source("n1"), r.RankErrored(
+        task=task, rank=0, attempt=1, generation=0, iteration=0, error="UsageError",
+        text="train.data: /x: No such file or directory"))
+    assert "IncidentClosed" in kinds(told)
+    assert the(o.IncidentClosed, told).why.startswith("it cannot start: rank 0: train.data: /x")
+    assert d.state.tasks[task].ending == "failed"
+
+
+def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver) -> None:
+    task = d.running()
+    lost = d.exit(task, 2)
+    d.obey(lost, start=False)
+    d.progress(task, 2)
+    told = d.tell(d.source("n2"), r.RankErrored(
+        task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"))
+    assert "IncidentClosed" not in kinds(told)
+    assert d.state.tasks[task].ending == ""
