@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container
+from statistics import median
 from typing import Any
 
 from .figures import ms, ranks, rfc3339, scaled, span
@@ -92,7 +93,7 @@ def _progressed(body: Plain) -> str:
         return f"task {body['task']} iteration {first}"
     last = f"-{first + num - 1}" if num > 1 else ""
     return (f"task {body['task']} iteration {first}{last} loss {body['losses'][-1]:.4f}, "
-            f"{span(body['step_s'][-1])} each, {scaled(body['rate_flops'], 'FLOP/s')}")
+            f"{span(median(body['step_s']))} each, {scaled(body['rate_flops'], 'FLOP/s')}")
 
 
 def _opened(body: Plain) -> str:
@@ -179,7 +180,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
                          f"{ranks(b['ranks'])}",
     "Reconfigure": _reconfigure,
     "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
-                        f"from iteration {b['progress_from']}",
+                        f"tells progress from iteration {b['progress_from']}",
     "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",
 }
 

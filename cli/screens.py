@@ -137,7 +137,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
              + ("" if task["loss"] is None else f", loss {task['loss']:.4f}")]
     if past is not None:
         lines += ["          " + line for line in loss_curve(past, told)]
-    if task["step_s"] and task["state"] not in ENDED:
+    if task["step_s"] and task["state"] == "running":
         left_s = (task["iterations"] - task["iteration"]) * task["step_s"]
         lines += [f"pace      {span(task['step_s'])} an iteration, "
                   f"{scaled(task['rate_flops'], 'FLOP/s')}",
@@ -156,7 +156,7 @@ def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> 
               if one.task == past.id and one.iteration is not None]
     if faults:
         lines.append(" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
-                     + f"   ! fault at iteration {', '.join(map(str, faults))}")
+                     + f"   (!) fault at iteration {', '.join(map(str, faults))}")
     return lines
 
 

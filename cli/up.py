@@ -20,8 +20,10 @@ from ..events import embedded
 from ..events.errors import ServerError, UnicronError, UsageError
 from ..events.spec import NAME
 from . import local_cluster, processes, say
+from .client import connect
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
 from .processes import Process
+from .screens import ENDED
 from .state_dir import StateDir, default
 
 WATCH_S = 0.1
@@ -251,6 +253,7 @@ def _raise_as(said: str, code: int) -> None:
 def down(state: StateDir) -> None:
     """Stop `up` and all that it watches over, also when `up` itself is gone."""
     watching = processes.find(state, UP)
+    cut_short = _unfinished(state)
     has_server = embedded.adopt(state.server) is not None
     with_it = [name for name in processes.names(state)
                if name != UP and processes.find(state, name) is not None]
@@ -260,5 +263,23 @@ def down(state: StateDir) -> None:
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
     if stopped:
         say.out("stopped " + ", ".join(stopped))
+        for line in cut_short:
+            say.out(line)
     else:
         say.out(f"nothing runs on {shown(state.path)}")
+
+
+def _unfinished(state: StateDir) -> list[str]:
+    """What stopping now costs each live task, a line each; empty when nobody can tell."""
+    try:
+        tasks = connect(state).get("/v1/state")["tasks"]
+    except UnicronError:
+        return []
+    lines: list[str] = []
+    for task in tasks:
+        if task["state"] in ENDED or not task["iterations"]:
+            continue
+        again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"
+        lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
+                     f"iterations; the next up starts it again {again}")
+    return lines

@@ -120,8 +120,8 @@ def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
         why, needs = "not enough slots", f"{low} slots; there are {num_slots}{out}"
     else:
         others = math.fsum(x.waf for x in state.plan.allocations) if state.plan else 0.0
-        why = "others earn more"
-        needs = (f"{low} free slot{'s' * (low > 1)}, or to earn more there than the others do "
-                 f"(WAF {others:.3g})")
+        why = "others earn as much or more with the slots"
+        needs = (f"{low} free slot{'s' * (low > 1)}, or a higher weight: together the others earn "
+                 f"{others / 1e12:.3g} TFLOP/s, weighted")
     if (task.why, task.needs) != (why, needs):
         yield TaskWaiting(task=task.id, why=why, needs=needs)

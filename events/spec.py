@@ -156,7 +156,8 @@ def _check(spec: JobSpec) -> None:
     _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
           f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
     _need(spec.slots.min >= 1, "slots.min", "must be at least 1")
-    _need(spec.slots.max >= spec.slots.min, "slots.max", "must be at least slots.min")
+    _need(spec.slots.max >= spec.slots.min, "slots.max",
+          f"{spec.slots.max} is below slots.min {spec.slots.min}")
     _need(spec.slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")
