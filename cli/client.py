@@ -120,6 +120,8 @@ def connect(state: StateDir, url: str | None = None) -> Client:
     start = "unicron up" + ("" if state.path == default() else f" --state {_short(state.path)}")
     if not noted.get("url"):
         raise Unreachable(f"no cluster runs on {state.path}", start)
+    if state.is_held():
+        start = "unicron up is there and starts it again: try again in a few seconds"
     return Client(str(noted["url"]), token, start)
 
 

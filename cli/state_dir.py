@@ -66,6 +66,17 @@ class StateDir:
             raise UsageError(f"{self.path}: {(error.strerror or 'not usable').lower()}",
                              "name a folder that you may write with --state") from None
 
+    def is_held(self) -> bool:
+        """Whether an `up` watches over the folder."""
+        try:
+            with (self.path / "up.lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def lock(self) -> IO[str]:
         """Hold the folder for this process's life. Raises UsageError when another holds it."""
         file = (self.path / "up.lock").open("a+")
