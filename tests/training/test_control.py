@@ -27,6 +27,11 @@ def stuck():
     entered.set()
     never.wait(60)
 
+def again(generation):
+    body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=(0,))
+    threading.Timer(0.3, lambda: theirs.sendall(pack(Frame(seq=3, epoch=1, body=body)))).start()
+    control.apart(generation, woken.set, stuck)
+
 def order():
     assert entered.wait(10)
     body = Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
@@ -41,6 +46,21 @@ ends(Interrupted, lambda: control.apart(1, woken.set, lambda: 2))
 control.settle(1)
 assert control.apart(2, woken.set, lambda: 3) == 3, "another thread serves the next"
 ends(ZeroDivisionError, lambda: control.apart(2, woken.set, lambda: 1 // 0))
+
+# What was left behind disturbs no later wait: one in the main thread is still woken.
+def later():
+    assert entered.wait(10)
+    body = Quiesce(nodes=("n1",), task=1, generation=3, mode="now", ranks=(0,))
+    theirs.sendall(pack(Frame(seq=2, epoch=1, body=body)))
+
+ends(Abandoned, lambda: again(2))
+control.settle(2)
+entered.clear()
+threading.Thread(target=later, daemon=True).start()
+freed = threading.Event()
+with control.waiting_for_others(3, freed.set):
+    entered.set()
+    assert freed.wait(10), "nobody woke it"
 print("went on", flush=True)
 os._exit(0)
 """

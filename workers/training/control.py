@@ -91,7 +91,7 @@ class Control:
         """
         with self.waiting_for_others(generation, wake):
             with self._changed:
-                self._apart, self._abandoned = True, False
+                self._apart = True
             future = self._others.submit(call)
             future.add_done_callback(self._wait_ended)
             with self._changed:
@@ -133,7 +133,7 @@ class Control:
         with self._changed:
             if self._asked(generation) == "now":
                 raise Interrupted
-            self._generation, self._wake = generation, wake
+            self._generation, self._wake, self._abandoned = generation, wake, False
         try:
             yield
         finally:
