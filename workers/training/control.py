@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from ...events.orders import Quiesce, QuiesceMode, Reconfigure, Resume
 from ...events.reports import Body
+from ...events.talk import Talk
 from ..wire import Frame, Unpacker, pack
 
 RECEIVE_BYTES = 1 << 16
@@ -180,13 +181,13 @@ class Control:
             while self._wake is not None and not self._abandoned:
                 if time.monotonic() > last_s:
                     if self._apart:
-                        sys.stderr.write("a collective cannot be ended: it is left behind\n")
+                        Talk(sys.stderr).write("a collective cannot be ended: it is left behind\n")
                         self._abandoned = True
                         break
                     if time.monotonic() > last_s + BUILDING_S_MAX:
-                        sys.stderr.write("stuck in a generation that was closed: this process "
-                                         "ends\n")
-                        sys.stderr.flush()
+                        Talk(sys.stderr).write("stuck in a generation that was closed: this "
+                                               "process ends\n")
+                        Talk(sys.stderr).flush()
                         os._exit(EXIT_STUCK)
                 self._wake()
                 self._changed.wait(WAKE_S)
