@@ -82,7 +82,7 @@ def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
     whole = len(task.living_members()) == len(task.target) if task.is_train else bool(task.ranks)
     fits = all(seat.slot in usable for seat in task.target)
     hurt = bool(task.target) and not (fits and (whole or not task.incident))
-    weight = task.spec.weight
+    weight = task.weight
     return planner.Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
                         sizes=tuple(size for size, _ in found),
                         wafs=tuple(weight * rate for _, rate in found))

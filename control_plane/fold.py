@@ -15,11 +15,13 @@ from ..events.orders import Seat
 from ..events.records import Record
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
+from .fold_requests import REQUESTS, acts_again
 from .folding import (
     arm,
     broken,
     disarm,
     drop_rank,
+    earned,
     fault,
     find,
     find_ghost,
@@ -36,7 +38,6 @@ from .severity import (
     status_of,
 )
 from .state import (
-    NUM_REQUESTS_MAX,
     NUM_SLOTS_MAX,
     Checkpoint,
     ClusterState,
@@ -67,7 +68,9 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
-    state.policy = body.policy
+    held, state.policy = state.held, body.policy
+    if held and not state.held:
+        acts_again(state)
 
 
 def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
@@ -88,29 +91,6 @@ def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
         state.replan = f"node {node.name} is back"
 
 
-# --- said by an operator ------------------------------------------------------------------------
-def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
-    state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, submitted_s=record.at_s,
-                                   since_s=record.at_s)
-    state.replan = f"task {body.spec.name} submitted"
-    _forget_requests(state)
-
-
-def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
-    task = state.tasks.get(body.task)
-    if task is not None and task.phase != "ended" and not task.ending:
-        task.ending = "cancelled"
-        task.why = f"cancelled: {body.reason}" if body.reason else "cancelled"
-        task.since_s = record.at_s
-    _forget_requests(state)
-
-
-def _forget_requests(state: ClusterState) -> None:
-    requests = [source for source in state.sources if source.startswith("operator/")]
-    for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
-        del state.sources[source]
-
-
 # --- said by an agent about its node ------------------------------------------------------------
 def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None:
     old = state.nodes.get(body.node)
@@ -122,7 +102,8 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     state.nodes[body.node] = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
-        since_s=record.at_s,
+        since_s=record.at_s, drained=old is not None and old.drained,
+        drain_reason=old.drain_reason if old is not None else "",
     )
     disarm(state, f"replace/{body.node}")
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
@@ -208,6 +189,7 @@ def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     if task is None or rank is None or rank.state not in ("ordered", "started"):
         return
     rank.state, rank.endpoint = "ready", body.endpoint
+    task.iteration_flops = body.iteration_flops
     state.orders.pop(rank.start_order, None)
     disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
 
@@ -311,6 +293,7 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
         return
     task.loss, task.rate_flops, task.micro_batches = (
         body.losses[-1], body.rate_flops, body.micro_batches)
+    earned(state, task, body.first_iteration + len(body.losses))
     if body.step_s:
         task.step_s = body.step_s[-1]
     _stepped_to(state, task, body.first_iteration + len(body.losses))
@@ -323,10 +306,12 @@ def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite)
         return
     if task.phase != "reconfiguring":
         task.loss = None
+        earned(state, task, body.iteration + 1)
         _stepped_to(state, task, body.iteration + 1)
 
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
+    task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     task.furthest = max(task.furthest, iteration)
     for rank in task.living_members():
@@ -386,13 +371,13 @@ def _of_generation(task: Task | None, number: int, attempt: int, generation: int
 HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
     r.DeadlineReached: deadline_reached, r.NodeSilenced: _node_silenced,
-    r.NodeHeard: _node_heard, r.TaskSubmitted: _task_submitted,
-    r.TaskCancelRequested: _cancel_requested, r.NodeJoined: _node_joined,
+    r.NodeHeard: _node_heard, r.NodeJoined: _node_joined,
     r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
     r.RankExited: _rank_exited, r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
     r.CheckpointSaved: _checkpoint_saved,
-    r.CheckpointPublished: _checkpoint_published, r.RankFinished: _rank_finished, **DECISIONS,
+    r.CheckpointPublished: _checkpoint_published, r.RankFinished: _rank_finished,
+    **REQUESTS, **DECISIONS,
 }

@@ -133,6 +133,7 @@ def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> Non
     if task is None or task.phase == "ended":
         return
     task.target, task.why, task.needs = body.seats, "", ""
+    task.cost_waf = task.weight_from = 0.0
     if body.seats and task.phase == "idle":
         set_phase(state, task, "starting")
     settle_phase(state, task)
@@ -142,6 +143,13 @@ def _task_waiting(state: ClusterState, record: Record, body: o.TaskWaiting) -> N
     task = state.tasks.get(body.task)
     if task is not None:
         task.why, task.needs = body.why, body.needs
+        task.cost_waf, task.weight_from = body.cost_waf, body.weight_from
+
+
+def _order_withheld(state: ClusterState, record: Record, body: o.OrderWithheld) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        task.withheld = body.what
 
 
 def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
@@ -264,7 +272,8 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     o.IncidentOpened: _incident_opened, o.IncidentEscalated: _incident_escalated,
     o.IncidentClosed: _incident_closed, o.ThroughputSet: _throughput_set,
     o.PlanChosen: _plan_chosen, o.TaskPlaced: _task_placed, o.TaskWaiting: _task_waiting,
-    o.TaskEnded: _task_ended, o.StartRank: _start_rank, o.StopRank: _stop_rank,
+    o.TaskEnded: _task_ended, o.OrderWithheld: _order_withheld,
+    o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
     o.PublishCheckpoint: _publish,
 }

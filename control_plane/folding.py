@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from ..events.records import Record
 from .severity import EXITED_ABNORMALLY, severity_of
-from .state import ClusterState, Deadline, Fault, Node, Phase, Rank, Task
+from .state import (
+    EARNED_S,
+    NUM_EARNED_MAX,
+    ClusterState,
+    Deadline,
+    Fault,
+    Node,
+    Phase,
+    Rank,
+    Task,
+)
 
 
 def arm(state: ClusterState, deadline: str, length_s: float) -> None:
@@ -148,3 +158,12 @@ def stepped(state: ClusterState, task: Task) -> None:
         incident.pause_s += state.at_s - incident.down_since_s
         incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
+
+
+def earned(state: ClusterState, task: Task, iteration: int) -> None:
+    """The task told that it got to `iteration`: work that was never done before counts."""
+    work = max(iteration - task.furthest, 0) * task.iteration_flops * task.weight
+    span = int(state.at_s // EARNED_S)
+    state.earned[span] = state.earned.get(span, 0.0) + work
+    while len(state.earned) > NUM_EARNED_MAX:
+        del state.earned[min(state.earned)]

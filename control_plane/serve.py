@@ -43,7 +43,8 @@ from .http import Address, Http
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
-ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s")
+ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s",
+                "calibrate_iterations", "calibrate_min")
 """Fields of the policy that may be 0; all others are at least 1 ms."""
 
 
@@ -84,6 +85,8 @@ def read_policy(path: Path) -> Policy:
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}", hint) from None
     for name, value in msgspec.structs.asdict(policy).items():
+        if isinstance(value, bool):
+            continue
         least = 0 if name in ZERO_ALLOWED else 1e-3
         if not (math.isfinite(value) and value >= least):
             raise UsageError(f"{path}: {name}: {value} is not a number from {least:g} on", hint)

@@ -14,13 +14,17 @@ from ..events.records import Record, Report
 from ..events.reports import Policy, ReportsLost
 from ..events.spec import JobSpec
 
-SCHEMA = "unicron-state-1"
+SCHEMA = "unicron-state-2"
 NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
 NUM_SLOTS_MAX = 1024
 """Of one node; a report of more is absurd."""
+EARNED_S = 1800
+"""Length of the spans over which the cluster's achieved work is summed."""
+NUM_EARNED_MAX = 48
+"""Spans that the state keeps: 24 h."""
 
 Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
 Health = Literal["healthy", "unreachable", "lost", "left"]
@@ -56,6 +60,9 @@ class Node(Struct, kw_only=True):
     silenced_seq: int = 0
     replace: bool = False
     """Unreachable for replace_after_s."""
+    drained: bool = False
+    """An operator wants it empty; it stays so when its agent joins again."""
+    drain_reason: str = ""
     slots_out: list[int] = field(default_factory=list[int])
     """Slots with a hardware fault; they come back when the agent joins again."""
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
@@ -152,6 +159,8 @@ class Task(Struct, kw_only=True):
 
     id: int
     spec: JobSpec
+    weight: float
+    """w(t) of the paper; the spec's until an operator sets another."""
     submitted_s: float
     since_s: float
     phase: Phase = "idle"
@@ -159,6 +168,11 @@ class Task(Struct, kw_only=True):
     outcome: str = ""
     why: str = ""
     needs: str = ""
+    cost_waf: float = 0.0
+    weight_from: float = 0.0
+    """Of a task that waits: TaskWaiting."""
+    withheld: str = ""
+    """What would be ordered now, were healing on."""
     target: tuple[Seat, ...] = ()
     throughput: ThroughputSet | None = None
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
@@ -197,6 +211,9 @@ class Task(Struct, kw_only=True):
     """Iterations told as finished."""
     furthest: int = 0
     """The most that `iteration` ever was: what is done again is no progress."""
+    progressed_s: float = 0.0
+    """When it last told of a finished iteration; 0: never."""
+    iteration_flops: float = 0.0
     loss: float | None = None
     step_s: float = 0.0
     rate_flops: float = 0.0
@@ -260,9 +277,20 @@ class ClusterState(Struct, kw_only=True):
     plan_s: float = 0.0
     replan: str = ""
     """What made the last plan out of date; empty: it holds."""
+    frozen: str = ""
+    """Why an operator froze healing; empty: it is not frozen."""
+    earned: dict[int, float] = field(default_factory=dict[int, float])
+    """Weighted FLOP of iterations done for the first time, by span: at_s // EARNED_S."""
     num_slots_max: int = 0
     """The most slots ever seen at once."""
     reports_lost: int = 0
+
+    @property
+    def held(self) -> str:
+        """Why nothing is acted upon: `observing`, `frozen: REASON`; empty when healing is on."""
+        if self.policy.observe:
+            return "observing"
+        return f"frozen: {self.frozen}" if self.frozen else ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -284,7 +312,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-1:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-2:` and 16 hex digits; two folds of one log have the same."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 
@@ -313,11 +341,11 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 
 def usable_slots(state: ClusterState) -> list[Slot]:
-    """Slots that a plan may give: of healthy nodes, without a hardware fault."""
+    """Slots that a plan may give: of healthy nodes not drained, without a hardware fault."""
     return [
         Slot(name, index)
         for name in sorted(state.nodes)
-        if (node := state.nodes[name]).health == "healthy"
+        if (node := state.nodes[name]).health == "healthy" and not node.drained
         for index in range(node.num_slots)
         if index not in node.slots_out
     ]

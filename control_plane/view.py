@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .state import ClusterState, Node, Rank, Task, state_hash
+from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
@@ -21,6 +21,9 @@ def view(state: ClusterState) -> dict[str, Any]:
             "num_slots": sum(node.num_slots for node in state.nodes.values()
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
+            "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
+            "earned": [{"at_s": span * EARNED_S, "length_s": EARNED_S, "flop": flop}
+                       for span, flop in sorted(state.earned.items())],
         },
         "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
         "tasks": [_task(state, state.tasks[key]) for key in sorted(state.tasks)],
@@ -58,7 +61,8 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
                      "pid": rank.pid if rank is not None else 0}
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid, "health": node.health,
-            "since_s": node.since_s, "incarnation": node.incarnation,
+            "since_s": node.since_s, "drained": node.drained, "drain_reason": node.drain_reason,
+            "incarnation": node.incarnation,
             "accelerator": node.accelerator, "num_slots": node.num_slots, "slots": slots}
 
 
@@ -68,17 +72,21 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
-        "submitted_s": task.submitted_s, "weight": spec.weight,
+        "submitted_s": task.submitted_s, "progressed_s": task.progressed_s,
+        "weight": task.weight,
         "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
                   "max": spec.slots.max},
         "layout": f"DP{len(living)}" if living else "", "generation": task.generation,
         "iteration": task.iteration,
         "iterations": spec.train.iterations if spec.train is not None else 0,
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
-        "waf": spec.weight * task.rate_flops if task.phase == "training" else 0.0,
+        "waf": task.weight * task.rate_flops if task.phase == "training" else 0.0,
+        "throughput": (msgspec.to_builtins(task.throughput, str_keys=True)
+                       if task.throughput is not None else None),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": task.iterations_lost,
         "incident": task.incident, "why": task.why, "needs": task.needs,
+        "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],

@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .reports import Body
+from .reports import Body, FaultKind
 from .spec import JobSpec
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
@@ -117,6 +117,8 @@ class PlanChosen(Body, frozen=True):
     waf: float
     objective: int
     alternatives: tuple[Alternative, ...]
+    ideal_waf: float = 0.0
+    """What the best plan would earn with every slot of every node that has not left."""
 
 
 class TaskPlaced(Body, frozen=True):
@@ -128,11 +130,25 @@ class TaskPlaced(Body, frozen=True):
 
 
 class TaskWaiting(Body, frozen=True):
-    """The task has no slots; why, and what would let it run."""
+    """The task has no slots; why, and what would let it run.
+
+    `cost_waf` is what the other tasks would earn less if it ran, beyond what it earns itself;
+    from `weight_from` on the plan would give it slots (both 0 where slots are simply missing).
+    """
 
     task: int
     why: str
     needs: str
+    cost_waf: float = 0.0
+    weight_from: float = 0.0
+
+
+class OrderWithheld(Body, frozen=True):
+    """What would be ordered for this task now, had healing not been frozen, or only observed."""
+
+    task: int
+    what: str
+    why: str
 
 
 class TaskEnded(Body, frozen=True):
@@ -176,13 +192,18 @@ class StopRank(Body, frozen=True):
 
 
 class Quiesce(Body, frozen=True):
-    """Leave generation `generation`: `now`, after the micro-batch, or at the next `boundary`."""
+    """Leave generation `generation`: `now`, after the micro-batch, or at the next `boundary`.
+
+    `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of what it holds and says
+    CheckpointSaved before it says Quiesced, so that no iteration is lost.
+    """
 
     nodes: tuple[str, ...]
     task: int
     generation: int
     mode: QuiesceMode
     ranks: tuple[int, ...]
+    save: bool = False
 
 
 class Reconfigure(Body, frozen=True):
@@ -221,5 +242,20 @@ class PublishCheckpoint(Body, frozen=True):
     path: str
 
 
-ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, PublishCheckpoint)
-Order = StartRank | StopRank | Quiesce | Reconfigure | Resume | PublishCheckpoint
+class InjectFault(Body, frozen=True):
+    """Break something on purpose (FaultRequested): kill or stop a rank, or kill the agent.
+
+    Once only: not an open order, and an agent of another `incarnation` ignores it.
+    """
+
+    nodes: tuple[str, ...]
+    what: FaultKind
+    task: int
+    rank: int
+    attempt: int
+    incarnation: int
+    stop_s: float
+
+
+ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, PublishCheckpoint, InjectFault)
+Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | PublishCheckpoint | InjectFault)

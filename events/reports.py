@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from .spec import JobSpec
+
+FaultKind = Literal["rank", "stop", "node"]
+"""What may be broken on purpose: a rank killed, a rank stopped, an agent killed with its ranks."""
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -46,6 +51,14 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prior: what one reconfiguration of a task costs it."""
     gain_min: float = 0.005
     """A plan changes a healthy task only for this share of the cluster's WAF."""
+    calibrate_iterations: int = 20
+    """Undisturbed iterations at one size before their times count as measured throughput."""
+    calibrate_min: float = 0.1
+    """A table is set anew only when a measured rate differs from it by this share."""
+    observe: bool = False
+    """Decide, price and log everything, act on nothing."""
+    allow_inject: bool = False
+    """Whether operators may break things on purpose (FaultRequested)."""
 
 
 class PolicySet(Body, frozen=True):
@@ -82,6 +95,52 @@ class TaskSubmitted(Body, frozen=True):
 
 class TaskCancelRequested(Body, frozen=True):
     task: int
+    reason: str = ""
+
+
+class TaskWeightSet(Body, frozen=True):
+    """The task's weight from now on; its spec keeps the one that it was submitted with."""
+
+    task: int
+    weight: float
+    reason: str = ""
+
+
+class HealingFrozen(Body, frozen=True):
+    """From now on nothing is ordered that nobody asked for; what has begun is completed."""
+
+    reason: str
+
+
+class HealingResumed(Body, frozen=True):
+    """Unicron acts again, and at once upon all that happened meanwhile."""
+
+    reason: str = ""
+
+
+class NodeDrained(Body, frozen=True):
+    """Tasks shall leave the node; it gets none until NodeUndrained, also when it joins again."""
+
+    node: str
+    reason: str = ""
+
+
+class NodeUndrained(Body, frozen=True):
+    """The node may have tasks again."""
+
+    node: str
+    reason: str = ""
+
+
+class FaultRequested(Body, frozen=True):
+    """Break this on purpose: `rank` of `task`, or `node` ("" and -1 where it does not matter)."""
+
+    what: FaultKind
+    task: int = 0
+    rank: int = -1
+    node: str = ""
+    stop_s: float = 0.0
+    """How long a stopped rank stays stopped; 0 for ever."""
     reason: str = ""
 
 

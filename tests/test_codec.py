@@ -129,8 +129,19 @@ def test_the_bytes_written_before_are_read_today() -> None:
         assert codec.from_plain(line["plain"]) == back
         told = codec.to_plain(back)
         body = msgspec.to_builtins(told, str_keys=True)["body"]
-        assert body.items() >= line["plain"]["body"].items()
+        assert _holds(body, line["plain"]["body"]), line["kind"]
         assert {**told, "body": 0, "v": 0} == {**line["plain"], "body": 0, "v": 0}
+
+
+def _holds(told: Any, written: Any) -> bool:
+    """Whether all that was written is told, at every depth; a newer field may stand beside it."""
+    if isinstance(written, dict):
+        return isinstance(told, dict) and all(
+            key in told and _holds(told[key], value) for key, value in written.items())
+    if isinstance(written, list):
+        told = list(told)
+        return len(told) == len(written) and all(map(_holds, told, written))
+    return bool(told == written)
 
 
 def write_golden() -> None:
