@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from ..events import reports as r
 from ..events.orders import PlanChosen, Slot, TaskPlaced, TaskWaiting
 from ..events.records import Record
-from . import placement, planner, throughput, transition
+from . import placement, planner, processes, throughput, transition
 from .state import ClusterState, Task, live_tasks, usable_slots
 
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
-           r.DeadlineReached, r.OrderRefused, r.RankExited)
-"""What may concern every task: nodes, time, slots that become free."""
+           r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed)
+"""What may concern every task: nodes, time, slots that become free, whether we act."""
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
@@ -23,6 +23,10 @@ def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
     """
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec)
+    if isinstance(record.body, r.FaultRequested):
+        fault = processes.inject_fault(state, record.body)
+        if fault is not None:
+            yield fault
     for task in _concerned(state, record):
         yield from transition.step(state, task)
     for _ in range(2 * len(state.tasks) + 2):
@@ -64,7 +68,8 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
                      waf=choice.plan.waf, objective=choice.plan.objective,
                      alternatives=choice.alternatives)
-    yield from _place(open_tasks, choice.plan.slots, slots)
+    if not state.held:
+        yield from _place(open_tasks, choice.plan.slots, slots)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if count == 0:
             yield from _wait(state, task, len(slots))

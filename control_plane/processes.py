@@ -1,8 +1,9 @@
-"""The orders that start and end one process, and whether they are due."""
+"""The orders that start, end or break one process, and whether they are due."""
 
 from __future__ import annotations
 
-from ..events.orders import Seat, StartRank, StopRank
+from ..events.orders import InjectFault, Seat, StartRank, StopRank
+from ..events.reports import FaultRequested
 from .incidents import NUM_STOPS_MAX
 from .state import ClusterState, Rank, Task
 
@@ -35,3 +36,15 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
     return (node is not None and node.health == "healthy"
             and seat.slot.index not in node.occupants
             and seat.slot.index not in node.slots_out)
+
+
+def inject_fault(state: ClusterState, asked: FaultRequested) -> InjectFault | None:
+    """The order that breaks what was asked for, None where that is not allowed or not there."""
+    task = state.tasks.get(asked.task)
+    rank = task.ranks.get(asked.rank) if task is not None else None
+    node = state.nodes.get(asked.node if asked.what == "node" else rank.slot.node if rank else "")
+    if not state.policy.allow_inject or node is None or node.health == "left":
+        return None
+    return InjectFault(nodes=(node.name,), what=asked.what, task=task.id if task else 0,
+                       rank=rank.rank if rank else -1, attempt=rank.attempt if rank else 0,
+                       incarnation=node.incarnation, stop_s=max(asked.stop_s, 0.0))

@@ -26,6 +26,7 @@ from . import command
 from .incidents import close_incident, end_incident, network_incident, open_incidents
 from .processes import slot_free, start_rank, stop_pending, stop_rank
 from .state import ClusterState, Phase, Rank, Task
+from .withhold import withhold
 
 NUM_ROWS_MAX = 8
 """Rows of the table that one record can set off; more is a bug."""
@@ -174,6 +175,9 @@ TABLE: tuple[Row, ...] = (
 # --- the steps of a task ------------------------------------------------------------------------
 def step(state: ClusterState, task: Task) -> Iterator[Body]:
     """The next decisions for this task; none when it is as it should be."""
+    if state.held and task.ending != "cancelled":
+        yield from _step_held(state, task)
+        return
     yield from _stop_ghosts(state, task)
     if task.outcome:
         return
@@ -193,9 +197,43 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from close_incident(state, task)
 
 
+def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Healing is held: what has begun is completed, what else would be ordered is only told."""
+    if task.outcome:
+        return
+    yield from open_incidents(state, task)
+    if task.is_train and task.finished:
+        yield from _finish(state, task)
+    else:
+        if task.is_train and task.phase != "training":
+            yield from _transition(state, task)
+        yield from withhold(state, task, _next_orders(state, task))
+    if not task.outcome:
+        yield from _publish(state, task)
+        yield from close_incident(state, task)
+
+
+def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
+    """What would follow at once, were it ordered; nothing here waits for its fold."""
+    if task.ending:
+        yield from _end(state, task)
+    elif not task.is_train:
+        yield from command.step(state, task)
+    else:
+        row = _row(state, task)
+        if row is not None and task.target:
+            yield from row.then(state, task)
+        yield from _stop(state, task)
+        yield from _start(state, task)
+
+
+def _row(state: ClusterState, task: Task) -> Row | None:
+    return next((row for row in TABLE if row.phase == task.phase and row.on(state, task)), None)
+
+
 def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
     for _ in range(NUM_ROWS_MAX):
-        row = next((row for row in TABLE if row.phase == task.phase and row.on(state, task)), None)
+        row = _row(state, task)
         if row is None or not task.target:
             return
         yield from row.then(state, task)

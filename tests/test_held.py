@@ -1,0 +1,164 @@
+"""Healing held: frozen or observing, everything is decided and logged, nothing is ordered."""
+
+from __future__ import annotations
+
+import pytest
+from heart_driver import Driver, at_rest, failed, kinds, spec, task_of, the
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record
+
+
+@pytest.fixture
+def d() -> Driver:
+    return Driver()
+
+
+def freeze(d: Driver) -> list[Record]:
+    return d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+
+
+def thaw(d: Driver) -> list[Record]:
+    return d.tell("operator/thaw", r.HealingResumed())
+
+
+def orders(records: list[Record]) -> list[str]:
+    return [record.kind for record in records if isinstance(record.body, o.ORDERS)]
+
+
+def test_a_killed_rank_is_told_and_left(d: Driver) -> None:
+    task = d.running()
+    assert kinds(freeze(d)) == []
+    told = d.exit(task, 2)
+    assert the(o.IncidentOpened, told).severity == "SEV2"
+    withheld = the(o.OrderWithheld, told)
+    assert withheld.why == "frozen: a change of switches"
+    assert "ranks 0 1 3 leave generation 1 at once" in withheld.what
+    assert "start rank 2 on n2/0" in withheld.what
+    assert orders(told) == []
+    for rank in (0, 1, 3):
+        assert kinds(failed(d, task, rank)) == [], "told once, not with every report"
+    at_rest(d)
+
+
+def test_when_it_is_thawed_all_that_waits_is_done(d: Driver) -> None:
+    task = d.running()
+    freeze(d)
+    d.exit(task, 2)
+    for rank in (0, 1, 3):
+        failed(d, task, rank)
+    told = thaw(d)
+    assert "Quiesce" in orders(told)
+    assert "StartRank" in orders(told)
+    assert task_of(d, task).withheld == ""
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).healed == 1
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_a_transition_that_has_begun_is_completed(d: Driver) -> None:
+    task = d.running()
+    begun = [x for x in d.exit(task, 2) if isinstance(x.body, o.Quiesce)]
+    freeze(d)
+    told = d.obey(begun)
+    assert task_of(d, task).phase == "training", "half of a transition would harm"
+    assert [m.rank for m in the(o.Reconfigure, told).members] == [0, 1, 3]
+    at_rest(d)
+
+
+def test_a_new_task_is_planned_and_waits(d: Driver) -> None:
+    freeze(d)
+    name = "operator/submit"
+    told = d.tell(name, r.TaskSubmitted(spec=spec()))
+    assert the(o.PlanChosen, told).allocations[0].slots == 4
+    assert the(o.OrderWithheld, told).what == "from 0 to 4 slots, by the plan"
+    assert orders(told) == []
+    assert "TaskPlaced" not in kinds(told)
+    assert orders(thaw(d)) == ["StartRank"] * 4
+    at_rest(d)
+
+
+def test_cancel_is_asked_for_and_so_done(d: Driver) -> None:
+    task = d.running()
+    freeze(d)
+    told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    assert orders(told) == ["StopRank"] * 4
+    d.obey(told)
+    assert task_of(d, task).outcome == "cancelled"
+
+
+def test_a_lost_node_is_priced_not_acted_upon(d: Driver) -> None:
+    task = d.running()
+    freeze(d)
+    node = d.state.nodes["n2"]
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=node.incarnation, silence_s=6.0))
+    told = failed(d, task, 0)
+    assert the(o.IncidentOpened, told).severity == "SEV1"
+    assert the(o.PlanChosen, told).num_slots == 2
+    assert "from 4 to 2 slots, by the plan" in task_of(d, task).withheld
+    assert orders(told) == []
+    d.join("n2", incarnation=2)
+    told = thaw(d)
+    assert orders(told).count("StartRank") == 2
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(observe=True)))
+    task = d.submit(spec())
+    assert task_of(d, task).withheld
+    assert orders(d.log) == []
+    assert [x.body.why for x in d.log if isinstance(x.body, o.OrderWithheld)] == ["observing"]
+    told = d.tell("leader/abc", r.PolicySet(policy=r.Policy()))
+    assert orders(told) == ["StartRank"] * 4
+    at_rest(d)
+
+
+def test_a_command_task_is_not_started_again(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
+    d.obey(d.log[-9:])
+    freeze(d)
+    assert orders(d.exit(task, 0, code=3, signal=None)) == []
+    assert "stop rank 1" in task_of(d, task).withheld
+    assert "StopRank" in orders(thaw(d))
+
+
+def test_faults_on_purpose_only_where_that_is_allowed(d: Driver) -> None:
+    task = d.running()
+    ask = r.FaultRequested(what="rank", task=task, rank=2)
+    assert kinds(d.tell("operator/a", ask)) == []
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(allow_inject=True)))
+    order = the(o.InjectFault, d.tell("operator/b", ask))
+    assert (order.nodes, order.rank, order.attempt, order.incarnation) == (("n2",), 2, 1, 1)
+    node = the(o.InjectFault, d.tell("operator/c", r.FaultRequested(what="node", node="n1")))
+    assert (node.nodes, node.what) == (("n1",), "node")
+    assert kinds(d.tell("operator/d", r.FaultRequested(what="node", node="n9"))) == []
+    at_rest(d)
+
+
+def test_a_drained_node_stays_so_when_its_agent_joins_again(d: Driver) -> None:
+    d.tell("operator/drain", r.NodeDrained(node="n1", reason="fans"))
+    d.join("n1", incarnation=2)
+    assert d.state.nodes["n1"].drained
+    assert d.state.nodes["n1"].drain_reason == "fans"
+    task = d.submit(spec())
+    assert {seat.slot.node for seat in task_of(d, task).target} == {"n2"}
+    told = d.tell("operator/undrain", r.NodeUndrained(node="n1"))
+    assert the(o.PlanChosen, told).trigger == "node n1 undrained"
+
+
+def test_weights_are_the_operators(d: Driver) -> None:
+    task = d.running()
+    other = d.submit(spec(name="beta", weight=0.5, train={
+        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    before = len(task_of(d, other).target)
+    told = d.tell("operator/w", r.TaskWeightSet(task=other, weight=50.0))
+    assert the(o.PlanChosen, told).trigger == "task beta has weight 50"
+    assert len(task_of(d, other).target) > before
+    assert task_of(d, other).spec.weight == 0.5
+    assert kinds(d.tell("operator/x", r.TaskWeightSet(task=task, weight=float(10**9)))) == []
