@@ -51,6 +51,7 @@ types: ## lay the link that lets type checkers see the root as the package unicr
 docs: setup ## write the pages that come from docstrings anew (records, commands, code map)
 	@$(BIN)/python docs/reference/generate.py
 	@$(BIN)/python docs/reference/commands.py
+	@$(BIN)/python docs/reference/screen.py
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

@@ -64,6 +64,14 @@ def every_record_is_documented(root: Path) -> list[str]:
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
 
 
+def the_picture_is_of_the_output(root: Path) -> list[str]:
+    """docs/demo.svg shows the demo's output that README has."""
+    page, readme = root / "docs/demo.svg", root / "README.md"
+    fresh = page.exists() and readme.exists() and page.read_text(encoding="utf-8") == _script(
+        "screen").render(readme.read_text(encoding="utf-8"))
+    return [] if fresh else ["docs/demo.svg is stale: make docs"]
+
+
 def every_file_is_on_the_map(root: Path) -> list[str]:
     """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
     page = root / "docs/ARCHITECTURE.md"
@@ -114,6 +122,7 @@ RULES: dict[Rule, dict[str, str]] = {
     every_command_is_documented: {"docs/reference/cli.md": "# Commands\n"},
     every_dependency_has_a_page: {"pyproject.toml": PROJECT},
     every_record_is_documented: {"events/reports.py": REPORTS, "events/orders.py": REPORTS},
+    the_picture_is_of_the_output: {"README.md": "# R\n"},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
