@@ -31,7 +31,8 @@ def render(readme: str) -> str:
     lines = ["$ make demo", *lines]
     height = 2 * MARGIN_PX + LINE_PX * len(lines)
     width = round(2 * MARGIN_PX + COLUMN_PX * max(COLUMNS, *map(len, lines)))
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" '
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" '
+             f'viewBox="0 0 {width} {height}" '
              f'width="{width}" height="{height}" role="img" aria-label="A run of make demo">',
              f"<style>{STYLE}</style>",
              f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>']
