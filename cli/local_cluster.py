@@ -48,6 +48,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     port: int = 0
     cluster: str = "default"
     trace_dir: str = ""
+    policy: str = ""
+    """A policy file for the control plane; empty: its defaults."""
 
 
 def wanted_before(state: StateDir) -> Wanted | None:
@@ -105,6 +107,8 @@ class LocalCluster:
             embedded.wait_free(port)  # one that was just killed may still be letting go of it
             check_port(port)
             environment[REDIS_URL] = self.redis_url  # not in argv: everybody may read that
+            if self.wanted.policy:
+                common += ["--policy", self.wanted.policy]
             return processes.start(
                 self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),
                                            "--cluster", self.wanted.cluster), environment)

@@ -50,7 +50,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             redis_url=last.redis_url if self.redis is None else self.redis,
             port=last.port if self.port is None else self.port,
             cluster=last.cluster if self.cluster is None else self.cluster,
-            trace_dir=last.trace_dir)
+            trace_dir=last.trace_dir, policy=last.policy)
 
     def refuse_other(self, before: Wanted, state: StateDir) -> None:
         """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
