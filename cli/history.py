@@ -6,7 +6,8 @@ fault's own time is the reporter's (`occurred_s` of its first evidence).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -54,6 +55,13 @@ class TaskHistory(Struct, kw_only=True):
     name: str
     num_iterations: int
     submitted_s: float
+    weight: float = 1.0
+    """As of the last record."""
+    iteration_flops: float = 0.0
+    furthest: int = 0
+    """Iterations done for the first time: what is trained again is no work."""
+    origin: str = ""
+    """Of its throughput: declared, modelled, measured."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
     step_s: dict[int, float] = field(default_factory=dict[int, float])
     micro_batches: dict[int, int] = field(default_factory=dict[int, int])
@@ -63,19 +71,57 @@ class TaskHistory(Struct, kw_only=True):
     ended_s: float = 0.0
 
 
+class Work(Struct, frozen=True):
+    """Weighted FLOP done for the first time, evenly from `from_s` to `to_s`."""
+
+    from_s: float
+    to_s: float
+    flop: float
+
+
+class Planned(Struct, frozen=True):
+    """What the cluster was to earn from `at_s` on, weighted FLOP/s: the plan, and the ideal one."""
+
+    at_s: float
+    waf: float
+    ideal_waf: float
+
+
+class Waf(Struct, frozen=True, kw_only=True):
+    """WAF over time in buckets of `bucket_s` from `from_s` on: weighted FLOP/s, means of a bucket.
+
+    `achieved` is measured. `planned` and `ideal` are in the units of the tasks' throughput tables,
+    whose `origins` say whether they compare with it: only `measured` does.
+    """
+
+    from_s: float
+    bucket_s: float
+    achieved: tuple[float, ...]
+    planned: tuple[float, ...]
+    ideal: tuple[float, ...]
+    origins: tuple[str, ...]
+    """Of the tasks that the log's plans gave slots: declared, modelled, measured."""
+
+
 class History(Struct):
     """All tasks and incidents of a log, by id; `seq` is the last record that was read."""
 
     seq: int = 0
+    at_s: float = 0.0
+    """When that was."""
     tasks: dict[int, TaskHistory] = field(default_factory=dict[int, TaskHistory])
     incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
     stamps: dict[int, tuple[float, float]] = field(
         default_factory=dict[int, tuple[float, float]])
     """(at_s, occurred_s) of what may be evidence, by seq."""
+    work: list[Work] = field(default_factory=list[Work])
+    plans: list[Planned] = field(default_factory=list[Planned])
+    origins: list[str] = field(default_factory=list[str])
+    """Of the tables that the plans were made of, in the order in which they first were."""
 
     def add(self, record: Plain) -> None:
         """Read the next record."""
-        self.seq = record["seq"]
+        self.seq, self.at_s = record["seq"], record["at_s"]
         kind, body = record["kind"], record["body"]
         if record["source"] != "heart" and kind != "TaskProgressed":
             self.stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
@@ -86,6 +132,7 @@ class History(Struct):
                 if incident.task == body.get("task") and incident.outcome == "open":
                     _phase(incident, record)
         _task(self, record)
+        _planned(self, record)
 
 
 def history(records: Iterable[Plain]) -> History:
@@ -94,6 +141,71 @@ def history(records: Iterable[Plain]) -> History:
     for record in records:
         told.add(record)
     return told
+
+
+def waf(told: History | Iterable[Plain], num_buckets: int) -> Waf:
+    """WAF over time, from the first submission to the last record, in equal buckets.
+
+    `achieved`: FLOP of an iteration (RankReady) x iterations done for the first time x the weight
+    at that time, spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps;
+    0 before the first plan and after the last task's end. Raises ValueError on no buckets.
+    """
+    if num_buckets < 1:
+        raise ValueError("at least one bucket")
+    it = told if isinstance(told, History) else history(told)
+    from_s = min((task.submitted_s for task in it.tasks.values()), default=it.at_s)
+    bucket_s = max(it.at_s - from_s, 1e-3) / num_buckets
+    edges = [from_s + bucket_s * index for index in range(num_buckets + 1)]
+    until_s = [plan.at_s for plan in it.plans[1:]] + [edges[-1]]
+    plans = [Work(plan.at_s, to_s, plan.waf * (to_s - plan.at_s))
+             for plan, to_s in zip(it.plans, until_s, strict=False)]
+    ideals = [Work(plan.at_s, to_s, plan.ideal_waf * (to_s - plan.at_s))
+              for plan, to_s in zip(it.plans, until_s, strict=False)]
+    return Waf(from_s=from_s, bucket_s=bucket_s, achieved=_rates(it.work, edges),
+               planned=_rates(plans, edges), ideal=_rates(ideals, edges),
+               origins=tuple(it.origins))
+
+
+def _rates(work: Sequence[Work], edges: Sequence[float]) -> tuple[float, ...]:
+    """The mean FLOP/s between neighbouring edges; work before the first edge counts to it."""
+    bucket_s = edges[1] - edges[0]
+    parts: list[list[float]] = [[] for _ in edges[1:]]
+    for one in work:
+        from_s, to_s = max(one.from_s, edges[0]), min(one.to_s, edges[-1])
+        first, last = (min(max(int((at_s - edges[0]) / bucket_s), 0), len(parts) - 1)
+                       for at_s in (from_s, to_s))
+        for index in range(first, last + 1):
+            inside_s = min(to_s, edges[index + 1]) - max(from_s, edges[index])
+            share = inside_s / (to_s - from_s) if to_s > from_s else 1.0 / (last - first + 1)
+            parts[index].append(one.flop * max(share, 0.0))
+    return tuple(math.fsum(part) / bucket_s for part in parts)
+
+
+def _worked(told: History, task: TaskHistory, record: Plain) -> None:
+    """Iterations were told as finished, one after the other until now."""
+    body = record["body"]
+    if record["kind"] == "LossNotFinite":
+        to, times_s = body["iteration"] + 1, list(task.step_s.values())[-1:]
+    else:
+        to, times_s = body["first_iteration"] + len(body["losses"]), list(body["step_s"])
+    num = to - task.furthest
+    if num > 0:
+        took_s = math.fsum(times_s[-num:])
+        told.work.append(Work(record["at_s"] - took_s, record["at_s"],
+                              num * task.iteration_flops * task.weight))
+        task.furthest = to
+
+
+def _planned(told: History, record: Plain) -> None:
+    body = record["body"]
+    if record["kind"] == "PlanChosen":
+        told.plans.append(Planned(record["at_s"], body["waf"], body.get("ideal_waf", 0.0)))
+        for one in body["allocations"]:
+            origin = told.tasks[one["task"]].origin if one["task"] in told.tasks else ""
+            if one["slots"] and origin and origin not in told.origins:
+                told.origins.append(origin)
+    elif record["kind"] == "TaskEnded" and all(x.outcome for x in told.tasks.values()):
+        told.plans.append(Planned(record["at_s"], 0.0, 0.0))
 
 
 def _incident(told: History, record: Plain) -> None:
@@ -148,12 +260,22 @@ def _task(told: History, record: Plain) -> None:
         train = body["spec"].get("train")
         told.tasks[record["seq"]] = TaskHistory(
             id=record["seq"], name=body["spec"]["name"], submitted_s=record["at_s"],
-            num_iterations=train["iterations"] if train else 0)
+            num_iterations=train["iterations"] if train else 0,
+            weight=body["spec"]["weight"])
         return
     task = told.tasks.get(body.get("task", 0))
     if task is None:
         return
-    if kind == "TaskProgressed":
+    if kind == "RankReady":
+        task.iteration_flops = body["iteration_flops"]
+    elif kind == "TaskWeightSet":
+        task.weight = body["weight"]
+    elif kind == "ThroughputSet":
+        task.origin = body["origin"]
+    elif kind == "LossNotFinite":
+        _worked(told, task, record)
+    elif kind == "TaskProgressed":
+        _worked(told, task, record)
         for offset, loss in enumerate(body["losses"]):
             task.losses[body["first_iteration"] + offset] = loss
         for offset, step_s in enumerate(body["step_s"]):
