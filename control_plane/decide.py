@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ..events import reports as r
-from ..events.orders import PlanChosen, Slot, TaskPlaced, TaskWaiting
+from ..events.orders import PlanChosen, Slot, TaskPlaced
 from ..events.records import Record
-from . import placement, planner, processes, throughput, transition
+from . import placement, planner, pricing, processes, throughput, transition, waiting
 from .state import ClusterState, Task, live_tasks, usable_slots
 
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
@@ -62,17 +61,26 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     taken, usable = set(held), set(slots)
     slots = [slot for slot in slots if slot not in taken]
     policy = state.policy
-    choice = planner.choose([_wish(task, usable) for task in open_tasks], num_slots=len(slots),
-                            mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s,
-                            gain_min=policy.gain_min)
+    wishes = [_wish(task, usable) for task in open_tasks]
+    choice = planner.choose(wishes, num_slots=len(slots), mtbf_gpu_s=policy.mtbf_gpu_s,
+                            transition_s=policy.transition_s, gain_min=policy.gain_min)
     yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
                      waf=choice.plan.waf, objective=choice.plan.objective,
-                     alternatives=choice.alternatives)
+                     alternatives=choice.alternatives, ideal_waf=_ideal_waf(state, usable))
     if not state.held:
         yield from _place(open_tasks, choice.plan.slots, slots)
+    told = pricing.prices(wishes, choice.plan, num_slots=len(slots), gain_min=policy.gain_min,
+                          mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if count == 0:
-            yield from _wait(state, task, len(slots))
+            yield from waiting.wait(state, task, len(slots), told.get(task.id))
+
+
+def _ideal_waf(state: ClusterState, usable: set[Slot]) -> float:
+    """What the best plan would earn with every slot of every node that has not left."""
+    num_slots = sum(node.num_slots for node in state.nodes.values() if node.health != "left")
+    wishes = [_wish(task, usable) for task in live_tasks(state) if not task.ending]
+    return planner.ideal_waf(wishes, num_slots)
 
 
 def _pinned(state: ClusterState, task: Task) -> bool:
@@ -109,24 +117,3 @@ def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Ite
         if seats != task.target:
             why = placement.why_placed(seats) if seats else "the plan gives it no slots"
             yield TaskPlaced(task=task.id, seats=seats, why=why)
-
-
-def _wait(state: ClusterState, task: Task, num_slots: int) -> Iterator[r.Body]:
-    low = task.spec.slots.min
-    rates = task.throughput.rates_flops if task.throughput is not None else (1.0,)
-    if low > state.num_slots_max:
-        why, needs = "too large", (f"{low} slots; the cluster has had at most "
-                                   f"{state.num_slots_max}")
-    elif not any(rates):
-        why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
-    elif low > num_slots:
-        num_out = sum(len(node.slots_out) for node in state.nodes.values())
-        out = f" ({num_out} out: unicron status nodes)" if num_out else ""
-        why, needs = "not enough slots", f"{low} slots; there are {num_slots}{out}"
-    else:
-        others = math.fsum(x.waf for x in state.plan.allocations) if state.plan else 0.0
-        why = "others earn as much or more with the slots"
-        needs = (f"{low} free slot{'s' * (low > 1)}, or a higher weight: together the others earn "
-                 f"{others / 1e12:.3g} TFLOP/s, weighted")
-    if (task.why, task.needs) != (why, needs):
-        yield TaskWaiting(task=task.id, why=why, needs=needs)

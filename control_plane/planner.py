@@ -8,7 +8,7 @@ every way of computing the optimum gives the same one. Ties: the first task, by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative
 
+NUM_BEATEN_MIN = 2
+"""Plans that a plan is told to have beaten, where there are so many."""
+IMPOSSIBLE = -(1 << 60)
+"""Below half of it: no vector fits."""
 _SUM_BITS = 52
-_IMPOSSIBLE = -(1 << 60)
 Table = NDArray[np.int64]
 Row = Sequence[tuple[int, int]]
 """(slots, gain as an integer) of one task."""
@@ -81,24 +84,24 @@ def best(rows: Sequence[Row], num_slots: int) -> Found | None:
 
     O(num_slots * sum of candidates).
     """
-    after = _suffixes(rows, num_slots)
-    if after[0][num_slots] <= _IMPOSSIBLE // 2:
+    after = suffixes(rows, num_slots)
+    if after[0][num_slots] <= IMPOSSIBLE // 2:
         return None
-    return _forward(rows, after, num_slots), int(after[0][num_slots])
+    return backtrack(rows, after, num_slots), int(after[0][num_slots])
 
 
 def _best_of(row: Row, rest: Table) -> Table:
     """For each j: the most of gain + rest[j - size] over the row's candidates."""
-    found = np.full_like(rest, _IMPOSSIBLE)
+    found = np.full_like(rest, IMPOSSIBLE)
     for size, gain in row:
         if size < len(rest):
             head = rest[: len(rest) - size]
-            np.maximum(found[size:], np.where(head > _IMPOSSIBLE // 2, head + gain, _IMPOSSIBLE),
+            np.maximum(found[size:], np.where(head > IMPOSSIBLE // 2, head + gain, IMPOSSIBLE),
                        out=found[size:])
     return found
 
 
-def _suffixes(rows: Sequence[Row], num_slots: int) -> list[Table]:
+def suffixes(rows: Sequence[Row], num_slots: int) -> list[Table]:
     """after[i][j]: the best of rows i.. with j slots."""
     after: list[Table] = [np.zeros(num_slots + 1, dtype=np.int64)]
     for row in reversed(rows):
@@ -106,8 +109,7 @@ def _suffixes(rows: Sequence[Row], num_slots: int) -> list[Table]:
     return after[::-1]
 
 
-def _forward(rows: Sequence[Row], after: Sequence[Table],
-             left: int) -> tuple[int, ...]:
+def backtrack(rows: Sequence[Row], after: Sequence[Table], left: int) -> tuple[int, ...]:
     """The one backtracker: of all optima, the first row takes most."""
     chosen: list[int] = []
     for i, row in enumerate(rows):
@@ -122,51 +124,79 @@ def _forward(rows: Sequence[Row], after: Sequence[Table],
 def second_best(rows: Sequence[Row], num_slots: int,
                 chosen: Sequence[int]) -> Found | None:
     """The best vector that differs from `chosen`. By prefix and suffix tables, one pass each."""
-    after = _suffixes(rows, num_slots)
-    before = _suffixes(list(reversed(rows)), num_slots)[::-1]
-    found: tuple[int, int, int, int] | None = None
+    return next((found for _, _, found in _runners_up(rows, num_slots, chosen)), None)
+
+
+def _runners_up(rows: Sequence[Row], num_slots: int,
+                chosen: Sequence[int]) -> Iterator[tuple[int, int, Found]]:
+    """For each row and each size that was not chosen, the best vector with it; best first."""
+    after = suffixes(rows, num_slots)
+    before = suffixes(list(reversed(rows)), num_slots)[::-1]
+    found: list[tuple[int, int, int, int]] = []
     for i, row in enumerate(rows):
-        both = before[i][:, None] if num_slots == 0 else before[i]
         for size, gain in row:
-            if size == chosen[i] or size > num_slots:
-                continue
-            left = num_slots - size
-            value = np.ravel(both)[: left + 1] + after[i + 1][: left + 1][::-1]
-            at = int(np.argmax(value))
-            total = int(value[at]) + gain
-            if value[at] > _IMPOSSIBLE // 2 and (found is None or total > found[0]):
-                found = (total, i, size, at)
-    if found is None:
-        return None
-    total, i, size, at = found
-    head = list(reversed(rows[:i]))
-    first = _forward(head, _suffixes(head, num_slots), at)[::-1]
-    last = _forward(rows[i + 1:], after[i + 1:], num_slots - size - at)
-    return (*first, size, *last), total
+            if size != chosen[i] and size <= num_slots:
+                left = num_slots - size
+                value = before[i][: left + 1] + after[i + 1][: left + 1][::-1]
+                at = int(np.argmax(value))
+                if value[at] > IMPOSSIBLE // 2:
+                    found.append((-int(value[at]) - gain, i, size, at))
+    for total, i, size, at in sorted(found, key=lambda x: x[:2]):
+        first = backtrack(list(reversed(rows[:i])), before[i::-1], at)[::-1]
+        last = backtrack(rows[i + 1:], after[i + 1:], num_slots - size - at)
+        yield i, size, ((*first, size, *last), -total)
 
 
 def choose(wishes: Sequence[Wish], *, num_slots: int, mtbf_gpu_s: float, transition_s: float,
            gain_min: float) -> Choice:
-    """The best plan; a healthy task is changed only for `gain_min` of the cluster's WAF."""
+    """The best plan; a healthy task is changed only for `gain_min` of what the cluster earns.
+
+    Both are compared by the sum of G, so what the changes themselves cost is counted.
+    """
     rows = gains(wishes, num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s, transition_s=transition_s)
-    free = _plan(wishes, rows, best(rows, num_slots))
+    free = plan_of(wishes, best(rows, num_slots))
     assert free is not None, "0 slots for each always fits"
-    held = [row if wish.hurt or wish.now == 0 else [x for x in row if x[0] == wish.now] or row
-            for wish, row in zip(wishes, rows, strict=True)]
-    steady = _plan(wishes, rows, best(held, num_slots))
-    plan = free
-    others: list[tuple[str, Plan | None]] = []
+    steady = plan_of(wishes, best(held(wishes, rows), num_slots))
+    plan, others = free, _named(wishes, rows, num_slots)
     if steady is not None and steady.slots != free.slots:
-        if free.waf - steady.waf < gain_min * steady.waf:
+        if free.objective < (1 + gain_min) * steady.objective or (
+                free.objective == steady.objective):
             plan = steady
             others.append((f"the optimum, which changes healthy tasks for less than "
-                           f"{gain_min:g} of the WAF", free))
+                           f"{100 * gain_min:g} % of the WAF", free))
         else:
             others.append(("healthy tasks stay as they are", steady))
-    others += _named(wishes, rows, num_slots)
-    others.append(("the next best", _plan(wishes, rows, second_best(rows, num_slots, plan.slots))))
+    others += _next(wishes, rows, num_slots, [plan, *(other for _, other in others)])
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
                   alternatives=_alternatives(wishes, plan, others))
+
+
+def held(wishes: Sequence[Wish], rows: Sequence[Row]) -> list[Row]:
+    """The rows without what would change a healthy task that has slots."""
+    return [row if wish.hurt or wish.now == 0 else [x for x in row if x[0] == wish.now] or row
+            for wish, row in zip(wishes, rows, strict=True)]
+
+
+def _next(wishes: Sequence[Wish], rows: Sequence[Row], num_slots: int,
+          known: Sequence[Plan | None]) -> list[tuple[str, Plan | None]]:
+    """The next best plan, and as many more as make NUM_BEATEN_MIN that were beaten."""
+    chosen, *others = dict.fromkeys(plan.slots for plan in known if plan is not None)
+    found: list[tuple[str, Plan | None]] = []
+    for place, (i, size, vector) in enumerate(_runners_up(rows, num_slots, chosen)):
+        if place and len(others) >= NUM_BEATEN_MIN:
+            break
+        what = f"the best with {wishes[i].name} on {size}" if place else "the next best"
+        found.append((what, plan_of(wishes, vector)))
+        if vector[0] not in others:
+            others.append(vector[0])
+    return found
+
+
+def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:
+    """What the best plan of all would earn on `num_slots`, were changes free."""
+    rows = gains(wishes, num_slots=num_slots, mtbf_gpu_s=1.0, transition_s=0.0)
+    plan = plan_of(wishes, best(rows, num_slots))
+    return plan.waf if plan is not None else 0.0
 
 
 def _named(wishes: Sequence[Wish], rows: Sequence[Row],
@@ -175,19 +205,19 @@ def _named(wishes: Sequence[Wish], rows: Sequence[Row],
     keep = [[x for x in row if x[0] == wish.now] for wish, row in zip(wishes, rows, strict=True)]
     others: list[tuple[str, Plan | None]] = []
     if all(keep):
-        others.append(("keep as it is", _plan(wishes, rows, best(keep, num_slots))))
+        others.append(("keep as it is", plan_of(wishes, best(keep, num_slots))))
     hurt = [wish.name for wish in wishes if wish.hurt]
     if hurt:
         shrink = [[x for x in row if x[0] <= wish.now] if wish.hurt else same
                   for wish, row, same in zip(wishes, rows, keep, strict=True)]
         if all(shrink):
             others.append((f"shrink only the hurt ({', '.join(hurt)})",
-                           _plan(wishes, rows, best(shrink, num_slots))))
+                           plan_of(wishes, best(shrink, num_slots))))
     return others
 
 
-def _plan(wishes: Sequence[Wish], rows: Sequence[Row],
-          found: Found | None) -> Plan | None:
+def plan_of(wishes: Sequence[Wish], found: Found | None) -> Plan | None:
+    """What was found, with what it earns."""
     if found is None:
         return None
     slots = found[0]

@@ -8,7 +8,8 @@ import math
 from heart_driver import spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.control_plane import planner, throughput
+from msgspec.structs import replace
+from unicron.control_plane import planner, pricing, throughput
 from unicron.control_plane.planner import Wish
 from unicron.events.orders import ThroughputSet
 
@@ -97,8 +98,17 @@ def test_an_unhurt_task_gives_a_slot() -> None:
     choice = _choose([alpha, beta], 4)
     assert choice.plan.slots == (3, 1)
     told = {other.what: other.slots for other in choice.alternatives}
-    assert told["healthy tasks stay as they are"] == ((1, 2), (2, 2))
-    assert told["the next best"] == ((1, 4), (2, 0))
+    assert told == {"shrink only the hurt (t1)": ((1, 2), (2, 2)),
+                    "the next best": ((1, 4), (2, 0))}
+    assert [other.waf for other in choice.alternatives] == [5.7, 6.16]
+
+
+def test_two_beaten_plans_are_told_where_there_are_two() -> None:
+    choice = _choose([_wish(1, 4, {2: 3.2, 4: 5.0}, hurt=True), _wish(2, 2, {2: 2.5})], 4)
+    assert choice.plan.slots == (2, 2)
+    assert [(x.what, x.slots, x.waf) for x in choice.alternatives] == [
+        ("the next best", ((1, 4), (2, 0)), 5.0),
+        ("the best with t1 on 0", ((1, 0), (2, 2)), 2.5)]
 
 
 def test_a_small_gain_changes_no_healthy_task() -> None:
@@ -146,3 +156,72 @@ def test_a_command_task_earns_by_slots() -> None:
 def test_workers_may_idle() -> None:
     table = ThroughputSet(task=1, origin="measured", sizes=(1, 2, 3), rates_flops=(4.0, 9.0, 7.0))
     assert throughput.candidates(table, 3) == [(1, 4.0), (2, 9.0), (3, 9.0)]
+
+
+# --- what a task that waits would cost ----------------------------------------------------------
+@st.composite
+def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
+    """More wishes than slots, with rates that a weight can make up for."""
+    rate = st.floats(0.5, 50.0, allow_nan=False)
+    found: list[Wish] = []
+    for task in range(1, draw(st.integers(2, 4)) + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
+        wafs = [draw(rate) for _ in sizes]
+        found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
+                          hurt=draw(st.booleans()), sizes=tuple(sizes), wafs=tuple(wafs)))
+    return found, draw(st.integers(1, 8)), draw(st.sampled_from([0.0, 0.005, 0.2]))
+
+
+@given(crowded())
+@settings(max_examples=400, deadline=None)
+def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> None:
+    """Slightly above the price the next plan gives slots, slightly below it gives none."""
+    found, num_slots, gain_min = case
+    about = {"num_slots": num_slots, "mtbf_gpu_s": MTBF_GPU_S, "transition_s": TRANSITION_S,
+             "gain_min": gain_min}
+    plan = planner.choose(found, **about).plan
+    after = [replace(wish, now=slots, hurt=False)
+             for wish, slots in zip(found, plan.slots, strict=True)]
+    told = pricing.prices(found, plan, **about)
+    assert set(told) == {wish.task for wish, slots in zip(found, plan.slots, strict=True)
+                         if slots == 0 and min(wish.sizes) <= num_slots}
+    for task, price in told.items():
+        def slots_at(times: float, task: int = task) -> int:
+            wishes = [replace(wish, wafs=tuple(waf * times for waf in wish.wafs))
+                      if wish.task == task else wish for wish in after]
+            return planner.choose(wishes, **about).plan.slots[task - 1]
+
+        assert slots_at(price.times * (1 + 1e-6)) > 0
+        assert slots_at(price.times * (1 - 1e-6)) == 0
+        wafs = [math.fsum(planner.waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
+                for _, slots in brute_force(planner.gains(
+                    after, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
+                    transition_s=TRANSITION_S), num_slots) if slots[task - 1] > 0]
+        assert price.plan.waf == wafs[0], "the best in which it runs"
+        assert price.cost_waf == max(plan.waf - wafs[0], 0.0)
+
+
+def test_a_price_in_numbers() -> None:
+    """Without a threshold: what it costs is what its weight lacks."""
+    found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 8.0})]
+    plan = planner.choose(found, num_slots=4, mtbf_gpu_s=1e9, transition_s=0.0, gain_min=0.0).plan
+    price = pricing.prices(found, plan, num_slots=4, mtbf_gpu_s=1e9, transition_s=0.0,
+                           gain_min=0.0)[2]
+    assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
+    assert math.isclose(price.times, 10.0 / 8.0)
+
+
+def test_a_threshold_raises_the_price() -> None:
+    found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
+    assert _choose(found, 4).plan.slots == (4, 0), "0.01 of 30 is no reason to disturb anybody"
+    price = pricing.prices(found, _choose(found, 4).plan, num_slots=4, mtbf_gpu_s=MTBF_GPU_S,
+                           transition_s=TRANSITION_S, gain_min=0.005)[2]
+    assert price.cost_waf == 0.0
+    assert price.times > 10.15 / 10.01
+
+
+def test_the_ideal_needs_no_change_and_counts_every_slot() -> None:
+    found = [_wish(1, 2, {2: 20.0, 4: 30.0}, hurt=True), _wish(2, 0, {2: 8.0})]
+    assert planner.ideal_waf(found, 6) == 38.0
+    assert planner.ideal_waf(found, 4) == 30.0
+    assert planner.ideal_waf([], 4) == 0.0

@@ -111,6 +111,36 @@ def test_waiting_says_for_what(d: Driver) -> None:
     assert len(task_of(d, task).target) == 9
 
 
+def test_waiting_names_its_price(d: Driver) -> None:
+    """From the told weight on it gets slots, below it none; and it says who holds them."""
+    first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
+    second = d.submit(beta)
+    told = the(o.TaskWaiting, d.log[-1:])
+    assert (told.why, told.needs) == ("alpha earns more with the slots",
+                                      "2 free slots, or weight 1.27")
+    assert told.cost_waf == 2.0
+    assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
+    assert view(d.state)["tasks"][1]["weight_from"] == told.weight_from
+    below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=told.weight_from * 0.999))
+    assert "TaskPlaced" not in kinds(below)
+    above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=told.weight_from * 1.001))
+    assert len(task_of(d, second).target) == len(task_of(d, first).target) == 2
+    d.obey(above)
+    assert task_of(d, second).phase == "training"
+
+
+def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:
+    task = d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    drained = d.tell("operator/drain", r.NodeDrained(node="n2"))
+    plan = the(o.PlanChosen, drained)
+    assert (plan.num_slots, plan.waf, plan.ideal_waf) == (2, 20.0, 30.0)
+    d.obey(drained)
+    d.progress(task)
+    left = d.tell("n2/1", r.NodeLeft(node="n2", incarnation=1, reason="stopped"))
+    assert the(o.PlanChosen, left).ideal_waf == 20.0
+
+
 # --- several tasks ------------------------------------------------------------------------------
 def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
     first = d.running(spec(throughput={2: 2e9, 4: 2.1e9}))

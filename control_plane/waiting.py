@@ -1,0 +1,53 @@
+"""Why a task waits, and what would let it run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, Context, Decimal
+
+from ..events.orders import TaskWaiting
+from ..events.reports import Body
+from .pricing import Price
+from .state import ClusterState, Task
+
+_SHOWN = Context(prec=3, rounding=ROUND_CEILING)
+
+
+def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -> Iterator[Body]:
+    """Tell of a task that the last plan gives nothing; nothing if it was told already.
+
+    `num_slots`: what that plan had to give.
+    """
+    low = task.spec.slots.min
+    cost_waf = weight_from = 0.0
+    if low > state.num_slots_max:
+        why, needs = "too large", (f"{low} slots; the cluster has had at most "
+                                   f"{state.num_slots_max}")
+    elif task.throughput is not None and not any(task.throughput.rates_flops):
+        why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
+    elif low > num_slots or price is None:
+        num_out = sum(len(node.slots_out) for node in state.nodes.values())
+        out = f" ({num_out} out: unicron status nodes)" if num_out else ""
+        why, needs = "not enough slots", f"{low} slots; there are {num_slots}{out}"
+    else:
+        cost_waf, weight_from = price.cost_waf, task.weight * price.times
+        why = _who_earns_more(state, task, price)
+        needs = (f"{low} free slot{'s' * (low > 1)}, or weight "
+                 f"{_SHOWN.create_decimal(Decimal(weight_from)).normalize():f}")
+    if (task.why, task.needs, task.cost_waf, task.weight_from) != (
+            why, needs, cost_waf, weight_from):
+        yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
+                          weight_from=weight_from)
+
+
+def _who_earns_more(state: ClusterState, task: Task, price: Price) -> str:
+    """Which tasks hold the slots that it would run on."""
+    assert state.plan is not None
+    pairs = zip(state.plan.allocations, price.plan.slots, strict=True)
+    names = [state.tasks[x.task].spec.name for x, slots in pairs if slots < x.slots]
+    if not names:
+        return "the plan has better use for the slots"
+    if price.cost_waf == 0.0:
+        return (f"{', '.join(names)}: changed only for {100 * state.policy.gain_min:g} % "
+                "of the WAF")
+    return f"{', '.join(names)} earn{'s' * (len(names) == 1)} more with the slots"
