@@ -154,7 +154,7 @@ def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
         message, advice = str(told["error"]), str(told.get("hint", ""))
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
-    if answer.status in (401, 403):
+    if answer.status == 401:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
     if answer.status >= 500:
         return Unable(message, advice or hint)

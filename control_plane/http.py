@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -18,9 +18,11 @@ from msgspec import Struct
 from ..events import codec, spec
 from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
-from ..events.reports import TaskCancelRequested, TaskSubmitted
+from ..events.reports import Body, TaskSubmitted
+from . import requests
 from .coordinator import Coordinator
-from .state import ClusterState, live_tasks
+from .requests import Refusal
+from .state import ClusterState
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
@@ -28,16 +30,9 @@ PAGE_RECORDS_MAX = 1_000
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_TO_ALL = ("/v1/health",)
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Refusal(UsageError):
-    """A request that is not carried out; `status` is HTTP's."""
-
-    def __init__(self, status: int, message: str, hint: str = "") -> None:
-        super().__init__(message, hint)
-        self.status = status
+Request = Callable[[ClusterState, Any, str], Body]
+"""From the state, the body, and what the path names, to a report. Raises Refusal."""
 
 
 class Address(Struct, frozen=True, kw_only=True):
@@ -45,10 +40,6 @@ class Address(Struct, frozen=True, kw_only=True):
 
     redis_url: str
     cluster: str
-
-
-class _Cancel(Struct, frozen=True, forbid_unknown_fields=True):
-    reason: str = ""
 
 
 class _Join(Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +66,14 @@ class Http:
             web.get("/v1/state", self._state),
             web.get("/v1/log", self._records),
             web.post("/v1/tasks", self._submit),
-            web.post("/v1/tasks/{task}/cancel", self._cancel),
             web.post("/v1/join", self._join),
+            web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
+            web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
+            web.post("/v1/nodes/{of}/drain", self._write(requests.drain)),
+            web.post("/v1/nodes/{of}/undrain", self._write(requests.undrain)),
+            web.post("/v1/freeze", self._write(requests.freeze)),
+            web.post("/v1/unfreeze", self._write(requests.unfreeze)),
+            web.post("/v1/inject", self._write(requests.inject)),
         ])
         return app
 
@@ -115,27 +112,24 @@ class Http:
         async with self._submitting:
             state = await self._coordinator.settled()
             if self._coordinator.answer(key) is None:
-                _admit(job, state)
+                requests.admit(job, state)
             seq = await self._coordinator.write(key, TaskSubmitted(spec=job))
         return _json({"seq": seq, "task": seq})
 
-    async def _cancel(self, request: web.Request) -> web.Response:
-        key, body = _key(request), _convert(await _body(request), _Cancel)
-        text = request.match_info["task"]
-        number = int(text) if text.isdecimal() and len(text) < 18 else 0
-        state = await self._coordinator.settled()
-        task = state.tasks.get(number)
-        if self._coordinator.answer(key) is None:
-            if task is None:
-                raise Refusal(404, f"there is no task {text}", "unicron status")
-            if task.phase == "ended":
-                raise Refusal(409, f"task {number} has ended: {task.outcome}",
-                              f"unicron status {number}")
-        cancel = TaskCancelRequested(task=number, reason=body.reason)
-        return _json({"seq": await self._coordinator.write(key, cancel)})
+    def _write(self, make: Request) -> Handler:
+        """A call that writes one report, and answers with its seq after the append."""
+        async def call(request: web.Request) -> web.StreamResponse:
+            key, body = _key(request), await _body(request)
+            state = await self._coordinator.settled()
+            seq = self._coordinator.answer(key)
+            if seq is None:
+                report = make(state, body, request.match_info.get("of", ""))
+                seq = await self._coordinator.write(key, report)
+            return _json({"seq": seq})
+        return call
 
     async def _join(self, request: web.Request) -> web.Response:
-        body = _convert(await _body(request), _Join)
+        body = requests.convert(await _body(request), _Join)
         if not spec.NAME.match(body.node):
             raise Refusal(400, f"node: {body.node!r} is not a name",
                           "lower-case letters, digits, '-' and '.', at most 63")
@@ -171,26 +165,6 @@ class Http:
     def _knows(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         return hmac.compare_digest(given, b"Bearer " + self._token)
-
-
-def _admit(job: spec.JobSpec, state: ClusterState) -> None:
-    """Raises Refusal for a task that could only wait for ever, or would get in another's way."""
-    if job.slots.min > state.num_slots_max > 0:  # 0: nobody has joined yet, so nobody can tell
-        raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
-                      f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
-    for task in live_tasks(state):
-        theirs = task.spec.train
-        if task.spec.name == job.name:
-            taken, what = f"name: {job.name} is live", "name"
-        elif job.train is not None and theirs is not None and (
-                os.path.normpath(job.train.output) == os.path.normpath(theirs.output)):
-            taken, what = f"train.output: {job.train.output} is being written", "output"
-        else:
-            continue
-        is_ending = bool(task.ending or task.finished)
-        raise Refusal(409, f"{taken}, by task {task.id} ({task.spec.name})",
-                      "it is ending: try again in a moment" if is_ending else
-                      f"unicron cancel {task.id}, or give this one another {what}")
 
 
 def _lines(records: Any) -> bytes:
@@ -243,12 +217,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     raise ValueError(f"{text} is not a finite number")
-
-
-def _convert(body: Any, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at ")
-        where = at.strip("`").removeprefix("$.")
-        raise Refusal(400, f"{where}: {message}" if where else message, "") from None

@@ -17,7 +17,7 @@ from unicron.control_plane.http import Address, Http
 from unicron.events import codec, spec
 from unicron.events.memory_log import MemoryLog
 from unicron.events.records import Report
-from unicron.events.reports import NodeJoined
+from unicron.events.reports import Body, NodeJoined, NodeLeft, Policy, RankStarted
 
 JOB: dict[str, Any] = {
     "apiVersion": spec.API_VERSION, "name": "job",
@@ -32,6 +32,7 @@ class Site:
     def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
                  url: str) -> None:
         self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
+        self.told = 0
 
     async def ask(self, method: str, path: str, body: object = None,
                   **headers: str) -> tuple[int, Any]:
@@ -45,18 +46,44 @@ class Site:
 
     async def refused(self, status: int, method: str, path: str, body: object = None,
                       **headers: str) -> str:
+        return (await self.refusal(status, method, path, body, **headers))[0]
+
+    async def refusal(self, status: int, method: str, path: str, body: object = None,
+                      **headers: str) -> tuple[str, str]:
+        """The error and its hint."""
         got, answer = await self.ask(method, path, body, **headers)
         assert got == status, answer
         assert set(answer) == {"error", "hint"}
         assert "\n" not in answer["error"]
         assert answer["error"]
-        return str(answer["error"])
+        return str(answer["error"]), str(answer["hint"])
+
+    async def written_once(self, kind: str, path: str, body: object) -> Any:
+        """Asked twice under one key: answered alike, written once. The record's body."""
+        _, first = await self.ask("POST", path, body, Idempotency_Key=kind)
+        status, again = await self.ask("POST", path, body, Idempotency_Key=kind)
+        assert (status, first) == (200, again)
+        found = [r for r in await self.log.read(after=0, num_max=999) if r.kind == kind]
+        assert [r.seq for r in found] == [first["seq"]]
+        assert found[0].source == f"operator/{kind}"
+        return found[0].body
+
+
+    async def tell(self, *bodies: Body) -> None:
+        """As the agent of n1; returns when the log has it."""
+        for body in bodies:
+            self.told += 1
+            await self.log.send([Report(source="n1/9", source_seq=self.told, occurred_s=1.0,
+                                        body=body)])
+        while await self.log.acked("n1/9") < self.told:
+            await asyncio.sleep(0.01)
+        await self.coordinator.settled()
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Site]:
+async def serving(policy: Policy | None = None) -> AsyncIterator[Site]:
     log = MemoryLog(time.monotonic)
-    coordinator = Coordinator(log, clock=time.time, nonce="a", code="test",
+    coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
                               limits=Limits(call_s_max=0.5))
     leading = asyncio.create_task(coordinator.run())
     http = Http(coordinator, log, token="secret",
@@ -74,16 +101,28 @@ async def serving() -> AsyncIterator[Site]:
         await runner.cleanup()
 
 
-def real(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+Test = Callable[[Site], Coroutine[Any, Any, None]]
+
+
+def real(test: Test, policy: Policy | None = None) -> Callable[[], None]:
     def run() -> None:
         async def main() -> None:
-            async with asyncio.timeout(20), serving() as site:
+            async with asyncio.timeout(20), serving(policy) as site:
                 await test(site)
 
         asyncio.run(main())
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+def under(**policy: Any) -> Callable[[Test], Callable[[], None]]:
+    return lambda test: real(test, Policy(**policy))
+
+
+N1 = NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=2)
+COMMAND: dict[str, Any] = {"apiVersion": spec.API_VERSION, "name": "sleeps",
+                           "command": ["sleep", "600"]}
 
 
 @real
@@ -118,6 +157,102 @@ async def test_submit_state_cancel(site: Site) -> None:
     assert "no task x" in await site.refused(404, "POST", "/v1/tasks/x/cancel", {})
 
 
+# --- what operators ask for ----------------------------------------------------------------------
+@real
+async def test_a_weight_is_set(site: Site) -> None:
+    await site.ask("POST", "/v1/tasks", JOB)
+    body = await site.written_once("TaskWeightSet", "/v1/tasks/3/weight",
+                                   {"weight": 2.5, "reason": "deadline"})
+    assert (body.task, body.weight, body.reason) == (3, 2.5, "deadline")
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["tasks"][0]["weight"] == 2.5
+    path, seq = "/v1/tasks/3/weight", site.coordinator.seq
+    for weight in (0, -1, 2e6, 1e-9):
+        assert f"{weight:g}" in await site.refused(422, "POST", path, {"weight": weight})
+    await site.refused(422, "POST", path, b'{"weight": 1e999}')
+    await site.refused(400, "POST", path, {"weight": "2"})
+    await site.refused(400, "POST", path, {})
+    assert await site.refusal(404, "POST", "/v1/tasks/9/weight", {"weight": 2}) == (
+        "there is no task 9", "there is 3 (job)")
+    assert site.coordinator.seq == seq, "nothing was written"
+    await site.ask("POST", "/v1/tasks/3/cancel", {})
+    assert "has ended" in await site.refused(409, "POST", path, {"weight": 2})
+
+
+@real
+async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
+    assert "not frozen" in await site.refused(409, "POST", "/v1/unfreeze", {})
+    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": "switches change"})
+    assert body.reason == "switches change"
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["cluster"]["healing"] == "frozen: switches change"
+    told, hint = await site.refusal(409, "POST", "/v1/freeze", {"reason": "me too"})
+    assert told == "healing is frozen already: switches change"
+    assert hint.startswith("unicron unfreeze")
+    await site.written_once("HealingResumed", "/v1/unfreeze", {"reason": "done"})
+    assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
+
+
+@under(observe=True)
+async def test_who_only_observes_is_not_frozen(site: Site) -> None:
+    told, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
+    assert "--observe" in told
+    assert "--act" in hint
+
+
+@real
+async def test_a_node_is_drained_and_undrained(site: Site) -> None:
+    assert await site.refusal(404, "POST", "/v1/nodes/n1/drain", {}) == (
+        "there is no node 'n1'", "there is no node")
+    await site.tell(N1)
+    assert "is not drained" in await site.refused(409, "POST", "/v1/nodes/n1/undrain", {})
+    body = await site.written_once("NodeDrained", "/v1/nodes/n1/drain", {"reason": "thermal"})
+    assert (body.node, body.reason) == ("n1", "thermal")
+    _, state = await site.ask("GET", "/v1/state")
+    assert (state["nodes"][0]["drained"], state["nodes"][0]["drain_reason"]) == (True, "thermal")
+    assert await site.refusal(409, "POST", "/v1/nodes/n1/drain", {}) == (
+        "node n1 is drained already: thermal", "unicron undrain n1")
+    assert await site.refusal(404, "POST", "/v1/nodes/n7/undrain", {}) == (
+        "there is no node 'n7'", "there is n1")
+    await site.written_once("NodeUndrained", "/v1/nodes/n1/undrain", {})
+
+
+@real
+async def test_no_fault_on_purpose_where_that_is_not_allowed(site: Site) -> None:
+    await site.tell(N1)
+    told, hint = await site.refusal(403, "POST", "/v1/inject", {"what": "node", "node": "n1"})
+    assert "does not allow" in told
+    assert "up --allow-inject" in hint
+    assert site.coordinator.seq == 3
+
+
+@under(allow_inject=True)
+async def test_a_fault_on_purpose(site: Site) -> None:
+    await site.tell(N1)
+    await site.ask("POST", "/v1/tasks", COMMAND)
+    task = (await site.ask("GET", "/v1/state"))[1]["tasks"][0]["id"]
+    rank = {"what": "rank", "task": task, "rank": 0}
+    assert await site.refusal(404, "POST", "/v1/inject", rank) == (
+        f"task {task} (sleeps) runs no rank 0", "there is no running rank")
+    await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
+    told, hint = await site.refusal(404, "POST", "/v1/inject", rank | {"rank": 5})
+    assert (told, hint) == (f"task {task} (sleeps) runs no rank 5", "there is 0")
+    await site.refused(404, "POST", "/v1/inject", rank | {"task": 99})
+    await site.refused(404, "POST", "/v1/inject", {"what": "node", "node": "n7"})
+    await site.refused(400, "POST", "/v1/inject", rank | {"what": "disk"})
+    stop = rank | {"what": "stop", "reason": "to see"}
+    await site.refused(422, "POST", "/v1/inject", stop | {"stop_s": -1})
+    await site.refused(422, "POST", "/v1/inject", json.dumps(stop)[:-1].encode()
+                       + b', "stop_s": 1e999}')
+    body = await site.written_once("FaultRequested", "/v1/inject", stop | {"stop_s": 2.5})
+    assert (body.what, body.task, body.rank, body.stop_s) == ("stop", task, 0, 2.5)
+    order = [r.body for r in await site.log.read(after=0, num_max=99) if r.kind == "InjectFault"]
+    assert [(one.what, one.rank, one.stop_s) for one in order] == [("stop", 0, 2.5)]
+    await site.tell(NodeLeft(node="n1", incarnation=9, reason="told to"))
+    assert "has left" in await site.refused(409, "POST", "/v1/inject",
+                                            {"what": "node", "node": "n1"})
+
+
 @real
 async def test_a_task_in_anothers_way_is_refused(site: Site) -> None:
     at_once = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
@@ -137,10 +272,7 @@ async def test_a_task_in_anothers_way_is_refused(site: Site) -> None:
 async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> None:
     large = JOB | {"slots": {"min": 4, "max": 4}}
     assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "nobody has joined yet"
-    await site.log.send([Report(source="n1/9", source_seq=1, occurred_s=1.0, body=NodeJoined(
-        node="n1", incarnation=9, host="h", pid=1, num_slots=3))])
-    while (await site.ask("GET", "/v1/state"))[1]["cluster"]["num_slots"] < 3:
-        await asyncio.sleep(0.01)
+    await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3))
     told = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
     assert told == "slots.min: 4, but the cluster has had at most 3 slots"
 
@@ -202,10 +334,7 @@ async def test_an_agent_joins(site: Site) -> None:
     assert answer == {"redis_url": "unix:///run/x", "cluster": "test", "node": "n1", "epoch": 1}
     await site.refused(400, "POST", "/v1/join", body | {"node": "No Name"})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
-    await site.log.send([Report(source="n1/9", source_seq=1, occurred_s=1.0, body=NodeJoined(
-        node="n1", incarnation=9, host="h", pid=1, num_slots=1))])
-    while site.coordinator.seq < 3:
-        await asyncio.sleep(0.01)
+    await site.tell(N1)
     assert "newer agent" in await site.refused(409, "POST", "/v1/join", body)
 
 

@@ -1,0 +1,185 @@
+"""What an operator may ask for: from a JSON body and the state to a report, or to a refusal."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ..events import reports as r
+from ..events.errors import UsageError
+from ..events.spec import WEIGHT_RATIO_MAX, JobSpec
+from .state import ClusterState, Node, Task, live_tasks
+
+NUM_NAMED_MAX = 8
+"""A refusal names this many of what there is."""
+
+T = TypeVar("T")
+
+
+class Refusal(UsageError):
+    """A request that is not carried out; `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
+class _Reason(Struct, frozen=True, forbid_unknown_fields=True):
+    reason: str = ""
+
+
+class _Weight(Struct, frozen=True, forbid_unknown_fields=True):
+    weight: float
+    reason: str = ""
+
+
+class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
+    what: r.FaultKind
+    task: int = 0
+    rank: int = -1
+    node: str = ""
+    stop_s: float = 0.0
+    reason: str = ""
+
+
+# Each of these makes one report of a body and of what the path names; all raise Refusal.
+def cancel(state: ClusterState, body: Any, task: str) -> r.Body:
+    """The task ends for good."""
+    asked = convert(body, _Reason)
+    return r.TaskCancelRequested(task=_live_task(state, task).id, reason=asked.reason)
+
+
+def set_weight(state: ClusterState, body: Any, task: str) -> r.Body:
+    """The task's weight from now on."""
+    asked = convert(body, _Weight)
+    found = _live_task(state, task)
+    if not 1 / WEIGHT_RATIO_MAX <= asked.weight <= WEIGHT_RATIO_MAX:
+        raise Refusal(422, f"weight: {asked.weight:g} is not between {1 / WEIGHT_RATIO_MAX:g} and "
+                      f"{WEIGHT_RATIO_MAX:g}", "1 is the usual weight; only the ratio counts")
+    return r.TaskWeightSet(task=found.id, weight=asked.weight, reason=asked.reason)
+
+
+def freeze(state: ClusterState, body: Any, _: str) -> r.Body:
+    """Healing is held. The first reason stands: who freezes a second time shall hear of it."""
+    asked = convert(body, _Reason)
+    if state.frozen:
+        raise Refusal(409, f"healing is frozen already: {state.frozen}",
+                      "unicron unfreeze first, to freeze it for another reason")
+    return r.HealingFrozen(reason=asked.reason)
+
+
+def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
+    """Healing is on again."""
+    asked = convert(body, _Reason)
+    if not state.frozen:
+        told = "; it is held by --observe" if state.policy.observe else ""
+        raise Refusal(409, f"healing is not frozen{told}",
+                      "unicron down, then unicron up --act" if told else "unicron status")
+    return r.HealingResumed(reason=asked.reason)
+
+
+def drain(state: ClusterState, body: Any, node: str) -> r.Body:
+    """Tasks leave the node."""
+    asked = convert(body, _Reason)
+    found = _node(state, node)
+    if found.drained:
+        raise Refusal(409, f"node {node} is drained already{_because(found.drain_reason)}",
+                      f"unicron undrain {node}")
+    return r.NodeDrained(node=node, reason=asked.reason)
+
+
+def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
+    """The node may have tasks again."""
+    asked = convert(body, _Reason)
+    if not _node(state, node).drained:
+        raise Refusal(409, f"node {node} is not drained", "unicron status nodes")
+    return r.NodeUndrained(node=node, reason=asked.reason)
+
+
+def inject(state: ClusterState, body: Any, _: str) -> r.Body:
+    """Something is broken on purpose: only what runs can be."""
+    asked = convert(body, _Fault)
+    if not state.policy.allow_inject:
+        raise Refusal(403, "this cluster does not allow faults on purpose",
+                      "unicron down, then unicron up --allow-inject")
+    if not 0.0 <= asked.stop_s < math.inf:
+        raise Refusal(422, f"stop_s: {asked.stop_s:g} is not a time from 0 on",
+                      "0 stops it for ever")
+    if asked.what == "node":
+        if _node(state, asked.node).health == "left":
+            raise Refusal(409, f"node {asked.node} has no agent: it has left", "unicron up")
+    else:
+        _running(_live_task(state, str(asked.task)), asked.rank)
+    return r.FaultRequested(what=asked.what, task=asked.task, rank=asked.rank, node=asked.node,
+                            stop_s=asked.stop_s, reason=asked.reason)
+
+
+def admit(job: JobSpec, state: ClusterState) -> None:
+    """Raises Refusal for a task that could only wait for ever, or would get in another's way."""
+    if job.slots.min > state.num_slots_max > 0:  # 0: nobody has joined yet, so nobody can tell
+        raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
+                      f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
+    for task in live_tasks(state):
+        theirs = task.spec.train
+        if task.spec.name == job.name:
+            taken, what = f"name: {job.name} is live", "name"
+        elif job.train is not None and theirs is not None and (
+                os.path.normpath(job.train.output) == os.path.normpath(theirs.output)):
+            taken, what = f"train.output: {job.train.output} is being written", "output"
+        else:
+            continue
+        is_ending = bool(task.ending or task.finished)
+        raise Refusal(409, f"{taken}, by task {task.id} ({task.spec.name})",
+                      "it is ending: try again in a moment" if is_ending else
+                      f"unicron cancel {task.id}, or give this one another {what}")
+
+
+def convert(body: Any, kind: type[T]) -> T:
+    """The body as a `kind`. Raises Refusal with the field that is wrong."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at ")
+        where = at.strip("`").removeprefix("$.")
+        raise Refusal(400, f"{where}: {message}" if where else message, "") from None
+
+
+def _live_task(state: ClusterState, text: str) -> Task:
+    number = int(text) if text.isdecimal() and len(text) < 18 else 0
+    task = state.tasks.get(number)
+    if task is None:
+        raise Refusal(404, f"there is no task {text[:40]}", _there_is(
+            (f"{one.id} ({one.spec.name})" for one in live_tasks(state)), "live task"))
+    if task.phase == "ended":
+        raise Refusal(409, f"task {number} has ended: {task.outcome}", f"unicron status {number}")
+    return task
+
+
+def _running(task: Task, number: int) -> None:
+    """Raises Refusal unless the task has a process for that rank."""
+    rank = task.ranks.get(number)
+    if rank is None or not rank.pid:
+        raise Refusal(404, f"task {task.id} ({task.spec.name}) runs no rank {number}", _there_is(
+            (str(one.rank) for one in task.ranks.values() if one.pid), "running rank"))
+
+
+def _node(state: ClusterState, name: str) -> Node:
+    node = state.nodes.get(name)
+    if node is None:
+        raise Refusal(404, f"there is no node {name[:64]!r}", _there_is(state.nodes, "node"))
+    return node
+
+
+def _there_is(names: Iterable[str], what: str) -> str:
+    found = list(names)
+    more = ", ..." if len(found) > NUM_NAMED_MAX else ""
+    return f"there is {', '.join(found[:NUM_NAMED_MAX])}{more}" if found else f"there is no {what}"
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
