@@ -81,10 +81,9 @@ def _quiesced(body: Plain) -> str:
 def _reconfigured(body: Plain) -> str:
     from_ = {body["rank"]: "own state", -1: "no state yet"}.get(
         body["source"], f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}")
-    return (f"{_who(body)} in generation {body['generation']} at step {body['step_version']}, "
-            f"{from_}, "
-            f"kept {len(body['kept'])} todo {len(body['todo'])} dealt {len(body['dealt'])}, "
-            f"down {ms(body['down_s'])} up {ms(body['up_s'])} settle {ms(body['settle_s'])}")
+    return (f"{_who(body)} generation {body['generation']} step {body['step_version']}, "
+            f"{from_}, kept {len(body['kept'])} todo {len(body['todo'])} "
+            f"dealt {len(body['dealt'])}, {ms(body['down_s'] + body['up_s'] + body['settle_s'])}")
 
 
 def _progressed(body: Plain) -> str:
@@ -113,9 +112,11 @@ def _closed(body: Plain) -> str:
 def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
     beaten = body["alternatives"][0] if body["alternatives"] else None
-    next_ = f"; next {beaten['what']}: {scaled(beaten['waf'], 'FLOP/s')}" if beaten else ""
+    beat = f"; beat {beaten['what']}: {scaled(beaten['waf'], 'FLOP/s')}" if beaten else ""
+    ideal = body.get("ideal_waf", 0.0)
+    share = f", {100 * body['waf'] / ideal:.0f} % of ideal" if ideal else ""
     return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}, "
-            f"WAF {scaled(body['waf'], 'FLOP/s')}{next_}")
+            f"WAF {scaled(body['waf'], 'FLOP/s')}{share}{beat}")
 
 
 def _placed(body: Plain) -> str:
@@ -133,15 +134,36 @@ def _reconfigure(body: Plain) -> str:
     return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}"
 
 
+def _switches(policy: Plain) -> str:
+    return ((", OBSERVING" if policy.get("observe") else "")
+            + (", faults may be injected" if policy.get("allow_inject") else ""))
+
+
+def _fault(body: Plain) -> str:
+    """What is broken on purpose: asked for, or ordered."""
+    if body["what"] == "node":
+        return f"kill the agent of {body.get('node') or ' '.join(body['nodes'])} and its ranks"
+    who = _who(body) if "attempt" in body else f"task {body['task']} rank {body['rank']}"
+    if body["what"] == "rank":
+        return f"kill {who}"
+    return f"stop {who} for {span(body['stop_s']) if body['stop_s'] else 'good'}"
+
+
 ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
     "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "
-                           f"{b['policy']['restarts_max']} restarts",
+                           f"{b['policy']['restarts_max']} restarts{_switches(b['policy'])}",
     "DeadlineReached": lambda b: str(b["deadline"]),
     "NodeSilenced": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
     "NodeHeard": lambda b: f"{b['node']} heard again",
     "TaskSubmitted": _submitted,
     "TaskCancelRequested": lambda b: f"task {b['task']}{_because(b['reason'])}",
+    "TaskWeightSet": lambda b: f"task {b['task']} weight {b['weight']:g}{_because(b['reason'])}",
+    "HealingFrozen": lambda b: f"healing is held{_because(b['reason'])}",
+    "HealingResumed": lambda b: f"healing is on{_because(b['reason'])}",
+    "NodeDrained": lambda b: f"{b['node']} shall be empty{_because(b['reason'])}",
+    "NodeUndrained": lambda b: f"{b['node']} may have tasks again{_because(b['reason'])}",
+    "FaultRequested": lambda b: f"{_fault(b)}{_because(b['reason'])}",
     "NodeJoined": _joined,
     "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
     "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
@@ -173,15 +195,18 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "PlanChosen": _plan,
     "TaskPlaced": _placed,
     "TaskWaiting": lambda b: f"task {b['task']} {b['why']}; needs {b['needs']}",
+    "OrderWithheld": lambda b: f"task {b['task']} {b['what'] or 'nothing any more'}"
+                               f"{_because(b['why'])}",
     "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}{_because(b['why'])}",
     "StartRank": _start,
     "StopRank": lambda b: f"{_who(b)} grace {span(b['grace_s'])}: {b['why']}",
     "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "
-                         f"{ranks(b['ranks'])}",
+                         f"{ranks(b['ranks'])}{', saved first' if b.get('save') else ''}",
     "Reconfigure": _reconfigure,
     "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
                         f"tells progress from iteration {b['progress_from']}",
     "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",
+    "InjectFault": lambda b: f"on purpose: {_fault(b)}",
 }
 
 

@@ -13,7 +13,10 @@ from unittest import mock
 
 import pytest
 from unicron.cli.main import run_command
-from unicron.events import archive
+from unicron.cli.record_line import line
+from unicron.events import archive, codec
+from unicron.events import orders as o
+from unicron.events import reports as r
 from unicron.events.records import Record
 from unicron.events.reports import EpochStarted, Policy, PolicySet
 
@@ -228,3 +231,39 @@ def test_a_closed_pipe_is_no_error(log):
         f"{sys.executable} -P -m unicron.cli.main replay {log} --step | head -c 1", shell=True,
         text=True, capture_output=True, check=False, timeout=LIMIT_S)
     assert told.stderr == ""
+
+
+# --- one record, one line ------------------------------------------------------------------------
+@pytest.mark.parametrize(("body", "told"), [
+    (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
+    (r.HealingFrozen(reason="by ana"), "healing is held: by ana"),
+    (r.HealingResumed(), "healing is on"),
+    (r.NodeDrained(node="n3", reason="thermal"), "n3 shall be empty: thermal"),
+    (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
+    (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
+    (r.FaultRequested(what="node", node="n2", reason="to see"),
+     "kill the agent of n2 and its ranks: to see"),
+    (o.InjectFault(nodes=("n1",), what="stop", task=3, rank=1, attempt=2, incarnation=9,
+                   stop_s=2.5), "on purpose: stop task 3 rank 1.2 for 2.5 s"),
+    (o.OrderWithheld(task=3, what="start rank 1 on n1/0", why="observing"),
+     "task 3 start rank 1 on n1/0: observing"),
+    (o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
+     "task 3 generation 2 boundary, rank 0, saved first"),
+    (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
+    (o.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
+                  alternatives=(), allocations=(o.Allocation(3, 4, 2, 6e9),)),
+     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal"),
+])
+def test_what_operators_ask_for_is_told_in_a_line(body, told):
+    record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
+                    cause=0, incident=0, body=body)
+    assert line(codec.to_plain(record)).split(maxsplit=3)[3] == told
+
+
+def test_the_longest_line_of_every_day_fits_a_wide_terminal():
+    body = r.Reconfigured(task=12, rank=10, attempt=2, generation=13, step_version=10_041,
+                          kept=(1,) * 12, todo=(1,) * 16, dealt=(1, 2), source=3,
+                          received_bytes=11_234_567, down_s=0.0123, up_s=0.0854, settle_s=0.0141)
+    record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
+                    cause=4811, incident=4790, body=body)
+    assert len(line(codec.to_plain(record))) <= 160
