@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..events import reports as r
 from ..events.orders import PlanChosen, Slot, TaskPlaced
 from ..events.records import Record
-from . import placement, planner, pricing, processes, throughput, transition, waiting
+from . import calibration, placement, planner, pricing, processes, throughput, transition, waiting
 from .state import ClusterState, Task, live_tasks, usable_slots
 
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
@@ -21,7 +21,10 @@ def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
     The driver folds each body before it asks for the next. Called for reports only.
     """
     if isinstance(record.body, r.TaskSubmitted):
-        yield throughput.table(record.seq, record.body.spec)
+        yield throughput.table(record.seq, record.body.spec,
+                               state.slot_flops or throughput.SLOT_FLOPS)
+    if isinstance(record.body, r.TaskProgressed) and record.body.task in state.tasks:
+        yield from calibration.calibrate(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):
         fault = processes.inject_fault(state, record.body)
         if fault is not None:

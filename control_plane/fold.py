@@ -13,6 +13,7 @@ from typing import Any
 from ..events import reports as r
 from ..events.orders import Seat
 from ..events.records import Record
+from .calibration import keep_times
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
 from .fold_requests import REQUESTS, acts_again
@@ -294,6 +295,7 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
     task.loss, task.rate_flops, task.micro_batches = (
         body.losses[-1], body.rate_flops, body.micro_batches)
     earned(state, task, body.first_iteration + len(body.losses))
+    keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]
     _stepped_to(state, task, body.first_iteration + len(body.losses))

@@ -11,6 +11,7 @@ from ..events import orders as o
 from ..events.codec import encode_record
 from ..events.records import Record
 from ..events.reports import Body
+from .calibration import learn_slot
 from .folding import (
     arm,
     close_orders,
@@ -120,8 +121,13 @@ def _incident_closed(state: ClusterState, record: Record, body: o.IncidentClosed
 # --- the plan -----------------------------------------------------------------------------------
 def _throughput_set(state: ClusterState, record: Record, body: o.ThroughputSet) -> None:
     task = state.tasks.get(body.task)
-    if task is not None:
-        task.throughput = body
+    if task is None or task.phase == "ended":
+        return
+    known, task.throughput = task.throughput is not None, body
+    if body.origin == "measured":
+        learn_slot(state, task, body)
+    if known:  # also where it changes no counts, what the plan earns is to be told anew
+        state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
 
 def _plan_chosen(state: ClusterState, record: Record, body: o.PlanChosen) -> None:

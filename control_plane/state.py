@@ -214,6 +214,8 @@ class Task(Struct, kw_only=True):
     progressed_s: float = 0.0
     """When it last told of a finished iteration; 0: never."""
     iteration_flops: float = 0.0
+    times_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    """By number of members: what the last undisturbed iterations took."""
     loss: float | None = None
     step_s: float = 0.0
     rate_flops: float = 0.0
@@ -281,6 +283,10 @@ class ClusterState(Struct, kw_only=True):
     """Why an operator froze healing; empty: it is not frozen."""
     earned: dict[int, float] = field(default_factory=dict[int, float])
     """Weighted FLOP of iterations done for the first time, by span: at_s // EARNED_S."""
+    slot_flops: float = 0.0
+    """What one slot achieves, as measured; 0: nothing was measured."""
+    slot_flops_of: int = 0
+    """The task that tells so."""
     num_slots_max: int = 0
     """The most slots ever seen at once."""
     reports_lost: int = 0

@@ -6,26 +6,46 @@ from ..events.orders import ThroughputSet
 from ..events.spec import JobSpec
 
 SLOT_FLOPS = 1e12
-"""Prior: what one slot achieves. Nominal: modelled rates compare with one another only."""
+"""Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
+compare with one another only."""
 
 
-def table(task: int, spec: JobSpec) -> ThroughputSet:
+def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS) -> ThroughputSet:
     """The declared table where there is one, else the model; for each size from min to max.
 
     Declared: sizes in between earn what the next smaller declared size earns, below the smallest
-    nothing. Modelled, training: an iteration takes ceil(micro-batches / x) times one micro-batch.
-    Modelled, command: in proportion to x.
+    nothing. Modelled: `slot_flops` times the shape.
     """
     sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
     if spec.throughput:
         rates = tuple(_declared(spec.throughput, size) for size in sizes)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
-    if spec.train is not None:
-        num = spec.train.num_micro_batches
-        rates = tuple(SLOT_FLOPS * num / -(-num // size) for size in sizes)
-    else:
-        rates = tuple(SLOT_FLOPS * size for size in sizes)
+    rates = tuple(slot_flops * shape(spec, size) for size in sizes)
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
+
+
+def measured_table(task: int, spec: JobSpec, rates: dict[int, float]) -> ThroughputSet:
+    """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
+
+    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts.
+    """
+    sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
+    found: list[float] = []
+    for size in sizes:
+        near = min((abs(known - size), known) for known in rates)[1]
+        found.append(rates[near] * (shape(spec, size) / shape(spec, near)))
+    return ThroughputSet(task=task, origin="measured", sizes=sizes, rates_flops=tuple(found))
+
+
+def shape(spec: JobSpec, size: int) -> float:
+    """How many times one slot `size` slots are, by the model.
+
+    Training: an iteration takes ceil(micro-batches / size) times one micro-batch. Command: `size`.
+    """
+    if spec.train is None:
+        return float(size)
+    num = spec.train.num_micro_batches
+    return num / -(-num // size)
 
 
 def _declared(rates: dict[int, float], size: int) -> float:

@@ -1,0 +1,96 @@
+"""Calibration: undisturbed iterations correct what was modelled of T(t, x)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..events.orders import ThroughputSet
+from ..events.reports import Body, TaskProgressed
+from ..events.spec import RATE_FLOPS_MAX
+from . import throughput
+from .state import ClusterState, Task, live_tasks
+
+NUM_WARM_UP = 2
+"""Iterations after a Resume that do not count: the interrupted one, and one to get warm."""
+NUM_TIMES_MAX = 256
+"""Times that the state keeps of one task at one size, whatever the policy asks for."""
+NUM_SIZES_MAX = 16
+"""Sizes of which it keeps them; the one measured longest ago is forgotten first."""
+
+
+def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
+    """Fold: remember how long undisturbed iterations took at this number of members."""
+    num = _num_times(state)
+    if not num or task.spec.throughput or task.phase != "training" or task.failed_s >= 0:
+        return
+    first = body.first_iteration
+    times = [step_s for iteration, step_s in enumerate(body.step_s, first)
+             if iteration >= task.settled + NUM_WARM_UP and step_s > 0]
+    if not times:
+        return
+    size = len(task.members)
+    task.times_s[size] = [*task.times_s.pop(size, ()), *times][-num:]
+    while len(task.times_s) > NUM_SIZES_MAX:
+        del task.times_s[next(iter(task.times_s))]
+
+
+def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
+    """A new table where the measured rate differs enough from the one that plans are made with.
+
+    What the first measured task tells of one slot goes into all modelled tables. Asked again in
+    the same state this tells nothing.
+    """
+    size, table = len(task.members), task.throughput
+    rates = measured(state, task) if task.throughput is not None and not task.ending else {}
+    if table is None or size not in rates or size not in table.sizes:
+        return
+    least = state.policy.calibrate_min
+    if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):
+        return
+    yield throughput.measured_table(task.id, task.spec, rates)
+    for other in live_tasks(state):
+        old = other.throughput
+        if old is not None and old.origin == "modelled" and state.slot_flops:
+            new = throughput.table(other.id, other.spec, state.slot_flops)
+            if differs(max(new.rates_flops), max(old.rates_flops), least):
+                yield new
+
+
+def measured(state: ClusterState, task: Task) -> dict[int, float]:
+    """Size -> FLOP/s, for each size with enough iterations: FLOP over their median time."""
+    num = _num_times(state)
+    if not num or task.iteration_flops <= 0:
+        return {}
+    return {size: min(task.iteration_flops / _median(task.times_s[size]), RATE_FLOPS_MAX)
+            for size in sorted(task.times_s) if len(task.times_s[size]) >= num}
+
+
+def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
+    """Fold: what a measured table tells of one slot, by the smallest size that was measured.
+
+    The first task that was measured keeps the word until it ends.
+    """
+    known = dict(zip(table.sizes, table.rates_flops, strict=False))
+    sizes = [size for size in measured(state, task) if size in known]
+    source = state.tasks.get(state.slot_flops_of)
+    if not sizes or (source is not None and source.phase != "ended" and source is not task):
+        return
+    rate = known[sizes[0]] / throughput.shape(task.spec, sizes[0])
+    state.slot_flops_of = task.id
+    if differs(rate, state.slot_flops, state.policy.calibrate_min):
+        state.slot_flops = rate
+
+
+def differs(new: float, old: float, least: float) -> bool:
+    """Whether `new` is off from `old` by more than the share `least`."""
+    return abs(new - old) > least * old
+
+
+def _num_times(state: ClusterState) -> int:
+    return min(max(state.policy.calibrate_iterations, 0), NUM_TIMES_MAX)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
