@@ -109,10 +109,11 @@ def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Ite
     kept = {seat.slot for task, count in zip(tasks, counts, strict=True)
             if count for seat in task.target}
     free, given = [slot for slot in slots if slot not in kept], set(slots)
-    order = sorted(zip(tasks, counts, strict=True),
-                   key=lambda x: (x[1] >= len(x[0].target), x[1] > len(x[0].target), x[0].id))
+    owned = {task.id: [seat.slot for seat in task.target if seat.slot in given] for task in tasks}
+    order = sorted(zip(tasks, counts, strict=True), key=lambda x: (
+        x[1] >= len(owned[x[0].id]), x[1] > len(owned[x[0].id]), x[0].id))
     for task, count in order:
-        own = [seat.slot for seat in task.target if seat.slot in given]
+        own = owned[task.id]
         seats = placement.place(task, count, [*own, *free]) if count else ()
         taken = [seat.slot for seat in seats]
         free = [slot for slot in [*free, *own] if slot not in taken]

@@ -66,6 +66,27 @@ def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
     assert len(task_of(d, task).living_members()) == 4
 
 
+def test_what_an_unhurt_task_gives_is_there_for_the_hurt_one() -> None:
+    """The hurt one has fewer seats left than it is given: it is placed after who gives."""
+    d = Driver(nodes=3)
+    rates = {"heavy": {"1": 1e12, "2": 1.9e12, "3": 2.7e12, "4": 3.2e12},
+             "light": {"1": 2e12, "2": 2.9e12}}
+    heavy, light = (d.submit(spec(name=name, weight=weight, throughput=rates[name],
+                                  slots={"min": 1, "max": len(rates[name])}))
+                    for name, weight in (("heavy", 2.0), ("light", 1.0)))
+    d.obey(d.log[:])
+    for task in (heavy, light):
+        d.progress(task)
+    gone = next(name for name in ("n1", "n2", "n3")
+                if not any(seat.slot.node == name for seat in task_of(d, light).target))
+    failed(d, heavy, next(seat.rank for seat in task_of(d, heavy).target
+                          if seat.slot.node != gone))
+    lost = d.tell(f"leader/{d.state.nonce}",
+                  r.NodeSilenced(node=gone, incarnation=1, silence_s=5.0))
+    assert [x.slots for x in the(o.PlanChosen, lost).allocations] == [3, 1]
+    assert [len(task_of(d, task).target) for task in (heavy, light)] == [3, 1]
+
+
 def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 1, "max": 1}))
     d.obey(d.log[-1:])
