@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+SCREEN_COLUMNS = 100
+UNBROKEN = "\u00a0"
 
 
 def rfc3339(at_s: float) -> str:
@@ -58,15 +61,18 @@ def ranks(numbers: Iterable[int]) -> str:
     return "ranks " + " ".join(map(str, sorted_))
 
 
-def curve(values: Sequence[float], width: int) -> str:
-    """The values as text blocks, the lowest `▁`, at most `width` wide (means of equal shares)."""
+def curve(values: Sequence[float], width: int, floor: float | None = None) -> str:
+    """The values as text blocks, at most `width` wide (means of equal shares).
+
+    The lowest value is `▁`, or `floor` where that is given.
+    """
     if not values:
         return ""
     width = min(width, len(values))
     shares = [values[i * len(values) // width : (i + 1) * len(values) // width]
               for i in range(width)]
     means = [math.fsum(share) / len(share) for share in shares]
-    low, high = min(means), max(means)
+    low, high = min(means) if floor is None else floor, max(means)
     if high == low:
         return BLOCKS[0] * width
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))]
@@ -80,6 +86,24 @@ def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
     for index, sign in places:
         line[min(index * width // length, width - 1)] = sign
     return "".join(line).rstrip()
+
+
+def labelled(label: str, text: str, width: int = SCREEN_COLUMNS) -> list[str]:
+    """`label     text`, the text from column 11 on, in as many lines as it takes."""
+    lines = textwrap.wrap(text, width, initial_indent=f"{label:<10} ",
+                          subsequent_indent=" " * 11, break_on_hyphens=False,
+                          break_long_words=False)
+    return [line.replace(UNBROKEN, " ") for line in lines] or [label]
+
+
+def command(words: str) -> str:
+    """What a person may type, so that `labelled` does not break it over two lines."""
+    return words.replace(" ", UNBROKEN)
+
+
+def clipped(text: str, width: int) -> str:
+    """At most `width` wide; what was longer ends with `...`."""
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]],

@@ -46,6 +46,16 @@ class IncidentHistory(Struct, kw_only=True):
     ckpt_read: bool = False
     outcome: str = "open"
     pause_s: float | None = None
+    evidence: list[int] = field(default_factory=list[int])
+    """Seqs, also of what escalated it."""
+    closed_s: float | None = None
+    closed_seq: int = 0
+    num_slots: int = 0
+    """What the task had when it struck."""
+    slot_s: float = 0.0
+    """Slots of these that did not step, times how long, until it was closed."""
+    counted_s: float = 0.0
+    """Until when `slot_s` counts."""
 
 
 class TaskHistory(Struct, kw_only=True):
@@ -62,6 +72,20 @@ class TaskHistory(Struct, kw_only=True):
     """Iterations done for the first time: what is trained again is no work."""
     origin: str = ""
     """Of its throughput: declared, modelled, measured."""
+    num_seats: int = 0
+    """Of its last placement."""
+    members: dict[int, int] = field(default_factory=dict[int, int])
+    """The newest generation: rank -> attempt."""
+    dps: dict[int, int] = field(default_factory=dict[int, int])
+    """Generation -> its number of members."""
+    resumed: int = 0
+    """The generation that was told to train; 0: none is."""
+    stepping_num: int = 0
+    """Slots that step now."""
+    stopped_s: float = 0.0
+    """When it last stopped stepping."""
+    paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    """Number of members -> how long each iteration took."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
     step_s: dict[int, float] = field(default_factory=dict[int, float])
     micro_batches: dict[int, int] = field(default_factory=dict[int, int])
@@ -111,6 +135,8 @@ class History(Struct):
     """When that was."""
     tasks: dict[int, TaskHistory] = field(default_factory=dict[int, TaskHistory])
     incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
+    open: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
+    """Incidents that are not closed."""
     stamps: dict[int, tuple[float, float]] = field(
         default_factory=dict[int, tuple[float, float]])
     """(at_s, occurred_s) of what may be evidence, by seq."""
@@ -125,11 +151,14 @@ class History(Struct):
         kind, body = record["kind"], record["body"]
         if record["source"] != "heart" and kind != "TaskProgressed":
             self.stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
+        for incident in self.open.values():
+            _count_slots(self, incident, record["at_s"])
+        _stepping(self, record)
         if kind in ("IncidentOpened", "IncidentEscalated", "IncidentClosed"):
             _incident(self, record)
         else:
-            for incident in self.incidents.values():
-                if incident.task == body.get("task") and incident.outcome == "open":
+            for incident in self.open.values():
+                if incident.task == body.get("task"):
                     _phase(incident, record)
         _task(self, record)
         _planned(self, record)
@@ -213,23 +242,67 @@ def _incident(told: History, record: Plain) -> None:
     if record["kind"] == "IncidentOpened":
         evidence = [told.stamps[seq] for seq in body["evidence"] if seq in told.stamps]
         first = min(evidence, default=(record["at_s"], record["occurred_s"]))
-        told.incidents[record["seq"]] = IncidentHistory(
+        told.incidents[record["seq"]] = told.open[record["seq"]] = incident = IncidentHistory(
             id=record["seq"], task=body["task"], node=body["node"], severity=body["severity"],
             status=body["status"], ranks=tuple(body["ranks"]), why=body["why"],
             fault_s=min((one[1] for one in evidence), default=first[1]), detected_s=first[0],
-            decided_s=record["at_s"])
+            decided_s=record["at_s"], evidence=list(body["evidence"]), counted_s=record["at_s"])
+        task = told.tasks.get(body["task"])
+        if task is not None:
+            incident.num_slots = task.num_seats
+            if not task.stepping_num:
+                incident.counted_s = max(task.stopped_s, incident.detected_s)
+                _count_slots(told, incident, record["at_s"])
         return
-    incident = told.incidents.get(body["of"])
-    if incident is None:
-        return
+    known = told.incidents.get(body["of"])
+    if known is not None:
+        _went_on(told, known, record)
+
+
+def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
+    body: Plain = record["body"]
     if record["kind"] == "IncidentEscalated":
         incident.severity = min(incident.severity, body["severity"])  # SEV1 is the gravest
         incident.why = body["why"]
         incident.ranks = tuple(sorted({*incident.ranks, *body["ranks"]}))
+        incident.evidence += body["evidence"]
         return
+    told.open.pop(incident.id, None)
+    incident.closed_s, incident.closed_seq = record["at_s"], record["seq"]
     incident.outcome, incident.pause_s = body["outcome"], body["pause_s"]
     incident.iterations_lost, incident.ckpt_read = body["iterations_lost"], body["ckpt_read"]
     incident.kept, incident.dealt = body["kept"], body["dealt"]
+
+
+def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:
+    """Slots that have not stepped since they were last counted."""
+    task = told.tasks.get(incident.task)
+    if task is not None and at_s > incident.counted_s:
+        still = max(incident.num_slots - task.stepping_num, 0)
+        incident.slot_s += still * (at_s - incident.counted_s)
+        incident.counted_s = at_s
+
+
+def _stepping(told: History, record: Plain) -> None:
+    """How many slots of the task step: none from a fault or a quiesce to the first iteration."""
+    kind, body = record["kind"], record["body"]
+    task = told.tasks.get(body.get("task", 0))
+    if task is None:
+        return
+    stops = (kind in ("Quiesced", "CollectiveFailed", "TaskEnded")
+             or (kind == "Quiesce" and body["mode"] == "now")
+             or (kind == "RankExited" and task.members.get(body["rank"]) == body["attempt"]))
+    if stops and (task.resumed or task.stepping_num):
+        task.stepping_num, task.resumed, task.stopped_s = 0, 0, record["at_s"]
+    elif kind == "TaskPlaced":
+        task.num_seats = len(body["seats"])
+    elif kind == "Reconfigure":
+        task.members = {one["rank"]: one["attempt"] for one in body["members"]}
+        task.dps[body["generation"]] = len(body["members"])
+    elif kind == "Resume":
+        task.resumed = body["generation"]
+    elif kind == "TaskProgressed" and task.resumed == body["generation"]:
+        task.stepping_num = len(task.members)
 
 
 def _phase(incident: IncidentHistory, record: Plain) -> None:
@@ -280,6 +353,8 @@ def _task(told: History, record: Plain) -> None:
             task.losses[body["first_iteration"] + offset] = loss
         for offset, step_s in enumerate(body["step_s"]):
             task.step_s[body["first_iteration"] + offset] = step_s
+        paces_s = task.paces_s.setdefault(task.dps.get(body["generation"], 0), [])
+        paces_s += body["step_s"]
         size = body["micro_batches"]
         task.micro_batches[size] = task.micro_batches.get(size, 0) + 1
     elif kind == "TaskEnded":

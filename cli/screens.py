@@ -1,18 +1,38 @@
-"""The status screens: a view of the state (control_plane/view.py) as text of 100 columns."""
+"""The status screen of the cluster: a view of the state as text of 100 columns.
+
+All screens are functions of plain data: the view (control_plane/view.py), and for one task the
+log's history too. What needs a person comes first, then what was healed, then the table.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from .figures import count, curve, marks, ms, ranks, rfc3339, scaled, span, table
-from .history import History, TaskHistory
+from .figures import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    curve,
+    labelled,
+    ms,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+)
+from .screen_nodes import nodes
+from .screen_task import ENDED, lag_s, loss_curve, task_status, waits
+
+__all__ = ["ENDED", "loss_curve", "nodes", "status", "task_status"]
 
 Plain = dict[str, Any]
-COLUMNS = 100
-CURVE_COLUMNS = 60
 INCIDENTS_SHOWN_NUM = 3
-ENDED = ("finished", "failed", "cancelled")
+ENDED_SHOWN_NUM = 8
+NAME_LENGTH_MAX = 24
+FAILED_SHOWN_S = 24 * 3600.0
 
 
 def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
@@ -20,206 +40,192 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     told = view["cluster"]
     tasks: list[Plain] = view["tasks"]
     head = f"{cluster}  {rfc3339(now_s)}  seq {told['seq']}"
-    lines = [f"unicron status{head.rjust(COLUMNS - len('unicron status'))}",
-             *_news(view, now_s, option), "", *_totals(view), ""]
+    lines = [f"unicron status{head.rjust(SCREEN_COLUMNS - len('unicron status'))}",
+             *_needs_you(view, now_s, option), *_healed(view, now_s, option), "",
+             *_totals(view, now_s), ""]
     if not tasks:
         return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
+    live = [task for task in tasks if task["state"] not in ENDED]
+    ended = [task for task in tasks if task["state"] in ENDED]
     lines += table(
-        ("TASK", "STATE", "SLOTS", "LAYOUT", "WEIGHT", "ITERATION", "S/ITER", "LOSS", "WAF",
+        ("ID", "TASK", "STATE", "SLOTS", "LAYOUT", "WEIGHT", "ITERATION", "S/ITER", "LOSS", "WAF",
          "HEALED", "LOST"),
-        [_task_row(task) for task in tasks if task["state"] not in ENDED]
-        + [_task_row(task) for task in tasks if task["state"] in ENDED],
-        right=(2, 4, 6, 7, 8, 9, 10))
-    for task in tasks:
-        if task["state"] not in ENDED and (task["why"] or task["needs"]):
-            needs = f"; needs {task['needs']}" if task["needs"] else ""
-            lines.append(f"{task['name']}: {task['why']}{needs}"[:COLUMNS])
+        [_task_row(task) for task in [*live, *ended[-ENDED_SHOWN_NUM:]]],
+        right=(0, 3, 5, 7, 8, 9, 10, 11))
+    if len(ended) > ENDED_SHOWN_NUM:
+        lines.append(f"and {len(ended) - ENDED_SHOWN_NUM} that ended before: "
+                     f"unicron status -o json{option}")
+    for task in live:
+        if task["why"] or task["needs"]:
+            lines += labelled(clipped(task["name"], NAME_LENGTH_MAX), waits(task))
     return lines
 
 
-def _news(view: Plain, now_s: float, option: str) -> list[str]:
+# --- the news -----------------------------------------------------------------------------------
+def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
+    healing: str = view["cluster"]["healing"]
+    words: list[str] = []
+    if healing.startswith("frozen"):
+        words.append(f"healing is {healing}: faults are told, not healed: "
+                     + command(f"unicron unfreeze{option}"))
+    elif healing != "on":
+        words.append("observing: all is decided and logged, nothing is done; to have it done, "
+                     "start the cluster again without --observe: "
+                     + command(f"unicron down{option}; unicron up{option}"))
+    for node in view["nodes"]:
+        words += _node_news(node, now_s, option)
+    for task in view["tasks"]:
+        words += _task_news(task, now_s, option)
+    words += [f"{task['name']} failed: {task['why']}: "
+              + command(f"unicron logs {task['id']}{option}")
+              for task in _failed(view["tasks"], now_s)]
+    waiting = any(task["state"] == "waiting" for task in view["tasks"])
+    words += [f"{node['id']} is drained{_because(node['drain_reason'])}, and a task waits: "
+              + command(f"unicron undrain {node['id']}{option}")
+              for node in view["nodes"] if node["drained"] and waiting]
+    return [line for one in words for line in labelled("NEEDS YOU", one)]
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def _node_news(node: Plain, now_s: float, option: str) -> list[str]:
+    for_s = span(max(now_s - node["since_s"], 0.0))
+    look = command(f"unicron status nodes{option}")
+    if node["health"] == "unreachable":
+        return [f"{node['id']} unreachable for {for_s}: look at its machine and network; "
+                f"{look}"]
+    if node["health"] == "lost":
+        return [f"{node['id']} lost for {for_s}: repair it and start its agent, it is given tasks "
+                f"at once; {look}"]
+    out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
+    if out and node["health"] == "healthy":
+        return [f"{node['id']} slot{'s' * (len(out) > 1)} {' '.join(out)} out: repair, then start "
+                f"its agent again; {look}"]
+    return []
+
+
+def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
+    words: list[str] = []
+    if task["withheld"]:
+        words.append(f"{task['name']}: withheld is: {task['withheld']}")
+    late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
+    if late_s and task["progressed_s"]:
+        words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
+                     f"{span(task['step_s'])}: {look}")
+    elif late_s:
+        words.append(f"{task['name']}: no iteration told since it began {span(late_s)} ago: {look}")
+    return words
+
+
+def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
+    """Those that are news: not old, and no later task of the name took their place."""
+    last = {task["name"]: task["id"] for task in tasks}
+    return [task for task in tasks if task["state"] == "failed"
+            and task["id"] == last[task["name"]] and now_s - task["since_s"] < FAILED_SHOWN_S]
+
+
+def _healed(view: Plain, now_s: float, option: str) -> list[str]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
     lines: list[str] = []
-    for node in view["nodes"]:
-        if node["health"] in ("unreachable", "lost"):
-            lines.append(f"NEEDS YOU  {node['id']} {node['health']} for "
-                         f"{span(now_s - node['since_s'])}: unicron status nodes{option}")
-    last = {task["name"]: task["id"] for task in view["tasks"]}
-    for task in view["tasks"]:
-        if task["state"] == "failed" and task["id"] == last[task["name"]]:  # none took its place
-            lines.append(f"NEEDS YOU  {task['name']} failed: {task['why']}"[:COLUMNS])
     newest = sorted(view["incidents"], key=lambda one: -int(one["id"]))[:INCIDENTS_SHOWN_NUM]
     for one in newest:
-        name = names.get(one["task"], one["node"] or "cluster")
-        what = f"inc-{one['id']} {one['severity']} {name} {ranks(one['ranks'])}, {one['status']}"
+        who = names.get(one["task"], one["node"] or "cluster")
+        what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
+                f"{ranks(one['ranks'])}, {one['status']}")
         end = (f"{one['iterations_lost']} iterations lost, pause {ms(one['pause_s'])}"
-               if one["outcome"] else f"since {span(now_s - one['opened_s'])}")
-        lines.append(f"{(one['outcome'] or 'healing').upper():<10} {what}: {end}"[:COLUMNS])
+               if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
+        lines += labelled((one["outcome"] or "healing").upper(),
+                          f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
     return lines
 
 
-def _totals(view: Plain) -> list[str]:
-    told, nodes = view["cluster"], view["nodes"]
-    slots = [slot for node in nodes if node["health"] == "healthy" for slot in node["slots"]]
-    num_out = sum(1 for slot in slots if slot["out"]) + sum(
-        node["num_slots"] for node in nodes if node["health"] in ("unreachable", "lost"))
-    num_busy = sum(1 for slot in slots if slot["task"])
-    num_idle = sum(1 for slot in slots if not slot["task"] and not slot["out"])
-    health: dict[str, int] = {}
-    for node in nodes:
-        health[node["health"]] = health.get(node["health"], 0) + 1
-    waf = math.fsum(task["waf"] for task in view["tasks"])
+# --- the totals ---------------------------------------------------------------------------------
+def _totals(view: Plain, now_s: float) -> list[str]:
+    told = view["cluster"]
+    slots, health = _counts(view["nodes"])
     lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
     return [
-        f"WAF    {scaled(waf, 'FLOP/s')}, weighted",
-        f"slots  {num_busy} train, {num_idle} idle, {num_out} out     nodes  "
+        *_waf(view, now_s), *_plan(view),
+        "slots  " + ", ".join(f"{num} {what}" for what, num in slots.items()) + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
-        f"log    epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
-        f"state {told['hash']}",
+        f"log    leader of epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
+        f"healing {told['healing'].partition(':')[0]}, {told['hash']}",
     ]
 
 
+def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
+    """Slots by what they do, nodes by health. A slot that still trains on a drained node trains."""
+    slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
+    health: dict[str, int] = {}
+    for node in nodes:
+        health[node["health"]] = health.get(node["health"], 0) + 1
+        if node["health"] in ("unreachable", "lost"):
+            slots["out"] += node["num_slots"]
+        for slot in node["slots"] if node["health"] == "healthy" else ():
+            slots["out" if slot["out"] else "train" if slot["task"]
+                  else "drained" if node["drained"] else "idle"] += 1
+    if not slots["drained"]:
+        del slots["drained"]
+    return slots, health
+
+
+def _waf(view: Plain, now_s: float) -> list[str]:
+    """What is achieved now, measured, and the mean of each half hour of the last 24 h."""
+    waf = math.fsum(task["waf"] for task in view["tasks"] if not lag_s(task, now_s))
+    line = f"WAF    {scaled(waf, 'FLOP/s')} achieved, weighted, measured"
+    means = earned(view, now_s)
+    if len(means) > 1:
+        hours = view["cluster"]["earned"][0]["length_s"] * len(means) / 3600
+        line += f"   {hours:.3g} h {curve(means, len(means), 0.0)}"
+    return [line]
+
+
+def earned(view: Plain, now_s: float) -> list[float]:
+    """The mean weighted FLOP/s of each span from the first that the state keeps until now.
+
+    The first span counts from the first submission, the running one until now.
+    """
+    spans: list[Plain] = view["cluster"]["earned"]
+    if not spans:
+        return []
+    flops = {span_["at_s"]: span_["flop"] for span_ in spans}
+    at_s, length_s = spans[0]["at_s"], spans[0]["length_s"]
+    begun_s = min((task["submitted_s"] for task in view["tasks"]), default=at_s)
+    means: list[float] = []
+    while at_s < now_s:
+        took_s = min(at_s + length_s, now_s) - max(at_s, begun_s)
+        means.append(flops.get(at_s, 0.0) / max(took_s, 1.0))
+        at_s += length_s
+    return means
+
+
+def _plan(view: Plain) -> list[str]:
+    """The plan against the ideal, in the units of the tables that it was made of."""
+    plan, tasks = view["plan"], {task["id"]: task for task in view["tasks"]}
+    if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
+        return []
+    origins = sorted({task["throughput"]["origin"] for one in plan["allocations"]
+                      if one["slots"] and (task := tasks.get(one["task"])) is not None
+                      and task["throughput"] is not None})
+    ideal = (f" of {scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
+             f"({plan['waf'] / plan['ideal_waf']:.1%})" if plan["ideal_waf"] else "")
+    compares = "" if origins == ["measured"] else ", which compares with other plans only"
+    by = f", throughput {' and '.join(origins)}{compares}" if origins else ""
+    return [f"plan   {scaled(plan['waf'], 'FLOP/s')}{ideal}{by}"]
+
+
+# --- the table ----------------------------------------------------------------------------------
 def _task_row(task: Plain) -> list[str]:
     slots = task["slots"]
     now = (f"{slots['now']}" if slots["now"] == slots["target"]
            else f"{slots['now']} of {slots['target']}")
     done = (f"{count(task['iteration'])}/{count(task['iterations'])}" if task["iterations"]
             else "-")
-    return [task["name"], task["state"].upper(), now, task["layout"] or "-",
+    return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), now,
+            task["layout"] or "-",
             f"{task['weight']:g}", done, f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",
             scaled(task["waf"], "").strip() if task["waf"] else "-",
             str(task["healed"]), str(task["iterations_lost"])]
-
-
-def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
-                option: str = "") -> list[str]:
-    """One task: state and why, where, progress with its loss curve, ranks, incidents."""
-    name = task["name"]
-    lines = [f"{name}  {task['state'].upper()} since {rfc3339(task['since_s'])} "
-             f"({span(max(now_s - task['since_s'], 0.0))}), task {task['id']}, "
-             f"weight {task['weight']:g}"]
-    if task["why"] or task["needs"]:
-        needs = f"; needs {task['needs']}" if task["needs"] else ""
-        lines.append(f"why       {task['why']}{needs}")
-    past = told.tasks.get(task["id"])
-    lines += ["", *_where(task), *_progress(task, past, told, now_s)]
-    if task["output"]:
-        lines.append(f"output    {task['output']}")
-    if task["checkpoint"]:
-        lines.append(f"published {task['checkpoint']}")
-    if task["ranks"]:
-        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT"), [
-            [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
-             str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
-    lines += _incidents(task, told)
-    if task["state"] in ENDED:  # the name may be another's by now
-        return [*lines, "", f"next      unicron logs {task['id']}{option}   "
-                            f"unicron tail --task {task['id']}{option}"]
-    return [*lines, "", f"next      unicron logs {name} -f{option}   "
-                        f"unicron tail -f --task {name}{option}"]
-
-
-def _where(task: Plain) -> list[str]:
-    if not task["ranks"]:
-        return []
-    places = " ".join(f"{one['node']}/{one['slot']}" for one in task["ranks"])
-    batch = (f", global batch {task['micro_batches']} micro-batches"
-             if task["micro_batches"] else "")
-    return [f"where     {places}, {task['layout'] or 'no generation yet'}, "
-            f"generation {task['generation']}{batch}"]
-
-
-def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
-    if not task["iterations"]:
-        return ["progress  a command: is supervised only"]
-    lines = [f"progress  {count(task['iteration'])} of {count(task['iterations'])}"
-             + ("" if task["loss"] is None else f", loss {task['loss']:.4f}")]
-    if past is not None:
-        lines += ["          " + line for line in loss_curve(past, told)]
-    if task["step_s"] and task["state"] == "running":
-        left_s = (task["iterations"] - task["iteration"]) * task["step_s"]
-        lines += [f"pace      {span(task['step_s'])} an iteration, "
-                  f"{scaled(task['rate_flops'], 'FLOP/s')}",
-                  f"finish    {rfc3339(now_s + left_s)} at this pace"]
-    return lines
-
-
-def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> list[str]:
-    """The losses as blocks between first and last value, and a `!` below each incident."""
-    losses = [past.losses[key] for key in sorted(past.losses)]
-    if not losses:
-        return []
-    first = f"{losses[0]:.2f} "
-    lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
-    faults = [one.iteration for one in told.incidents.values()
-              if one.task == past.id and one.iteration is not None]
-    if faults:
-        lines.append(" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
-                     + f"   (!) fault at iteration {', '.join(map(str, faults))}")
-    return lines
-
-
-def _incidents(task: Plain, told: History) -> list[str]:
-    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:19] + "Z", one.severity,
-             f"{ranks(one.ranks)}, {one.status}", one.outcome, ms(one.pause_s),
-             str(one.iterations_lost), str(one.kept), str(one.dealt)]
-            for one in told.incidents.values() if one.task == task["id"]]
-    if not rows:
-        return []
-    return ["", *table(("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST",
-                        "KEPT", "DEALT"), rows, right=(5, 6, 7, 8))]
-
-
-def nodes(view: Plain, *, now_s: float) -> list[str]:
-    """All nodes: a letter for each slot, then one line each."""
-    tasks = {task["id"]: task["name"] for task in view["tasks"]}
-    letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
-                        for slot in node["slots"] if slot["task"]})
-    num_slots = sum(node["num_slots"] for node in view["nodes"])
-    head = f"{len(view['nodes'])} nodes, {num_slots} slots"
-    lines = [f"unicron status nodes{head.rjust(COLUMNS - len('unicron status nodes'))}"]
-    if not view["nodes"]:
-        return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
-    maps = [f"{node['id']} {''.join(_slot_sign(node, slot, letters) for slot in node['slots'])}"
-            for node in view["nodes"]]
-    width = max(map(len, maps)) + 3
-    per_line = max(COLUMNS // width, 1)
-    lines += ["".join(one.ljust(width) for one in maps[start:start + per_line]).rstrip()
-              for start in range(0, len(maps), per_line)]
-    key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
-    lines += ["  ".join([*key, ". idle", "? unreachable", "x out"]), ""]
-    return lines + table(
-        ("NODE", "HEALTH", "SINCE", "SLOTS", "ACCELERATOR", "RUNS", "PID", "HOST"),
-        [_node_row(node, tasks, now_s) for node in view["nodes"]], right=(3, 6))
-
-
-def _letters(tasks: dict[int, str]) -> dict[int, str]:
-    """A letter for each task, its own where it is free."""
-    given: dict[int, str] = {}
-    for task in sorted(tasks):
-        own = tasks[task][:1].upper()
-        free = [one for one in (own, own.lower(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-                if one not in given.values()]
-        given[task] = free[0] if free else "#"
-    return given
-
-
-def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
-    if node["health"] == "unreachable":
-        return "?"
-    if slot["out"] or node["health"] != "healthy":
-        return "x"
-    return letters[slot["task"]] if slot["task"] else "."
-
-
-def _node_row(node: Plain, tasks: dict[int, str], now_s: float) -> list[str]:
-    runs: dict[int, list[int]] = {}
-    for slot in node["slots"]:
-        if slot["task"]:
-            runs.setdefault(slot["task"], []).append(slot["rank"])
-    what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
-    num_busy = sum(1 for slot in node["slots"] if slot["task"])
-    return [node["id"], node["health"], span(max(now_s - node["since_s"], 0.0)),
-            f"{num_busy}/{node['num_slots']}", node["accelerator"], what or "-",
-            str(node["pid"]), node["host"]]

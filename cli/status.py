@@ -50,7 +50,8 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
     option = option_for(state)
     now_s = time.time()
     if what == "nodes":
-        return ([json.dumps(view["nodes"])] if as_json else screens.nodes(view, now_s=now_s))
+        return ([json.dumps(view["nodes"])] if as_json
+                else screens.nodes(view, now_s=now_s, option=option))
     if what:
         task = pick(view["tasks"], what)
         if as_json:

@@ -89,6 +89,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
+        "checkpoint_iteration": task.checkpoint.step_version if task.checkpoint else 0,
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
 
@@ -96,7 +97,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
 def _rank(rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": "stopping" if rank.stopping else rank.state}
+            "state": "stopping" if rank.stopping else rank.state, "has_state": rank.has_state}
 
 
 def _plan(state: ClusterState) -> dict[str, Any] | None:

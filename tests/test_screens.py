@@ -83,7 +83,10 @@ def test_nodes_that_are_lost_ask_for_a_person():
     told["nodes"][1] |= {"health": "unreachable", "since_s": now_s - 75}
     told["nodes"][0]["slots"][1] |= {"out": True, "task": 0}
     lines = screens.status(told, cluster="demo", now_s=now_s)
-    assert lines[1] == "NEEDS YOU  n2 unreachable for 75 s: unicron status nodes"
+    assert lines[1:4] == [
+        "NEEDS YOU  n1 slot 1 out: repair, then start its agent again; unicron status nodes",
+        "NEEDS YOU  n2 unreachable for 75 s: look at its machine and network; unicron status nodes",
+        ""]
     assert screens.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 

@@ -1,0 +1,89 @@
+"""The status screen of the nodes: a letter for each slot, then a line for each node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .figures import SCREEN_COLUMNS, command, labelled, ranks, span, table
+
+Plain = dict[str, Any]
+
+
+def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
+    """All nodes: a map of the slots, then health, scheduling and what runs there."""
+    tasks = {task["id"]: task["name"] for task in view["tasks"]}
+    letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
+                        for slot in node["slots"] if slot["task"]})
+    num_slots = sum(node["num_slots"] for node in view["nodes"])
+    head = f"{len(view['nodes'])} nodes, {num_slots} slots"
+    lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
+    if not view["nodes"]:
+        return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
+    maps = [f"{node['id']} {''.join(_slot_sign(node, slot, letters) for slot in node['slots'])}"
+            for node in view["nodes"]]
+    width = max(map(len, maps)) + 3
+    per_line = max(SCREEN_COLUMNS // width, 1)
+    lines += ["".join(one.ljust(width) for one in maps[start:start + per_line]).rstrip()
+              for start in range(0, len(maps), per_line)]
+    key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
+    drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
+    lines += ["  ".join([*key, ". idle", *drained, "? unreachable", "x out"]), ""]
+    lines += table(
+        ("NODE", "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR", "RUNS", "PID", "HOST"),
+        [_node_row(node, tasks, now_s) for node in view["nodes"]], right=(4, 7))
+    return [*lines, *_reasons(view["nodes"], option)]
+
+
+def _reasons(nodes: list[Plain], option: str) -> list[str]:
+    """Why nodes are not given tasks, and what ends that."""
+    lines: list[str] = []
+    for node in nodes:
+        if node["drained"]:
+            why = node["drain_reason"] or "no reason given"
+            lines += labelled(node["id"], f"drained: {why}: "
+                              + command(f"unicron undrain {node['id']}{option}"))
+        if node["health"] == "lost":
+            lines += labelled(node["id"], "lost: repair it, then start its agent")
+    return ["", *lines] if lines else []
+
+
+def _letters(tasks: dict[int, str]) -> dict[int, str]:
+    """A letter for each task, its own where it is free."""
+    given: dict[int, str] = {}
+    for task in sorted(tasks):
+        own = tasks[task][:1].upper()
+        free = [one for one in (own, own.lower(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+                if one not in given.values()]
+        given[task] = free[0] if free else "#"
+    return given
+
+
+def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
+    if node["health"] == "unreachable":
+        return "?"
+    if slot["out"] or node["health"] != "healthy":
+        return "x"
+    if slot["task"]:
+        return letters[slot["task"]]
+    return "-" if node["drained"] else "."
+
+
+def _scheduling(node: Plain) -> str:
+    """eligible, drained, or which of its slots are out."""
+    out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
+    if node["health"] != "healthy":
+        return "out, drained" if node["drained"] else "out"
+    word = "drained" if node["drained"] else "eligible"
+    return f"{word}, {' '.join(out)} out" if out else word
+
+
+def _node_row(node: Plain, tasks: dict[int, str], now_s: float) -> list[str]:
+    runs: dict[int, list[int]] = {}
+    for slot in node["slots"]:
+        if slot["task"]:
+            runs.setdefault(slot["task"], []).append(slot["rank"])
+    what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
+    num_busy = sum(1 for slot in node["slots"] if slot["task"])
+    return [node["id"], node["health"], span(max(now_s - node["since_s"], 0.0)),
+            _scheduling(node), f"{num_busy}/{node['num_slots']}", node["accelerator"],
+            what or "-", str(node["pid"]), node["host"]]

@@ -1,0 +1,172 @@
+"""The status screen of one task: state and why, where, progress, copies, incidents."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from .figures import command, count, curve, labelled, marks, ms, ranks, rfc3339, scaled, span, table
+from .history import History, TaskHistory
+
+Plain = dict[str, Any]
+CURVE_COLUMNS = 60
+ENDED = ("finished", "failed", "cancelled")
+LAG_TIMES = 3.0
+LAG_S_MIN = 10.0
+RATES_SHOWN_NUM = 8
+
+
+def lag_s(task: Plain, now_s: float) -> float:
+    """For how long a task that trains has told nothing, when that is far above its own pace.
+
+    Above 3 iterations and 10 s; else 0.
+    """
+    if task["phase"] != "training" or task["state"] not in ("running", "healing"):
+        return 0.0
+    if task["tier"] != "train":
+        return 0.0
+    quiet_s = now_s - max(task["progressed_s"], task["since_s"])
+    return quiet_s if quiet_s > max(LAG_TIMES * task["step_s"], LAG_S_MIN) else 0.0
+
+
+def waits(task: Plain) -> str:
+    """Why, what would let it run, and what that would cost the others."""
+    words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
+    if task["cost_waf"]:
+        words += f"; costs {scaled(task['cost_waf'], 'FLOP/s')} of WAF"
+    if task["weight_from"]:
+        words += f"; runs from weight {task['weight_from']:.4g}"
+    return words
+
+
+def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
+                option: str = "") -> list[str]:
+    """One task. `told`: the history of the log so far, for the curve and the incidents."""
+    since = f"since {rfc3339(task['since_s'])} ({span(max(now_s - task['since_s'], 0.0))})"
+    lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
+             f"weight {task['weight']:g}"]
+    late_s = lag_s(task, now_s)
+    if late_s:
+        what = "last progress" if task["progressed_s"] else "no iteration told; it began"
+        lines += labelled("silent", f"{what} {span(late_s)} ago, it trains no more or very slowly")
+    if task["why"] or task["needs"]:
+        lines += labelled("why", waits(task))
+    if task["withheld"]:
+        lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
+    lines += labelled("next", _next(task, option))
+    past = told.tasks.get(task["id"])
+    lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
+              *_copies(task)]
+    if task["output"]:
+        lines += labelled("output", task["output"])
+    if task["ranks"]:
+        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT"), [
+            [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
+             str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
+    return [*lines, *_incidents(task, told)]
+
+
+def _next(task: Plain, option: str) -> str:
+    name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
+    follow = "" if task["state"] in ENDED else " -f"
+    words = [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
+    if task["state"] == "waiting" and task["weight_from"]:
+        words.insert(0, f"unicron set-weight {name} {task['weight_from']:.4g}{option}")
+    if task["withheld"]:
+        words.insert(0, f"unicron unfreeze{option}")
+    if task["incident"]:
+        words.insert(0, f"unicron incident {task['incident']}{option}")
+    return "   ".join(map(command, words[:2]))
+
+
+def _where(task: Plain) -> list[str]:
+    if not task["ranks"]:
+        return []
+    nodes: dict[str, int] = {}
+    for one in task["ranks"]:
+        nodes[one["node"]] = nodes.get(one["node"], 0) + 1
+    places = " ".join(f"{node} x{num}" for node, num in nodes.items())
+    batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
+             if task["micro_batches"] else "")
+    return labelled("where", f"{places}, {task['layout'] or 'no generation yet'}, "
+                             f"generation {task['generation']}{batch}")
+
+
+def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
+    if not task["iterations"]:
+        return labelled("progress", "a command: is supervised only")
+    loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
+    lines = labelled("progress", f"{count(task['iteration'])} of {count(task['iterations'])}{loss}")
+    if past is not None:
+        lines += [" " * 11 + line for line in loss_curve(past, told)]
+    if task["step_s"] and task["state"] == "running":
+        left = task["iterations"] - task["iteration"]
+        own = past.paces_s.get(len(past.members), []) if past is not None else []
+        normal = (f", own normal on {len(task['ranks'])} slots {span(median(own))} "
+                  f"(median of {count(len(own))})" if own else "")
+        ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
+        if own:
+            ends += f"; {rfc3339(now_s + left * median(own))} at its own"
+        lines += [*labelled("pace", f"{span(task['step_s'])} an iteration{normal}; "
+                                    f"{scaled(task['rate_flops'], 'FLOP/s')}"),
+                  *labelled("finish", ends)]
+    return lines
+
+
+def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> list[str]:
+    """The losses as blocks between first and last value, and a `!` below each incident."""
+    losses = [past.losses[key] for key in sorted(past.losses)]
+    if not losses:
+        return []
+    first = f"{losses[0]:.2f} "
+    lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
+    faults = [one.iteration for one in told.incidents.values()
+              if one.task == past.id and one.iteration is not None]
+    if faults:
+        lines.append(" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
+                     + f"   (!) fault at iteration {', '.join(map(str, faults))}")
+    return lines
+
+
+def _earns(task: Plain) -> list[str]:
+    """T(t, x) and where it comes from; of many sizes those around the present one."""
+    told = task["throughput"]
+    if told is None or task["state"] in ENDED:
+        return []
+    rows = list(zip(told["sizes"], told["rates_flops"], strict=True))
+    now = task["slots"]["target"]
+    near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
+    words = ", ".join(f"{size}: {scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
+                      for size, rate in near)
+    return labelled("earns", f"on slots {words}; {told['origin']}")
+
+
+def _copies(task: Plain) -> list[str]:
+    """Who holds the task's state, and what would be lost if they all went."""
+    if task["tier"] != "train" or task["state"] in ENDED:
+        return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
+    lost = task["iteration"] - task["checkpoint_iteration"]
+    disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
+            if task["checkpoint"] else "nothing is published yet")
+    disk += f": {count(lost)} iterations would be lost if all went" if lost else ""
+    holders = [one for one in task["ranks"] if one["state"] == "member" and one["has_state"]]
+    nodes = list(dict.fromkeys(one["node"] for one in holders))
+    if not holders:
+        live = "no process holds its state"
+    elif len(holders) == 1:
+        live = f"one seat ({nodes[0]}): nobody else holds its state"
+    else:
+        where = f"all on {nodes[0]}" if len(nodes) == 1 else f"on {' '.join(nodes)}"
+        live = f"{len(holders)} live replicas, {where}: {ranks(one['rank'] for one in holders)}"
+    return labelled("copies", f"{live}; {disk}")
+
+
+def _incidents(task: Plain, told: History) -> list[str]:
+    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:19] + "Z", one.severity,
+             f"{ranks(one.ranks)}, {one.status}", one.outcome, ms(one.pause_s),
+             str(one.iterations_lost), f"{one.kept}+{one.dealt}", f"{one.slot_s:.1f}"]
+            for one in told.incidents.values() if one.task == task["id"]]
+    if not rows:
+        return []
+    return ["", *table(("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST",
+                        "KEPT+DEALT", "SLOT-S"), rows, right=(5, 6, 7, 8))]
