@@ -10,7 +10,15 @@ from msgspec import Struct
 
 from ..events.errors import Ambiguous, Unavailable
 from ..events.log import AgentPort, SentOrder
-from ..events.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume, StartRank, StopRank
+from ..events.orders import (
+    InjectFault,
+    PublishCheckpoint,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    StartRank,
+    StopRank,
+)
 from ..events.records import Report
 from ..events.reports import (
     Body,
@@ -49,8 +57,9 @@ class PaperAgent:
     """
 
     def __init__(self, net: PaperNet, port: AgentPort, *, node: str, incarnation: int,
-                 num_slots: int, clock: Callable[[], float]) -> None:
-        self.net, self.port, self._clock = net, port, clock
+                 num_slots: int, clock: Callable[[], float],
+                 fall: Callable[[], None]) -> None:
+        self.net, self.port, self._clock, self._fall = net, port, clock, fall
         self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
         self.source = f"{node}/{incarnation}"
         self.alive = True
@@ -60,6 +69,8 @@ class PaperAgent:
         self._told = 0
         self._seen: set[int] = set()
         self._wake = asyncio.Event()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
 
     # --- life ------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -82,6 +93,12 @@ class PaperAgent:
         for process in list(self.processes.values()):
             self._exit(process, exit_code=None, signal=15)
         self.say(NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
+
+    async def stop(self, stop_s: float) -> None:
+        """SIGSTOP to the agent, and SIGCONT after `stop_s`: its ranks go on, nobody hears of it."""
+        self._goes_on.clear()
+        await asyncio.sleep(stop_s)
+        self._goes_on.set()
 
     def say(self, body: Body) -> None:
         """Spool a report; it is sent until the log has it."""
@@ -113,6 +130,7 @@ class PaperAgent:
             if not self.spool:
                 self._wake.clear()
                 await self._wake.wait()
+            await self._goes_on.wait()
             try:
                 acked = await self.port.acked(self.source)
                 num_acked = sum(1 for r in self.spool if r.source_seq <= acked)
@@ -141,7 +159,9 @@ class PaperAgent:
         cursor = "0-0"
         while True:
             try:
-                for sent in await self.port.orders(self.node, after=cursor, wait_s=ORDERS_WAIT_S):
+                found = await self.port.orders(self.node, after=cursor, wait_s=ORDERS_WAIT_S)
+                await self._goes_on.wait()
+                for sent in found:
                     self._carry_out(sent)
                     cursor = sent.cursor
             except (Unavailable, Ambiguous):
@@ -149,6 +169,7 @@ class PaperAgent:
 
     async def _beat(self) -> None:
         while True:
+            await self._goes_on.wait()
             try:
                 await self.port.beat(self.node, self.incarnation)
             except (Unavailable, Ambiguous):
@@ -169,19 +190,29 @@ class PaperAgent:
             self._stop(seq, body)
         elif isinstance(body, PublishCheckpoint):
             self._publish(seq, body)
-        elif isinstance(body, Quiesce):
+        elif isinstance(body, InjectFault):
+            if body.incarnation == self.incarnation:
+                self._inject(body)
+        elif isinstance(body, (Quiesce, Reconfigure, Resume)):
             for rank in self._ranks(body.task):
-                if rank.rank in body.ranks:
-                    rank.quiesce(body)
-        elif isinstance(body, Reconfigure):
-            for rank in self._ranks(body.task):
-                rank.reconfigure(body)
-        elif isinstance(body, Resume):
-            for rank in self._ranks(body.task):
-                rank.resume(body)
+                rank.take(body)
 
     def _ranks(self, task: int) -> list[PaperRank]:
         return [p.rank for p in self.processes.values() if p.rank and p.order.task == task]
+
+    def _find(self, task: int, rank: int, attempt: int) -> PaperProcess | None:
+        return next((p for p in self.processes.values()
+                     if (p.order.task, p.order.rank, p.order.attempt) == (task, rank, attempt)),
+                    None)
+
+    def _inject(self, order: InjectFault) -> None:
+        process = self._find(order.task, order.rank, order.attempt)
+        if order.what == "node":
+            self._fall()
+        elif process is not None and order.what == "rank":
+            self.kill(process)
+        elif process is not None and process.rank is not None:
+            process.rank.stop(order.stop_s)
 
     def _start(self, seq: int, order: StartRank) -> None:
         busy = self.processes.get(order.slot.index)
@@ -208,26 +239,29 @@ class PaperAgent:
                 lambda code: self._exit(process, exit_code=code, signal=None))
 
     def _stop(self, seq: int, order: StopRank) -> None:
-        key = (order.task, order.rank, order.attempt)
-        process = next((p for p in self.processes.values()
-                        if (p.order.task, p.order.rank, p.order.attempt) == key), None)
+        process = self._find(order.task, order.rank, order.attempt)
         if process is None:
             self.say(OrderRefused(node=self.node, order=seq, why="there is no such rank"))
             return
         process.stopping = True
         self.net.num_stopped += 1
-        signal = 15 if order.grace_s > 0 else 9
-        self.net.later(self.net.draw(self.net.tempo.exit_s),
+        # A process that stands still heeds no SIGTERM; SIGKILL ends it.
+        stopped_s = process.rank.stopped_s if process.rank else 0.0
+        signal = 15 if order.grace_s > stopped_s else 9
+        self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
                        lambda: self._exit(process, exit_code=None, signal=signal))
 
     def _publish(self, seq: int, order: PublishCheckpoint) -> None:
-        latest, _ = self.net.latest.get(order.output, ((0, 0), ""))
+        latest, path_before = self.net.latest.get(order.output, ((0, 0), ""))
         path = order.path.removeprefix(order.output).lstrip("/")
         if (order.generation, seq) < latest:
             self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
             return
         if (order.output, path) not in self.net.files:
             self.net.never(f"{order.path} was published, and is not there")
+        elif path_before and self.net.files[order.output, path][0] < (
+                self.net.files[order.output, path_before][0]):
+            self.net.never(f"{order.path} was published after {path_before}")
         self.net.latest[order.output] = ((order.generation, seq), path)
         self.say(CheckpointPublished(task=order.task, order=seq, path=order.path))
 
@@ -263,7 +297,8 @@ class PaperCluster:
         old = self.agents.get(node)
         incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
         agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
-                           num_slots=num_slots, clock=self._clock)
+                           num_slots=num_slots, clock=self._clock,
+                           fall=lambda: self._fall(node, incarnation))
         self.agents[node] = agent
         self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
 
@@ -271,6 +306,10 @@ class PaperCluster:
         """The node is gone with all that runs on it."""
         self.agents[node].crash()
         self._running.pop(node).cancel()
+
+    def _fall(self, node: str, incarnation: int) -> None:
+        if self.is_up(node) and self.agents[node].incarnation == incarnation:
+            self.crash(node)
 
     def is_up(self, node: str) -> bool:
         return node in self._running
@@ -285,8 +324,17 @@ class PaperCluster:
         for _, process in self.running():
             rank = process.rank
             if rank and rank.task == task and rank.phase == "reducing" and rank.group:
-                rank.group.lose(rank)
-                rank.fail()
+                rank.group.hiccup(rank)
+
+    def cut(self, task: int) -> bool:
+        """The connections of the task's generation are gone: its next collective, or the one that
+        is going on, fails under every member. Whether there was such a generation."""
+        groups = {id(p.rank.group): p.rank for _, p in self.running()
+                  if p.rank and p.rank.task == task and p.rank.group and not p.rank.group.broken}
+        for rank in groups.values():
+            assert rank.group is not None
+            rank.group.hiccup(rank)
+        return bool(groups)
 
     def stop(self) -> None:
         """End everything, telling nobody."""

@@ -77,8 +77,17 @@ class PaperGeneration:
                     stopped.cancel()
                 self._notice(each)
 
+    def hiccup(self, rank: PaperRank) -> None:
+        """The connections are gone: who is in a collective fails, the others in their next one."""
+        self.lose(rank)
+        if rank.phase in ("reducing", "meeting"):
+            self._notice(rank)
+
     def _stepper(self, rank: PaperRank, batch: tuple[int, ...], stop: bool) -> Callable[[], None]:
         def step() -> None:
+            if rank.stopped_s:
+                self._pending[rank.key] = self.net.later(rank.stopped_s, step)
+                return
             del self._pending[rank.key]
             rank.step(batch, stop)
 
@@ -86,7 +95,9 @@ class PaperGeneration:
 
     def _notice(self, rank: PaperRank) -> None:
         def fail() -> None:
-            if rank.alive and rank.group is self:
+            if rank.stopped_s:
+                self.net.later(rank.stopped_s, fail)
+            elif rank.alive and rank.group is self:
                 rank.fail()
 
         self.net.later(self.net.draw(self.net.tempo.notice_s), fail)
@@ -113,6 +124,10 @@ class PaperGeneration:
     def _settle(self) -> None:
         """Members settle by the rules that real ranks use."""
         if self.broken:
+            return
+        stopped_s = max(rank.stopped_s for rank in self.ranks)
+        if stopped_s:
+            self.net.later(stopped_s, self._settle)
             return
         first = self.ranks[0]
         settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches)

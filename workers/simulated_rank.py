@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..events.orders import Quiesce, Reconfigure, Resume, StartRank
+from ..events.orders import Order, Quiesce, Reconfigure, Resume, StartRank
 from ..events.reports import (
     Body,
     CheckpointSaved,
@@ -107,7 +107,13 @@ class PaperRank:
         self.told = 0
         """Iterations below this one were told by a first member, as far as this one knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
+        self._saves = False
+        """It leaves for good, as the first: what it holds is written before it says Quiesced."""
+        self._finished = False
+        self._goes_on_s = 0.0
+        self._unread: list[Order] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._call: Callable[[], None] = self._ready
         self._after(net.draw(net.tempo.load_s), self._ready)
 
     # --- what the agent hands over ---------------------------------------------------------
@@ -116,6 +122,38 @@ class PaperRank:
         self.alive = False
         self._leave()
 
+    @property
+    def stopped_s(self) -> float:
+        """How long it still stands still; 0: it does not."""
+        return max(self._goes_on_s - self.net.loop.time(), 0.0)
+
+    def stop(self, stop_s: float) -> None:
+        """SIGSTOP, and SIGCONT after `stop_s`: it computes and reads nothing, connections stand."""
+        added_s = max(stop_s - self.stopped_s, 0.0)
+        self._goes_on_s = self.net.loop.time() + max(stop_s, self.stopped_s)
+        self._began_s += added_s
+        if self._timer and not self._timer.cancelled():
+            left_s = max(self._timer.when() - self.net.loop.time(), 0.0)
+            self._after(left_s + added_s, self._call)
+        self.net.later(self.stopped_s, self._read)
+
+    def take(self, order: Order) -> None:
+        """An order comes in by the pipe: read at once, or when the process goes on."""
+        self._unread.append(order)
+        self._read()
+
+    def _read(self) -> None:
+        while self._unread and self.alive and not self.stopped_s:
+            match self._unread.pop(0):
+                case Quiesce() as order if self.rank in order.ranks:
+                    self.quiesce(order)
+                case Reconfigure() as order:
+                    self.reconfigure(order)
+                case Resume() as order:
+                    self.resume(order)
+                case _:
+                    pass
+
     def reconfigure(self, order: Reconfigure) -> None:
         if order.generation <= self.seen or self.phase == "loading":
             return
@@ -123,6 +161,7 @@ class PaperRank:
             return
         self._keep_whole()
         self._leave()
+        self._saves = False
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
         self.group.arrive(self)
@@ -138,8 +177,9 @@ class PaperRank:
         if order.generation < self.seen or self.phase == "loading":
             return
         self.seen = order.generation
+        self._saves = order.save and order.ranks[0] == self.rank
         if self.group is None:
-            self.say_quiesced()
+            self._answer()
         elif order.mode == "boundary" and self.phase in ("computing", "reducing"):
             self.group.stop = True
         elif self.phase == "computing":
@@ -167,7 +207,7 @@ class PaperRank:
             self.say(RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
                                   generation=self.group.number, step_version=self.step_version,
                                   forward_calls=0))
-            self.group, self.phase = None, "holding"
+            self.group, self.phase, self._finished = None, "holding", True
             self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
             return
         self.digest = next_digest(self.digest, self.step_version, batch)
@@ -225,7 +265,7 @@ class PaperRank:
     def _after(self, delay_s: float, call: Callable[[], None]) -> None:
         if self._timer:
             self._timer.cancel()
-        self._timer = self.net.later(delay_s, call)
+        self._call, self._timer = call, self.net.later(delay_s + self.stopped_s, call)
 
     def _ready(self) -> None:
         self.phase = "holding"
@@ -248,10 +288,9 @@ class PaperRank:
         self.group.enter(self)
 
     def _save(self, *, final: bool) -> None:
-        assert self.group is not None
-        path = f"gen-{self.group.number}/iter-{self.step_version}"
+        path = f"gen-{self.seen}/iter-{self.step_version}"
         self.net.files[self.train.output, path] = (self.step_version, self.digest)
-        self.say(CheckpointSaved(task=self.task, generation=self.group.number,
+        self.say(CheckpointSaved(task=self.task, generation=self.seen,
                                  step_version=self.step_version, path=path, ckpt_bytes=12_000,
                                  final=final))
 
@@ -279,6 +318,17 @@ class PaperRank:
     def _stop(self) -> None:
         self._keep_whole()
         self._leave()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Quiesced; whoever leaves for good as the first saves before, while nothing else runs."""
+        if self._saves and self.step_version >= 0 and not self._finished:
+            self._after(self.net.draw(self.net.tempo.save_s), self._leave_a_checkpoint)
+        else:
+            self.say_quiesced()
+
+    def _leave_a_checkpoint(self) -> None:
+        self._save(final=False)
         self.say_quiesced()
 
     def _leave(self) -> None:
