@@ -256,7 +256,7 @@ def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
     if rank is not None:
-        rank.quiesced = body.generation
+        rank.quiesced, rank.step_version = body.generation, body.step_version
 
 
 def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
@@ -266,7 +266,7 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     if task.phase != "reconfiguring":
         return
-    rank.reconfigured, rank.has_state = task.generation, True
+    rank.reconfigured, rank.has_state, rank.step_version = task.generation, True, body.step_version
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.furthest)
     task.settled = body.step_version

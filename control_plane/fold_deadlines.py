@@ -28,6 +28,9 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     late = [rank for rank in task.living_members()
             if rank.quiesced < task.generation and rank.state != "finished" and not rank.stopping]
+    waited = task.mode == "now" or not late  # at a boundary, for those who never came to it
+    if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
+        task.save_late = task.generation
     for rank in late:
         rank.overdue = "did not quiesce in time"
     if late:

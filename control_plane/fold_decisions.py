@@ -215,6 +215,7 @@ def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     disarm_phase(state, task)
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
+    task.saver = body.ranks[0] if body.save and body.ranks else -1
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
     arm(state, f"quiesce/{task.id}/{task.generation}",
@@ -230,7 +231,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
-    task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
+    task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)

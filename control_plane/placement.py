@@ -19,6 +19,8 @@ def place(task: Task, count: int, free: Sequence[Slot]) -> tuple[Seat, ...]:
     """
     usable = sorted(free)
     kept = [seat for seat in task.target if seat.slot in usable]
+    if task.is_train:
+        kept = _back(task, kept, usable, count)
     kept = _keep(task, kept, count)
     taken = [seat.slot for seat in kept]
     slots = _choose([slot for slot in usable if slot not in taken], taken, count - len(kept))
@@ -30,6 +32,19 @@ def place(task: Task, count: int, free: Sequence[Slot]) -> tuple[Seat, ...]:
     used = {seat.rank for seat in kept} | set(task.ranks)
     numbers = (number for number in range(len(used) + count) if number not in used)
     return tuple(sorted([*kept, *(Seat(next(numbers), slot) for slot in slots)]))
+
+
+def _back(task: Task, kept: Sequence[Seat], usable: Sequence[Slot], count: int) -> list[Seat]:
+    """Seats for processes that were to leave, rather than for new ones."""
+    filled = [seat for seat in kept if seat.rank in task.ranks]
+    here = [Seat(rank.rank, rank.slot) for rank in task.living_members()
+            if not (rank.stopping or rank.overdue or rank.error_seq)]
+    taken = [seat.rank for seat in kept]
+    here = [seat for seat in sorted(here) if seat.rank not in taken and seat.slot in usable]
+    back = here[: max(count - len(filled), 0)]
+    used = [seat.slot for seat in back]
+    return [*filled, *back, *(seat for seat in kept
+                              if seat not in filled and seat.slot not in used)]
 
 
 def _keep(task: Task, seats: Sequence[Seat], count: int) -> list[Seat]:

@@ -82,6 +82,8 @@ class Rank(Struct, kw_only=True):
     endpoint: str = ""
     quiesced: int = 0
     """The last generation that it left in order."""
+    step_version: int = -1
+    """Optimizer steps that its state had taken then."""
     reconfigured: int = 0
     """The last generation that it came up in."""
     failed: int = 0
@@ -202,6 +204,10 @@ class Task(Struct, kw_only=True):
     quiesce_order: int = 0
     reconfigure_order: int = 0
     resume_order: int = 0
+    saver: int = -1
+    """The rank that was told to save before the task leaves; -1: none in this generation."""
+    save_late: int = 0
+    """The generation whose last state was not saved in time."""
     saved: Checkpoint | None = None
     """Complete, not yet ordered to be published."""
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])

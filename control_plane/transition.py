@@ -24,6 +24,7 @@ from ..events.orders import (
 from ..events.reports import Body
 from . import command
 from .incidents import close_incident, end_incident, network_incident, open_incidents
+from .leaving import all_quiesced, coming, done, leaves, num_unsaved, saver, unasked
 from .processes import slot_free, start_rank, stop_pending, stop_rank
 from .state import ClusterState, Phase, Rank, Task
 from .withhold import withhold
@@ -63,22 +64,38 @@ def no_root_cause(state: ClusterState, task: Task) -> bool:
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
-    """A newcomer holds, or a member has no seat any more; and nothing else is going on."""
+    """Newcomers hold, or members have no seat any more; nobody else is on the way.
+
+    A seat whose slot is still another's is not waited for, as long as somebody can go on.
+    """
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
+    if any(coming(state, task, seat) for seat in task.target):
+        return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
-    return newcomer or any(not task.has_seat(rank) for rank in task.living_members())
+    keeps = [task.has_seat(rank) for rank in task.living_members()]
+    return newcomer or (any(keeps) and not all(keeps))
+
+
+def no_slots(state: ClusterState, task: Task) -> bool:
+    """The plan gives it nothing to go on with; and nothing else is going on."""
+    return leaves(state, task) and task.failed_s < 0 and not _unreachable(state, task)
+
+
+def save_unasked(state: ClusterState, task: Task) -> bool:
+    """It is to leave, and nobody who lives was told to save what it holds."""
+    return unasked(state, task)
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
     """The iteration's end will not come: a member is gone or its collective failed."""
-    return task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
+    return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
+            and not done(state, task))
 
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
     """Every living member has left the generation and holds; and there is one to go on with."""
-    return (all(rank.quiesced == task.generation for rank in task.living_members())
-            and bool(_next_members(task)))
+    return all_quiesced(task) and bool(_next_members(state, task))
 
 
 def generation_broken(state: ClusterState, task: Task) -> bool:
@@ -104,17 +121,25 @@ def _unreachable(state: ClusterState, task: Task) -> bool:
 
 # --- what a row orders --------------------------------------------------------------------------
 def quiesce_now(state: ClusterState, task: Task) -> Iterator[Body]:
-    yield _quiesce(task, "now")
+    yield _quiesce(state, task, "now")
 
 
 def quiesce_boundary(state: ClusterState, task: Task) -> Iterator[Body]:
-    yield _quiesce(task, "boundary")
+    yield _quiesce(state, task, "boundary")
 
 
-def _quiesce(task: Task, mode: QuiesceMode) -> Quiesce:
-    living = task.living_members()
+def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
+    """As before, and save."""
+    wait = task.mode == "boundary" and not all_quiesced(task)
+    yield _quiesce(state, task, "boundary" if wait else "now")
+
+
+def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
+    """To all living members; who is to save comes first."""
+    first = saver(state, task) if leaves(state, task) else None
+    living = sorted(task.living_members(), key=lambda rank: rank is not first)
     return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
-                   generation=task.generation, mode=mode,
+                   generation=task.generation, mode=mode, save=first is not None,
                    ranks=tuple(rank.rank for rank in living))
 
 
@@ -122,23 +147,24 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     """Be the next generation, of everybody who holds and has a seat."""
     yield from network_incident(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
-                    for rank in _next_members(task))
+                    for rank in _next_members(state, task))
     yield Reconfigure(
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
         dp=len(members), checkpoint=task.checkpoint.path if task.checkpoint is not None else "")
 
 
-def _next_members(task: Task) -> list[Rank]:
+def _next_members(state: ClusterState, task: Task) -> list[Rank]:
     """Those that hold and have a seat; who has state comes first, so that it tells progress.
 
-    If none of them has state, those that do stay for one more generation and hand it over.
+    Those that have none stay as long as newcomers are on the way, or if nobody else has state.
     """
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
     seated = [rank for rank in holding if task.has_seat(rank)]
-    givers = [rank for rank in holding if rank.has_state]
-    if seated and givers and not any(rank.has_state for rank in seated):
-        seated += givers
+    others = [rank for rank in holding if rank.has_state and not task.has_seat(rank)]
+    if any(coming(state, task, seat) for seat in task.target) or (
+            seated and not any(rank.has_state for rank in seated)):
+        seated += others
     return sorted(seated, key=lambda rank: (not rank.has_state, rank.rank))
 
 
@@ -164,8 +190,10 @@ TABLE: tuple[Row, ...] = (
     Row("starting", every_seat_ready, reconfigure, "reconfiguring"),
     Row("training", member_gone, quiesce_now, "quiescing"),
     Row("training", no_root_cause, quiesce_now, "quiescing"),
+    Row("training", no_slots, quiesce_boundary, "quiescing"),
     Row("training", seats_differ, quiesce_boundary, "quiescing"),
     Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
+    Row("quiescing", save_unasked, quiesce_again, "quiescing"),
     Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
     Row("reconfiguring", generation_broken, quiesce_now, "quiescing"),
     Row("reconfiguring", every_member_reconfigured, resume, "training"),
@@ -234,7 +262,7 @@ def _row(state: ClusterState, task: Task) -> Row | None:
 def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
     for _ in range(NUM_ROWS_MAX):
         row = _row(state, task)
-        if row is None or not task.target:
+        if row is None:
             return
         yield from row.then(state, task)
         assert task.phase == row.to, f"task {task.id}: {row} led to {task.phase}"
@@ -249,8 +277,11 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
         elif not rank.stopping and not task.has_seat(rank) and (
-                task.member(key) is None or not task.target):
-            yield stop_rank(task, rank, state.policy.stop_s_max, "the plan has no seat for it")
+                task.member(key) is None or done(state, task)):
+            num = num_unsaved(task) if task.member(key) is not None else 0
+            lost = f"; {num} iterations could not be saved" if num else ""
+            yield stop_rank(task, rank, state.policy.stop_s_max,
+                            f"the plan has no seat for it{lost}")
 
 
 def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -273,7 +304,9 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     output = task.spec.train.output
     if task.saved is not None and task.members:
-        yield PublishCheckpoint(nodes=(task.members[0].node,), task=task.id,
+        first = task.member(task.saver)
+        name = first.slot.node if first is not None else task.members[0].node
+        yield PublishCheckpoint(nodes=(name,), task=task.id,
                                 generation=task.saved.generation, output=output,
                                 path=task.saved.path)
     healthy = [name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"]

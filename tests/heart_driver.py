@@ -107,7 +107,8 @@ class Driver:
                     task=order.task, rank=order.rank, attempt=order.attempt, pid=1,
                     exit_code=None, signal=15))
             case o.Quiesce():
-                return [x for rank in order.ranks for x in self.quiesced(order.task, rank)]
+                new = self.save(order.task, order.ranks[0]) if order.save else []
+                return new + [x for rank in order.ranks for x in self.quiesced(order.task, rank)]
             case o.Reconfigure():
                 return [x for m in order.members for x in self.reconfigured(order, m.rank)]
             case o.PublishCheckpoint():
@@ -145,6 +146,13 @@ class Driver:
             task=order.task, rank=order.rank, attempt=order.attempt,
             endpoint=f"127.0.0.1:{self.pid}", num_params=1, state_bytes=12,
             iteration_flops=1e9, data_digest="d"))
+
+    def save(self, task: int, rank: int) -> list[Record]:
+        """The rank writes a checkpoint of what it holds; nobody has published it yet."""
+        it, step = self.state.tasks[task], self.steps.get(task, 0)
+        return self.tell(self.source(it.ranks[rank].slot.node), r.CheckpointSaved(
+            task=task, generation=it.generation, step_version=step,
+            path=f"gen-{it.generation}/iter-{step}", ckpt_bytes=9, final=False))
 
     def quiesced(self, task: int, rank: int) -> list[Record]:
         it = self.state.tasks[task]

@@ -29,7 +29,7 @@ PURE = (
         "state", "fold", "severity", "throughput", "planner", "placement", "transition",
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_requests", "incidents", "command", "processes", "calibration", "pricing", "waiting",
-        "withhold")),
+        "withhold", "leaving")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -1,0 +1,74 @@
+"""Leaving: a task without slots to go on with saves what it holds before its processes end."""
+
+from __future__ import annotations
+
+from ..events.orders import Seat
+from .processes import slot_free
+from .state import ClusterState, Rank, Task
+
+
+def leaves(state: ClusterState, task: Task) -> bool:
+    """It has members and nowhere to go on: no slots, or only such as wait for its own."""
+    return bool(task.members) and (not task.target or _traded(state, task))
+
+
+def saver(state: ClusterState, task: Task) -> Rank | None:
+    """The member to write the checkpoint, None where nobody can or it is too late.
+
+    Whoever was told, unless all have told their steps and another has taken more.
+    """
+    able = [rank for rank in task.living_members() if rank.has_state
+            and not (rank.stopping or rank.overdue or rank.error_seq)]
+    if not able or task.save_late == task.generation:
+        return None
+    most = max(rank.step_version for rank in able)
+    told = next((rank for rank in able if rank.rank == task.saver), None)
+    if told is not None and (told.step_version == most or not all_quiesced(task)):
+        return told
+    return next(rank for rank in able if rank.step_version == most)
+
+
+def all_quiesced(task: Task) -> bool:
+    """Every living member has left the generation and holds."""
+    return all(rank.quiesced == task.generation for rank in task.living_members())
+
+
+def unasked(state: ClusterState, task: Task) -> bool:
+    """It leaves, and whoever could save what it holds was not told to."""
+    told = saver(state, task) if leaves(state, task) and not done(state, task) else None
+    return told is not None and told.rank != task.saver
+
+
+def done(state: ClusterState, task: Task) -> bool:
+    """Whether its processes may end: what they hold is published, or will never be."""
+    if task.phase != "quiescing" or not leaves(state, task):
+        return task.phase in ("idle", "starting")
+    return saver(state, task) is None or (all_quiesced(task) and num_unsaved(task) == 0)
+
+
+def num_unsaved(task: Task) -> int:
+    """Iterations that the members have done since the published checkpoint, as far as told."""
+    told = [rank.step_version for rank in task.living_members()]
+    saved = task.checkpoint.step_version if task.checkpoint is not None else 0
+    return max([0, *(version - saved for version in told)])
+
+
+def coming(state: ClusterState, task: Task, seat: Seat) -> bool:
+    """The seat's process is on its way: it is starting, or will be, since the slot is free."""
+    rank = task.ranks.get(seat.rank)
+    if rank is None:
+        return slot_free(state, seat)
+    return (rank.slot == seat.slot and rank.state in ("ordered", "started")
+            and not (rank.stopping or rank.overdue or rank.error_seq))
+
+
+def _traded(state: ClusterState, task: Task) -> bool:
+    """No member keeps its seat, no newcomer can start, and others wait for these very slots.
+
+    Where such tasks wait for each other in a ring, somebody has to go first.
+    """
+    if any(seat.rank in task.ranks or coming(state, task, seat) for seat in task.target):
+        return False
+    own = [rank.slot for rank in task.living_members()]
+    return any(seat.slot in own for other in state.tasks.values() if other is not task
+               for seat in other.target)
