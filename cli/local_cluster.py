@@ -50,6 +50,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     trace_dir: str = ""
     policy: str = ""
     """A policy file for the control plane; empty: its defaults."""
+    observe: bool = False
+    allow_inject: bool = False
 
 
 def wanted_before(state: StateDir) -> Wanted | None:
@@ -109,6 +111,8 @@ class LocalCluster:
             environment[REDIS_URL] = self.redis_url  # not in argv: everybody may read that
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
+            common += ["--observe"] * self.wanted.observe
+            common += ["--allow-inject"] * self.wanted.allow_inject
             return processes.start(
                 self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),
                                            "--cluster", self.wanted.cluster), environment)

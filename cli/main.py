@@ -12,8 +12,8 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from . import say, state_dir
-from .state_dir import StateDir
+from . import operator_commands, say
+from .options import Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -25,19 +25,6 @@ app = typer.Typer(
     epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
            "unicron submit deploy/examples/demo.yaml.",
 )
-
-State = Annotated[Path | None, typer.Option(
-    "--state", metavar="DIR", help="The cluster's folder on this machine "
-    "[$UNICRON_STATE, else ~/.local/state/unicron].")]
-Url = Annotated[str | None, typer.Option(
-    "--url", metavar="URL", help="The control plane, if it runs elsewhere "
-    "[$UNICRON_URL; the token is $UNICRON_TOKEN].")]
-Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
-TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
-
-
-def _state(given: Path | None) -> StateDir:
-    return StateDir(given if given is not None else state_dir.default())
 
 
 @app.command()
@@ -54,6 +41,15 @@ def up(
                                              help="HTTP port, 0: any free one [0].")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME",
                                                 help="The cluster's name [default].")] = None,
+    policy: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Limits and priors, as YAML; an empty file: the defaults. The folder "
+        "keeps a copy [the last one given].")] = None,
+    observe: Annotated[bool | None, typer.Option(
+        "--observe/--act", help="Decide, price and log everything, act on nothing; or act [as the "
+        "last time, at first --act].", show_default=False)] = None,
+    allow_inject: Annotated[bool, typer.Option(
+        "--allow-inject", help="Let unicron inject break things on purpose; never "
+        "remembered.")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Leave it in the background.")] = False,
 ) -> None:
@@ -61,8 +57,9 @@ def up(
     from . import up as command
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # passed on to those alone who need it
-    command.up(_state(state), command.Asked(agents=agents, slots=slots, redis=redis, port=port,
-                                            cluster=cluster), detach=detach)
+    command.up(folder(state), command.Asked(
+        agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
+        observe=observe, allow_inject=allow_inject), detach=detach)
 
 
 @app.command()
@@ -70,7 +67,7 @@ def down(state: State = None) -> None:
     """Stop the cluster of this machine; its log stays."""
     from . import up as command
 
-    command.down(_state(state))
+    command.down(folder(state))
 
 
 @app.command()
@@ -91,7 +88,7 @@ def agent(
     from . import run
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
-    run.agent(_state(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis)
+    run.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis)
 
 
 @app.command("control-plane", hidden=True)
@@ -101,12 +98,15 @@ def control_plane(
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    observe: Annotated[bool, typer.Option("--observe")] = False,
+    allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
 ) -> None:
     """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
     from . import run
 
-    run.control_plane(_state(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
-                      host=host, port=port, cluster=cluster, policy=policy)
+    run.control_plane(folder(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
+                      host=host, port=port, cluster=cluster, policy=policy, observe=observe,
+                      allow_inject=allow_inject)
 
 
 @app.command()
@@ -119,7 +119,7 @@ def submit(
     """Submit a task."""
     from . import tasks
 
-    tasks.submit(_state(state), url, job, as_json=output == "json")
+    tasks.submit(folder(state), url, job, as_json=output == "json")
 
 
 @app.command()
@@ -135,7 +135,7 @@ def status(
     """Show the cluster, one task, or the nodes."""
     from . import status as command
 
-    command.status(_state(state), url, what, watch=watch, as_json=output == "json")
+    command.status(folder(state), url, what, watch=watch, as_json=output == "json")
 
 
 @app.command()
@@ -155,7 +155,7 @@ def tail(
     """Read the log: one record a line."""
     from . import tail as command
 
-    command.tail(_state(state), url, command.Filter.make(kind or [], task, node, incident),
+    command.tail(folder(state), url, command.Filter.make(kind or [], task, node, incident),
                  after=after, follow=follow, as_json=output != "text")
 
 
@@ -170,7 +170,10 @@ def cancel(
     """Stop a task for good."""
     from . import tasks
 
-    tasks.cancel(_state(state), url, task, reason, as_json=output == "json")
+    tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
+
+
+app.add_typer(operator_commands.app)
 
 
 @app.command()
@@ -184,7 +187,7 @@ def logs(
     """Show what a task's ranks printed, from the files on this machine."""
     from . import logs as command
 
-    command.logs(_state(state), url, task, rank, follow=follow)
+    command.logs(folder(state), url, task, rank, follow=follow)
 
 
 @app.command()
@@ -202,7 +205,7 @@ def replay(
     """Fold a log to the state it tells; needs no server and no torch."""
     from . import replay as command
 
-    command.replay(_state(state), url, file, live=live, until=until, verify=verify, step=step,
+    command.replay(folder(state), url, file, live=live, until=until, verify=verify, step=step,
                    as_json=output == "json")
 
 
@@ -215,7 +218,7 @@ def export(
     """Write the running cluster's log to a file, as JSON lines."""
     from . import replay as command
 
-    command.export(_state(state), url, file)
+    command.export(folder(state), url, file)
 
 
 @app.command()
@@ -235,7 +238,7 @@ def doctor(state: State = None, output: Form = "text") -> None:
     """Check what this machine has, and what is missing."""
     from . import doctor as command
 
-    raise typer.Exit(command.doctor(_state(state), as_json=output == "json"))
+    raise typer.Exit(command.doctor(folder(state), as_json=output == "json"))
 
 
 @app.callback(invoke_without_command=True)

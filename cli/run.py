@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 
 def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
-                  policy: Path | None) -> None:
+                  policy: Path | None, observe: bool, allow_inject: bool) -> None:
     """Serve until told to stop. Raises UsageError."""
     from ..control_plane import serve
 
@@ -36,7 +36,7 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
     _note(state, CONTROL_PLANE)
     raise typer.Exit(serve.run(serve.Options(
         state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
-        policy=policy)))
+        policy=policy, observe=observe, allow_inject=allow_inject)))
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,

@@ -53,6 +53,11 @@ class StateDir:
         """What `up` was asked for; a later `up` starts the same again."""
         return self.path / "cluster.json"
 
+    @property
+    def policy(self) -> Path:
+        """Our own copy of the policy file that `up` was given: the original may change or go."""
+        return self.path / "policy.yaml"
+
     def agent(self, node: str) -> Path:
         return self.path / "agents" / node
 

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from msgspec import Struct
 
@@ -41,8 +43,13 @@ class Asked(Struct, frozen=True, kw_only=True):
     redis: str | None = None
     port: int | None = None
     cluster: str | None = None
+    policy: Path | None = None
+    """A file; the folder keeps a copy."""
+    observe: bool | None = None
+    allow_inject: bool = False
+    """Never as the last time."""
 
-    def wanted(self, before: Wanted | None) -> Wanted:
+    def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
         last = before or Wanted()
         return Wanted(
             num_agents=last.num_agents if self.agents is None else self.agents,
@@ -50,7 +57,10 @@ class Asked(Struct, frozen=True, kw_only=True):
             redis_url=last.redis_url if self.redis is None else self.redis,
             port=last.port if self.port is None else self.port,
             cluster=last.cluster if self.cluster is None else self.cluster,
-            trace_dir=last.trace_dir, policy=last.policy)
+            trace_dir=last.trace_dir,
+            policy=last.policy if self.policy is None else str(state.policy),
+            observe=last.observe if self.observe is None else self.observe,
+            allow_inject=self.allow_inject)
 
     def refuse_other(self, before: Wanted, state: StateDir) -> None:
         """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
@@ -64,12 +74,33 @@ class Asked(Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
                                  f"unicron down --state {shown(state.path)}, then up again")
 
+    def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
+        """Raises UsageError for a policy that is not that of the control plane that runs."""
+        where = shown(state.path)
+        down = f"unicron down --state {where}, then up"
+        if self.observe and not before.observe:
+            raise UsageError(f"--observe: what runs on {where} began to act",
+                             f"unicron freeze holds its healing; or {down} --observe")
+        if self.observe is False and before.observe:
+            raise UsageError(f"--act: what runs on {where} began to observe", f"{down} --act")
+        if self.allow_inject and not before.allow_inject:
+            raise UsageError(f"--allow-inject was not given when what runs on {where} began",
+                             f"{down} --allow-inject")
+        if before.allow_inject and not self.allow_inject:
+            raise UsageError(f"what runs on {where} allows faults on purpose, and this is never "
+                             "taken over unsaid", f"give --allow-inject again; or {down}")
+        if self.policy is not None and _policy(self.policy) != _policy(before.policy):
+            raise UsageError(f"--policy is another than when what runs on {where} began",
+                             f"{down} again")
+
 
 def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
     if asked.cluster is not None and not NAME.match(asked.cluster):
         raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
                          "lower-case letters, digits, '-' and '.', at most 63")
+    if asked.policy is not None:
+        _policy(asked.policy)
     state.create()
     if detach:
         _detach(state, asked)
@@ -80,10 +111,12 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     before = {name for name in processes.names(state) if processes.find(state, name)}
     if before and last is not None:
         asked.refuse_other(last, state)
+        if CONTROL_PLANE in before:
+            asked.refuse_other_policy(last, state)
     processes.record(state, UP, os.getpid())
-    cluster = LocalCluster(state, asked.wanted(last))
+    cluster = LocalCluster(state, asked.wanted(last, state))
     try:
-        _start(cluster)
+        _start(cluster, asked.policy)
         stop.begin()
         _say_next(state)
         _Watch(cluster).run(stop)
@@ -96,7 +129,14 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         lock.close()
 
 
-def _start(cluster: LocalCluster) -> None:
+def _policy(path: Path | str) -> object:
+    """What a policy file says; an empty path is the defaults. Raises UsageError."""
+    from ..control_plane import serve
+
+    return serve.read_policy(Path(path or os.devnull))
+
+
+def _start(cluster: LocalCluster, policy: Path | None) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
         local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster)
@@ -111,15 +151,34 @@ def _start(cluster: LocalCluster) -> None:
     server = cluster.ensure_server()
     if server is not None:
         say.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
+    if policy is not None:
+        kept = policy.read_bytes()  # it may be our own copy
+        state.policy.write_bytes(kept)
     cluster.save()
     started = {name: cluster.ensure(name) for name in cluster.names()}
     client = cluster.wait_control_plane()
     process, adopted = started[CONTROL_PLANE]
     say.out(_line("control", client.url, process.pid, adopted))
+    for line in _mode(client.get("/v1/state")["cluster"]):
+        say.out(line)
     for node in cluster.nodes:
         process, adopted = started[agent_name(node)]
         say.out(_line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted))
     cluster.wait_agents(client)
+
+
+def _mode(told: dict[str, Any]) -> list[str]:
+    """Whether the cluster heals: what an operator must not have to guess."""
+    if told["healing"] == "on":
+        lines = ["healing  on"]
+    elif told["healing"] == "observing":
+        lines = ["healing  OBSERVING: decides and logs, acts on nothing; "
+                 "to act: unicron down, unicron up --act"]
+    else:
+        lines = [f"healing  {told['healing'].replace('frozen', 'FROZEN', 1)}; unicron unfreeze"]
+    if told["allow_inject"]:
+        lines.append("faults   allowed on purpose: unicron inject --help")
+    return lines
 
 
 def _say_next(state: StateDir) -> None:
@@ -214,11 +273,15 @@ def _detach(state: StateDir, asked: Asked) -> None:
     """Run `up` in a session of its own; return when it is ready, show what it said."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
-               "--cluster": asked.cluster}
+               "--cluster": asked.cluster,
+               "--policy": asked.policy}
     argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
     for option, value in options.items():
         if value is not None:
             argv += [option, str(value)]
+    if asked.observe is not None:
+        argv.append("--observe" if asked.observe else "--act")
+    argv += ["--allow-inject"] * asked.allow_inject
     # a Redis URL holds a password: not in argv, which everybody may read
     environment = dict(os.environ)
     if asked.redis is not None:

@@ -57,6 +57,9 @@ class Options(Struct, frozen=True, kw_only=True):
     port: int = 0
     cluster: str = "default"
     policy: Path | None = None
+    """A file; without one the policy is Policy's defaults, whatever the log had before."""
+    observe: bool = False
+    allow_inject: bool = False
 
 
 def run(options: Options) -> int:
@@ -70,22 +73,32 @@ def run(options: Options) -> int:
     that it still serves, the file, the server's connections. A cancel does the same.
     """
     _speak()
-    policy = read_policy(options.policy) if options.policy else None
+    policy = msgspec.structs.replace(
+        read_policy(options.policy) if options.policy else Policy(),
+        observe=options.observe, allow_inject=options.allow_inject)
     return asyncio.run(_serve(options, policy))
 
 
 def read_policy(path: Path) -> Policy:
-    """The policy in a YAML or JSON file. Raises UsageError with the field that is wrong."""
-    hint = "docs/reference: the fields of Policy, times in seconds"
+    """The policy in a YAML or JSON file, an empty one the defaults.
+
+    Raises UsageError with the field that is wrong. The switches are no fields of a file: a file is
+    kept and forgotten, and nobody shall break or hold a cluster by what was forgotten.
+    """
+    hint = "docs/reference/records.md, Policy: its fields, times in seconds"
     try:
         # Not strict: YAML 1.1 reads 1e-3 as text.
-        policy = msgspec.yaml.decode(path.read_bytes(), type=Policy, strict=False)
+        found = msgspec.yaml.decode(path.read_bytes(), type=Policy | None, strict=False)
+        policy = found or Policy()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint) from None
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}", hint) from None
     for name, value in msgspec.structs.asdict(policy).items():
         if isinstance(value, bool):
+            if value:
+                raise UsageError(f"{path}: {name} stands in no policy file",
+                                 f"unicron up --{name.replace('_', '-')}")
             continue
         least = 0 if name in ZERO_ALLOWED else 1e-3
         if not (math.isfinite(value) and value >= least):
@@ -93,7 +106,7 @@ def read_policy(path: Path) -> Policy:
     return policy
 
 
-async def _serve(options: Options, policy: Policy | None) -> int:
+async def _serve(options: Options, policy: Policy) -> int:
     talk = structlog.get_logger("control_plane")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,7 +21,8 @@ from unicron.events.records import Record
 from unicron.events.reports import EpochStarted, Policy, PolicySet
 
 COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
-            "export", "demo", "doctor")
+            "export", "demo", "doctor", "set-weight", "drain", "undrain", "freeze", "unfreeze",
+            "inject")
 LIMIT_S = 60
 JOB = """\
 apiVersion: unicron/v1
@@ -77,9 +78,10 @@ def test_help_loads_nothing_heavy():
     assert "control-plane" not in told.stdout
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "control-plane"])
+@pytest.mark.parametrize("command", [*COMMANDS, "control-plane", "inject rank", "inject stop",
+                                     "inject node"])
 def test_every_command_has_help_of_a_hundred_columns(command):
-    told = unicron(command, "--help")
+    told = unicron(*command.split(), "--help")
     assert told.returncode == 0
     assert told.stdout.startswith(f"Usage: unicron {command}")
     assert max(map(len, told.stdout.splitlines())) <= 100
@@ -121,6 +123,18 @@ def test_version():
     (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
     (("cancel", "alpha"), "no cluster runs on"),
     (("logs", "alpha"), "no cluster runs on"),
+    (("freeze",), "no cluster runs on"),
+    (("drain", "n1"), "no cluster runs on"),
+    (("drain",), "Missing argument 'NODE'"),
+    (("set-weight", "alpha"), "Missing argument 'WEIGHT'"),
+    (("set-weight", "alpha", "much"), "WEIGHT"),
+    (("set-weight", "alpha", "nan"), "nan is not a weight"),
+    (("inject",), "Missing command"),
+    (("inject", "disk"), "No such command 'disk'"),
+    (("inject", "rank", "alpha"), "no cluster runs on"),
+    (("inject", "stop", "alpha", "--for", "-1"), "--for"),
+    (("up", "--policy", "absent.yaml"), "absent.yaml"),
+    (("up", "--policy", "."), "directory"),
     (("export", "log.jsonl"), "no cluster runs on"),
     (("control-plane",), "no Redis is named"),
     (("replay",), "name either an exported file or --live"),
@@ -133,6 +147,18 @@ def test_version():
 ])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     refused(unicron(*arguments, folder=tmp_path), words)
+
+
+def test_what_needs_a_running_cluster_says_how_to_start_one(tmp_path):
+    for command in (("export", "log.jsonl"), ("logs", "alpha"), ("drain", "n1")):
+        assert "hint: unicron up" in unicron(*command, folder=tmp_path).stderr
+
+
+def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
+    for text in ("silence_s_may: 3", "observe: true", "allow_inject: true"):
+        (tmp_path / "policy.yaml").write_text(text)
+        refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), text.partition(":")[0])
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):

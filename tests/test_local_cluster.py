@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unicron.cli import local_cluster, processes
@@ -65,7 +66,7 @@ class Cluster:
         os.kill(process.pid, signal.SIGKILL)
         assert processes.wait_gone(process, 10.0)
 
-    def records(self) -> list[dict[str, object]]:
+    def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self("tail", "-o", "jsonl").stdout.splitlines()]
 
 
@@ -201,6 +202,99 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cluster("replay", "--live").returncode == 0
     tail = cluster("tail", "--kind", "taskended", "-o", "jsonl")
     assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
+
+
+def test_policy_and_switches_of_a_folder(cluster, tmp_path):
+    """The file and --observe are remembered, --allow-inject is not; what runs is not changed."""
+    def policy() -> dict[str, Any]:
+        told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
+        return told[-1]["policy"]
+
+    def refused(*options: str) -> str:
+        told = cluster("up", "--detach", *options)
+        assert told.returncode == 2, told.stdout
+        error, hint = told.stderr.splitlines()
+        assert "unicron down" in hint
+        return error
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("silence_s_max: 7")
+    first = cluster.up("--observe", "--policy", str(file))
+    assert first.returncode == 0, first.stderr
+    assert "healing  OBSERVING" in first.stdout
+    assert (policy()["observe"], policy()["silence_s_max"]) == (True, 7)
+    file.write_text("silence_s_max: 8")
+    cluster.kill(CONTROL_PLANE)  # started again by `up`, as it was
+    until(lambda: [one["kind"] for one in cluster.records()].count("EpochStarted") == 2)
+    cluster.kill(UP)
+    assert "--act" in refused("--act")
+    assert "--allow-inject" in refused("--allow-inject")
+    assert "--policy" in refused("--policy", str(file))
+    file.write_text("silence_s_max: 7.0  # the same\n")
+    again = cluster("up", "--detach", "--policy", str(file))
+    assert again.stdout.count("adopted") == 3, again.stderr
+    assert "healing  OBSERVING" in again.stdout
+    assert cluster("down").returncode == 0
+
+    file.unlink()
+    second = cluster.up("--act", "--allow-inject")
+    assert "healing  on\nfaults   allowed" in second.stdout, second.stderr
+    assert (policy()["observe"], policy()["allow_inject"], policy()["silence_s_max"]) == (
+        False, True, 7)
+    cluster.kill(UP)
+    assert "allows faults" in refused()
+    assert "--observe" in refused("--observe", "--allow-inject")
+    assert cluster("down").returncode == 0
+    third = cluster.up("--policy", os.devnull)
+    assert "healing  on\nagent" in third.stdout, third.stderr
+    assert (policy()["allow_inject"], policy()["silence_s_max"]) == (False, 5)
+
+
+def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
+    """Each answer: what was asked, the plan that followed, who moves where, what to type next."""
+    assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
+                   "--allow-inject").returncode == 0
+    for name, weight in (("alpha", 2), ("beta", 1)):
+        (tmp_path / "job.yaml").write_text(
+            f"apiVersion: unicron/v1\nname: {name}\nweight: {weight}\n"
+            "throughput: {1: 1.0e9}\ncommand: [sleep, '600']\n")
+        assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
+    until(lambda: cluster("tail", "--kind", "RankStarted").stdout.count("RankStarted") == 2)
+    until(lambda: "0 idle" in cluster("status").stdout)
+    home = {task["name"]: task["ranks"][0]["node"]
+            for task in json.loads(cluster("status", "-o", "json").stdout)["tasks"]}
+
+    drained = cluster("drain", home["alpha"], "--reason", "thermal")
+    assert drained.returncode == 0, drained.stderr
+    lines, left = drained.stdout.splitlines(), home["alpha"]
+    assert lines[0].startswith(f"{home['alpha']}  drained; alpha shall leave it (seq ")
+    assert lines[1] == "plan     1 slot, WAF 3 GFLOP/s -> 2 GFLOP/s"
+    assert f"alpha    1 -> 1 slot: {home['beta']}/0, leaves {left}; it starts again" in lines
+    assert "\nbeta     1 -> 0 slots: stopped; then it waits, needs " in drained.stdout
+    assert lines[-2:] == ["look     unicron status -w", f"undo     unicron undrain {left}"]
+    twice = cluster("drain", home["alpha"])
+    assert (twice.returncode, "already: thermal" in twice.stderr) == (2, True)
+    assert "hint: there is n1, n2" in cluster("drain", "n9").stderr
+
+    heavy = cluster("set-weight", "beta", "9", "-o", "json", "--reason", "deadline")
+    told = json.loads(heavy.stdout)
+    assert told["plan"]["waf"] == 9e9
+    assert [len(one["seats"]) for one in told["placed"]] == [0, 1]
+    assert "frozen: " in cluster("freeze").stdout
+    held = cluster("undrain", home["alpha"]).stdout
+    assert "held     frozen: by " in held
+    assert "alpha    0 -> 1 slot\n" in held, "planned, and not placed"
+    on = cluster("unfreeze", "--reason", "done").stdout
+    assert on.startswith("healing is on (seq ")
+    assert f"alpha    0 -> 1 slot: {home['alpha']}/0" in on
+
+    until(lambda: "2 train, 0 idle" in cluster("status").stdout)
+    broken = cluster("inject", "rank", "beta", "--reason", "to see")
+    assert "rank 0 on " in broken.stdout, broken.stderr
+    assert "is killed on purpose (seq " in broken.stdout
+    asked = [one for one in cluster.records() if one["kind"] == "FaultRequested"]
+    assert [(one["body"]["what"], one["body"]["reason"]) for one in asked] == [("rank", "to see")]
+    assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
 
 
 def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):

@@ -22,17 +22,20 @@ import pytest
 from unicron.control_plane.serve import read_policy
 from unicron.events.embedded import Server
 from unicron.events.errors import UsageError
+from unicron.events.records import Record
 from unicron.events.redis_log import RedisLog
+from unicron.events.reports import Policy, PolicySet
 
 MAIN = """
 import sys, pathlib
 from unicron.control_plane import serve
 from unicron.events.errors import UsageError
-state, url, port, cluster, policy = sys.argv[1:]
+state, url, port, cluster, policy, *switches = sys.argv[1:]
 try:
     sys.exit(serve.run(serve.Options(
         state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
-        policy=pathlib.Path(policy) if policy else None)))
+        policy=pathlib.Path(policy) if policy else None,
+        observe="observe" in switches, allow_inject="allow_inject" in switches)))
 except UsageError as error:
     print(f"USAGE {error} | {error.hint}", file=sys.stderr)
     sys.exit(2)
@@ -83,9 +86,10 @@ class Running:
 
 @contextmanager
 def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
-                  policy: str = "", **environment: str) -> Iterator[Running]:
+                  policy: str = "", switches: tuple[str, ...] = (),
+                  **environment: str) -> Iterator[Running]:
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy],
+        [sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy, *switches],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         yield Running(process, state)
@@ -95,15 +99,19 @@ def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve
         process.communicate(timeout=10)
 
 
-def kinds(url: str, cluster: str) -> list[str]:
-    async def read() -> list[str]:
+def records(url: str, cluster: str) -> list[Record]:
+    async def read() -> list[Record]:
         log = RedisLog(url, cluster)
         try:
-            return [record.kind for record in await log.read(after=0, num_max=999)]
+            return list(await log.read(after=0, num_max=999))
         finally:
             await log.close()
 
     return asyncio.run(read())
+
+
+def kinds(url: str, cluster: str) -> list[str]:
+    return [record.kind for record in records(url, cluster)]
 
 
 def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
@@ -184,14 +192,29 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
             assert policies == 1, "every limit is in the log, once"
 
 
+def test_the_switches_are_the_policys_and_never_left_over(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("silence_s_max: 7")
+    for file, switches in (("", ("allow_inject",)), ("policy.yaml", ("observe",)), ("", ())):
+        with control_plane(tmp_path, server.url, cluster="serve-switches",
+                           policy=str(tmp_path / file) if file else "",
+                           switches=switches) as process:
+            process.wait_leading()
+    told = [record.body.policy for record in records(server.url, "serve-switches")
+            if isinstance(record.body, PolicySet)]
+    assert told == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]
+
+
 def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("silence_s_max: 3\ngain_min: 1e-3\n")
     assert (read_policy(path).silence_s_max, read_policy(path).gain_min) == (3.0, 0.001)
     path.write_text('{"silence_s_max": 4}')
     assert read_policy(path).silence_s_max == 4.0
+    for text in ("", "# nothing", "observe: false"):
+        path.write_text(text)
+        assert read_policy(path) == Policy()
     for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
-                 "silence_s_max: 0", "restarts_max: -1"):
+                 "silence_s_max: 0", "restarts_max: -1", "observe: true", "allow_inject: true"):
         path.write_text(text)
         with pytest.raises(UsageError) as refused:
             read_policy(path)

@@ -34,11 +34,17 @@ page. From a checkout, write `.venv/bin/unicron`.
 
 def render() -> str:
     """The whole page."""
-    commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009 (a group has them)
     parts = [HEAD, "\n## unicron\n", _help()]
-    for name in commands:
+    for name, command in _commands(typer.main.get_command(app)):
         parts += [f"\n## unicron {name}\n", _help(name)]
+        for inner, _ in _commands(command):
+            parts += [f"\n### unicron {name} {inner}\n", _help(name, inner)]
     return "".join(parts)
+
+
+def _commands(group: object) -> list[tuple[str, object]]:
+    """The commands of a group; none of a plain command."""
+    return list(getattr(group, "commands", {}).items())
 
 
 def _help(*command: str) -> str:
