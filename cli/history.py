@@ -164,6 +164,12 @@ class History(Struct):
         _planned(self, record)
 
 
+    def until(self, at_s: float) -> None:
+        """Nothing more was told until then: count what still stands."""
+        for incident in self.open.values():
+            _count_slots(self, incident, at_s)
+
+
 def history(records: Iterable[Plain]) -> History:
     """Read a whole log."""
     told = History()

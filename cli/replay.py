@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .client import connect
 from .figures import count, table
 from .record_line import line
 from .state_dir import StateDir
+from .tasks import option_for
 
 Plain = dict[str, Any]
 
@@ -39,17 +40,25 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
 
 
 def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
-           verify: bool, step: bool, as_json: bool) -> None:
-    """Fold a log and show where it leads. Raises UsageError, CorruptError."""
+           verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
+    """Fold a log and show where it leads, or one incident. Raises UsageError, CorruptError."""
     if (path is None) == (not live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
     if step and verify:
         raise UsageError("--step and --verify do not go together", "give one of the two")
-    records = _live(state, url) if path is None else archive.read(path)
-    records = _until(records, until)
+    if incident is not None and (step or verify):
+        raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
+
+    def read() -> Iterator[Record]:
+        return _until(_live(state, url) if path is None else archive.read(path), until)
+
+    records = read()
     try:
-        if verify:
+        if incident is not None:
+            log = f"--live{option_for(state)}" if path is None else str(path)
+            _incident(read, incident, log=log, as_json=as_json)
+        elif verify:
             _verify(records, complete=until is None, as_json=as_json)
         elif step:
             _step(records, as_json=as_json)
@@ -62,6 +71,26 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         where = f"{path}: " if path is not None else ""
         raise UsageError(f"{where}{error}", "what stands before that seq is sound; "
                          "export the log again") from None
+
+
+def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str,
+              as_json: bool) -> None:
+    """The page of one incident as the log knew it at its end."""
+    from ..control_plane.fold import fold
+    from ..control_plane.state import ClusterState
+    from ..control_plane.view import view
+    from . import incident
+    from .history import History
+
+    state, told = ClusterState(), History()
+    for record in read():
+        fold(state, record)
+        told.add(codec.to_plain(record))
+    one = incident.pick(told, which)
+    if one is None:  # `--incident ""`: the newest, of none
+        raise UsageError("the log has no incident", "nothing had failed so far")
+    incident.show(told, one, lambda after: (codec.to_plain(x) for x in read() if x.seq > after),
+                  view=view(state), log=log, as_json=as_json)
 
 
 def _live(state: StateDir, url: str | None) -> Iterator[Record]:

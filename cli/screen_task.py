@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,9 @@ CURVE_COLUMNS = 60
 ENDED = ("finished", "failed", "cancelled")
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
+NORMAL_ITERATIONS_MIN = 5
+"""Of its own at one size, before their median is its normal pace."""
+SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
 
 
@@ -34,9 +38,15 @@ def waits(task: Plain) -> str:
     words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
     if task["cost_waf"]:
         words += f"; costs {scaled(task['cost_waf'], 'FLOP/s')} of WAF"
-    if task["weight_from"]:
-        words += f"; runs from weight {task['weight_from']:.4g}"
+    if task["weight_from"] and "weight" not in task["needs"]:
+        words += f"; runs from weight {above(task['weight_from'])}"
     return words
+
+
+def above(weight: float) -> str:
+    """In three digits, never less: what is typed is to be enough."""
+    unit = 10.0 ** (math.floor(math.log10(weight)) - 2)
+    return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 
 
 def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
@@ -71,7 +81,7 @@ def _next(task: Plain, option: str) -> str:
     follow = "" if task["state"] in ENDED else " -f"
     words = [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
     if task["state"] == "waiting" and task["weight_from"]:
-        words.insert(0, f"unicron set-weight {name} {task['weight_from']:.4g}{option}")
+        words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:
         words.insert(0, f"unicron unfreeze{option}")
     if task["incident"]:
@@ -102,10 +112,11 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     if task["step_s"] and task["state"] == "running":
         left = task["iterations"] - task["iteration"]
         own = past.paces_s.get(len(past.members), []) if past is not None else []
+        own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
         normal = (f", own normal on {len(task['ranks'])} slots {span(median(own))} "
                   f"(median of {count(len(own))})" if own else "")
         ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
-        if own:
+        if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:
             ends += f"; {rfc3339(now_s + left * median(own))} at its own"
         lines += [*labelled("pace", f"{span(task['step_s'])} an iteration{normal}; "
                                     f"{scaled(task['rate_flops'], 'FLOP/s')}"),
@@ -162,7 +173,7 @@ def _copies(task: Plain) -> list[str]:
 
 
 def _incidents(task: Plain, told: History) -> list[str]:
-    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:19] + "Z", one.severity,
+    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
              f"{ranks(one.ranks)}, {one.status}", one.outcome, ms(one.pause_s),
              str(one.iterations_lost), f"{one.kept}+{one.dealt}", f"{one.slot_s:.1f}"]
             for one in told.incidents.values() if one.task == task["id"]]

@@ -69,9 +69,8 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
         words.append(f"healing is {healing}: faults are told, not healed: "
                      + command(f"unicron unfreeze{option}"))
     elif healing != "on":
-        words.append("observing: all is decided and logged, nothing is done; to have it done, "
-                     "start the cluster again without --observe: "
-                     + command(f"unicron down{option}; unicron up{option}"))
+        words.append("observing: all is decided and logged, nothing is done; to have it done: "
+                     + command(f"unicron down{option}; unicron up --act{option}"))
     for node in view["nodes"]:
         words += _node_news(node, now_s, option)
     for task in view["tasks"]:
@@ -109,7 +108,7 @@ def _node_news(node: Plain, now_s: float, option: str) -> list[str]:
 def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
     words: list[str] = []
     if task["withheld"]:
-        words.append(f"{task['name']}: withheld is: {task['withheld']}")
+        words.append(f"{task['name']}, withheld: {task['withheld']}")
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
     if late_s and task["progressed_s"]:
         words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
@@ -210,9 +209,9 @@ def _plan(view: Plain) -> list[str]:
                       if one["slots"] and (task := tasks.get(one["task"])) is not None
                       and task["throughput"] is not None})
     ideal = (f" of {scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
-             f"({plan['waf'] / plan['ideal_waf']:.1%})" if plan["ideal_waf"] else "")
-    compares = "" if origins == ["measured"] else ", which compares with other plans only"
-    by = f", throughput {' and '.join(origins)}{compares}" if origins else ""
+             f"({100 * plan['waf'] / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
+    compares = "" if origins == ["measured"] else ": compares with plans only"
+    by = f", {' and '.join(origins)}{compares}" if origins else ""
     return [f"plan   {scaled(plan['waf'], 'FLOP/s')}{ideal}{by}"]
 
 

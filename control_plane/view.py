@@ -80,7 +80,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "iteration": task.iteration,
         "iterations": spec.train.iterations if spec.train is not None else 0,
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
-        "waf": task.weight * task.rate_flops if task.phase == "training" else 0.0,
+        "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "throughput": (msgspec.to_builtins(task.throughput, str_keys=True)
                        if task.throughput is not None else None),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
@@ -92,6 +92,12 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "checkpoint_iteration": task.checkpoint.step_version if task.checkpoint else 0,
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _steps(task: Task) -> bool:
+    """Whether nothing that is known keeps it from stepping."""
+    whole = len(task.living_members()) == len(task.members) and task.failed_s < 0
+    return task.phase == "training" and whole
 
 
 def _rank(rank: Rank) -> dict[str, Any]:

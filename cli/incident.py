@@ -1,0 +1,242 @@
+"""`incident`: one incident as facts: evidence, decision, plans, effects, cost, what is left."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ..events.errors import UsageError
+from . import say, screen_incident
+from .client import connect
+from .history import History, IncidentHistory, TaskHistory
+from .record_line import essentials
+from .state_dir import StateDir
+from .story import Story, story
+from .tail import incident_id
+from .tasks import option_for
+
+Plain = dict[str, Any]
+NEWEST_NUM = 5
+PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided_s"),
+          ("rebuild", "decided_s", "resumed_s"), ("step", "resumed_s", "stepped_s"),
+          ("full", "stepped_s", "closed_s"))
+"""Name, from when, until when. `full`: from the first iteration to full strength."""
+
+
+def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_json: bool) -> None:
+    """Print one incident's page, the newest without `which`, or the list. Raises UsageError."""
+    client = connect(state, url)
+    told = History()
+    for record in client.records(0, follow=False):
+        told.add(record)
+    told.until(time.time())
+    option = option_for(state)
+    if every:
+        say_all(told, as_json=as_json, option=option)
+        return
+    one = pick(told, which)
+    if one is None:
+        say.out(json.dumps(None) if as_json else "no incidents: nothing has failed so far")
+        return
+    show(told, one, lambda after: client.records(after, follow=False),
+         view=client.get("/v1/state"), log=f"--live{option}", option=option, as_json=as_json)
+
+
+def say_all(told: History, *, as_json: bool, option: str = "") -> None:
+    """Print all incidents of a log, the newest last."""
+    if as_json:
+        say.out(json.dumps([msgspec.to_builtins(one) for one in told.incidents.values()]))
+        return
+    for line in screen_incident.every(told, option=option):
+        say.out(line)
+
+
+def pick(told: History, which: str) -> IncidentHistory | None:
+    """The incident of that id, or the newest; None where there is none at all.
+
+    Raises UsageError naming the newest ones.
+    """
+    number = incident_id(which) if which else max(told.incidents, default=0)
+    if number in told.incidents or not which:
+        return told.incidents.get(number)
+    newest = [f"inc-{key}" for key in sorted(told.incidents, reverse=True)[:NEWEST_NUM]]
+    raise UsageError(f"no incident {which!r}", f"the newest: {', '.join(newest)}" if newest
+                     else "there are none: nothing has failed so far")
+
+
+def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
+         view: Plain, log: str, as_json: bool, option: str = "") -> None:
+    """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
+    found = story(one, read(min([*one.evidence, one.id]) - 1))
+    facts = facts_of(told, found, view)
+    seq = one.closed_seq or told.seq
+    facts["verify"] = f"unicron replay {log} --until {seq} --verify"
+    if as_json:
+        say.out(json.dumps(facts))
+        return
+    for line in screen_incident.page(facts, option=option):
+        say.out(line)
+
+
+def facts_of(told: History, found: Story, view: Plain) -> Plain:
+    """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
+    one = found.incident
+    task = told.tasks.get(one.task)
+    evidence = [x for x in found.records if x["seq"] in one.evidence]
+    decisions = [x for x in found.records if x["kind"] in ("IncidentOpened", "IncidentEscalated")]
+    return {
+        "id": one.id, "task": one.task, "name": name_of(told, one.task),
+        "node": one.node, "ranks": list(one.ranks), "status": one.status,
+        "severity": one.severity, "outcome": one.outcome, "detected_s": one.detected_s,
+        "closed_s": one.closed_s, "seq": told.seq,
+        "cost": {"pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
+                 "slot_s": one.slot_s, "kept": one.kept, "dealt": one.dealt,
+                 "ckpt_read": one.ckpt_read},
+        "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
+                                   if x["kind"] == "NodeSilenced"), default=0.0)),
+        "evidence": [_event(told, one, x) for x in evidence],
+        "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
+                       "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
+        "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
+        "effects": [_hurt(told, found), *(_other(told, key, found) for key in found.others)],
+        "timeline": [_event(told, one, x) for x in found.records],
+        "left": left(one, task, found, view),
+    }
+
+
+def phases(one: IncidentHistory, silence_s: float = 0.0) -> list[Plain]:
+    """How long each phase took; those that the incident has not reached are left out.
+
+    `silence_s`: a node's that was not heard of; it takes the place of the detection.
+    """
+    found: list[Plain] = []
+    for name, from_, to in PHASES:
+        from_s, to_s = getattr(one, from_), getattr(one, to)
+        if from_s is not None and to_s is not None and to_s >= from_s:
+            found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s})
+    if silence_s:
+        found[0] = {"name": "silent", "from_s": one.detected_s - silence_s, "length_s": silence_s}
+    return [x for x in found if x["name"] != "full" or x["length_s"] > 0]
+
+
+def rule(record: Plain) -> str:
+    """Why a decision has the severity that it has."""
+    from ..control_plane.severity import TABLE
+
+    body = record["body"]
+    if record["kind"] == "IncidentEscalated":
+        return "more of the same incident"
+    by_table = TABLE.get(body["status"], "SEV2")
+    if by_table == body["severity"]:
+        return f"{body['status']!r} is {by_table}"
+    return (f"{body['status']!r} is {by_table}, but a process ended or reattempts did not help: "
+            f"{body['severity']}")
+
+
+def _event(told: History, one: IncidentHistory, record: Plain) -> Plain:
+    body = record["body"]
+    task = body.get("task", 0)
+    return {"seq": record["seq"], "after_s": record["at_s"] - one.detected_s,
+            "who": _who(record), "kind": record["kind"],
+            "task": task, "name": name_of(told, task) if task else "",
+            "other": task not in (0, one.task), "what": essentials(record["kind"], body)}
+
+
+def _who(record: Plain) -> str:
+    """The node that told it, or which part of the control plane."""
+    if record["source"] != "heart":
+        return str(record["source"].partition("/")[0])
+    if record["body"].get("nodes"):
+        return "order"
+    return "plan" if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting") else "decide"
+
+
+def _plan(told: History, record: Plain) -> Plain:
+    body = record["body"]
+    given = body["allocations"]
+    return {"seq": record["seq"], "trigger": body["trigger"], "num_slots": body["num_slots"],
+            "waf": body["waf"], "ideal_waf": body.get("ideal_waf", 0.0),
+            "origins": sorted({told.tasks[x["task"]].origin for x in given
+                               if x["task"] in told.tasks}),
+            "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},
+            "beaten": [{"what": x["what"], "waf": x["waf"],
+                        "by": _by(x, body),
+                        "slots": {name_of(told, task): slots for task, slots in x["slots"]}}
+                       for x in body["alternatives"]]}
+
+
+def _by(beaten: Plain, plan: Plain) -> str:
+    """What spoke against a plan that was beaten: its WAF, what its changes cost, or nothing."""
+    if beaten["objective"] == plan["objective"]:
+        return "a tie, which the first task wins"
+    return "earns less" if beaten["waf"] < plan["waf"] else "its changes cost more than they earn"
+
+
+def name_of(told: History, task: int) -> str:
+    """The task's name, with its id where another has the same."""
+    if task not in told.tasks:
+        return f"task {task}"
+    name = told.tasks[task].name
+    alone = sum(1 for one in told.tasks.values() if one.name == name) == 1
+    return name if alone else f"{name} ({task})"
+
+
+def _hurt(told: History, found: Story) -> Plain:
+    one = found.incident
+    placed = [len(x["body"]["seats"]) for x in found.records
+              if x["kind"] == "TaskPlaced" and x["body"]["task"] == one.task]
+    return {"task": name_of(told, one.task), "hurt": True,
+            "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
+            "pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
+            "slot_s": one.slot_s}
+
+
+def _other(told: History, task: int, found: Story) -> Plain:
+    """What the story cost a task that no fault had hurt: from left to told to train again."""
+    records = [x for x in found.records if x["body"].get("task") == task]
+    placed = [len(x["body"]["seats"]) for x in records if x["kind"] == "TaskPlaced"]
+    given = [x for record in found.records if record["kind"] == "PlanChosen"
+             for x in record["body"]["allocations"] if x["task"] == task]
+    before = given[0]["slots_before"] if given else 0
+    pause_s, lost, stopped_s, steps = 0.0, 0, None, list[int]()
+    for record in records:
+        if record["kind"] == "Quiesced":
+            stopped_s = record["at_s"] if stopped_s is None else stopped_s
+            steps.append(record["body"]["step_version"])
+        elif record["kind"] == "Reconfigured" and steps:
+            lost = max(lost, max(steps) - record["body"]["step_version"])
+        elif record["kind"] == "Resume" and stopped_s is not None:
+            pause_s += record["at_s"] - stopped_s
+            stopped_s = None
+    waits = stopped_s is not None  # until later plans give it slots
+    return {"task": name_of(told, task), "hurt": False, "slots_before": before,
+            "slots": placed[-1] if placed else before, "pause_s": None if waits else pause_s,
+            "iterations_lost": lost, "slot_s": None if waits else pause_s * before}
+
+
+def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Plain) -> list[str]:
+    """What a person has to do, as things are now; empty: nothing."""
+    words: list[str] = []
+    evidence = [x for x in found.records if x["seq"] in one.evidence]
+    touched = {one.node, *(x["body"].get("node", _who(x)) for x in evidence)}
+    for node in view["nodes"]:
+        if node["id"] not in touched:
+            continue
+        if node["health"] in ("lost", "unreachable"):
+            words.append(f"{node['id']} is {node['health']}: repair it and start its agent")
+        out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
+        if out and node["health"] == "healthy":
+            words.append(f"slot {' '.join(out)} of {node['id']} is out: repair it and start the "
+                         "node's agent again")
+    healing = view["cluster"]["healing"]
+    if one.outcome == "open" and healing != "on":
+        words.append(f"healing is {healing}: unicron unfreeze" if healing.startswith("frozen")
+                     else "Unicron only observes: what would be done is in unicron status")
+    if one.outcome == "failed" and task is not None:
+        words.append(f"{task.name} failed ({task.why}): unicron logs {task.id}, mend it, submit it "
+                     "again")
+    return words

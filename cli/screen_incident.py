@@ -1,0 +1,142 @@
+"""The page of one incident, and the list of all: facts (cli/incident.py) as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .figures import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    labelled,
+    ms,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+)
+from .history import History
+
+Plain = dict[str, Any]
+BAR_COLUMNS = 40
+WHO_COLUMNS = 10
+NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
+                      "StartRank", "StopRank", "RankExited")
+"""Kinds that every rank tells, or is told: one line for those of a task that stand together."""
+
+
+def page(facts: Plain, *, option: str = "") -> list[str]:
+    """Evidence, decision, plans, effects, phase by phase, cost, and what is left to do."""
+    who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
+    head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
+            f"{facts['status']}  {facts['node']}  {who}")
+    lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
+             _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), ""]
+    for one in facts["evidence"]:
+        lines += labelled("evidence", f"{one['who']}: {_what(one, 1)} (seq {one['seq']})")
+    for one in facts["decisions"]:
+        lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
+                                     f"{one['rule']})")
+    for one in facts["plans"]:
+        lines += _plan(one)
+    if not facts["plans"]:
+        lines += labelled("plan", "the same slots: nothing was to be planned")
+    lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
+    for words in facts["left"]:
+        lines += labelled("you", words)
+    if not facts["left"]:
+        lines += labelled("you", "nothing is left to do" if facts["outcome"] != "open"
+                          else "it is not over: wait, or look with "
+                          + command(f"unicron status{option}"))
+    return [*lines, *labelled("verify", command(facts["verify"]))]
+
+
+def _cost(cost: Plain, outcome: str) -> str:
+    if outcome == "open":
+        return f"not over; {cost['slot_s']:.1f} slot-s so far"
+    kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
+            if cost["kept"] or cost["dealt"] else "")
+    read = "a checkpoint was read" if cost["ckpt_read"] else "no checkpoint read"
+    return (f"{ms(cost['pause_s'])} pause, {cost['iterations_lost']} iterations lost, "
+            f"{cost['slot_s']:.1f} slot-s, {read}{kept}")
+
+
+def bar(phases: list[Plain]) -> list[str]:
+    """The phases with their lengths, each followed by blocks in proportion to it."""
+    longest_s = max((one["length_s"] for one in phases), default=0.0)
+    if not longest_s:
+        return []
+    blocks = BAR_COLUMNS // max(len(phases), 1)
+    parts = [f"{one['name']} {span(one['length_s'])} "
+             + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
+    return ["▏".join(parts).rstrip()]
+
+
+def _plan(one: Plain) -> list[str]:
+    moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
+             for name, (before, after) in one["slots"].items()]
+    ideal = f" of {scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
+    lines = labelled("plan", f"{one['trigger']}: {one['num_slots']} slots: {', '.join(moved)}: WAF "
+                             f"{scaled(one['waf'], 'FLOP/s')}{ideal}, throughput "
+                             f"{' and '.join(one['origins'])} (seq {one['seq']})")
+    for beaten in one["beaten"]:
+        slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
+        lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
+                                    f"{beaten['what']}; {beaten['by']}")
+    return lines
+
+
+def _effects(effects: list[Plain]) -> list[str]:
+    return table(("EFFECT ON", "HURT", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
+        [one["task"], "hurt" if one["hurt"] else "unhurt",
+         f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
+         else str(one["slots"]), "waits" if one["slots"] == 0 else ms(one["pause_s"]),
+         str(one["iterations_lost"]), "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
+        for one in effects], right=(3, 4, 5))
+
+
+def _timeline(events: list[Plain]) -> list[str]:
+    rows: list[list[str]] = []
+    last: Plain = {}
+    num = 1
+    for one in events:
+        together = one["kind"] in NEXT_TO_EACH_OTHER and (
+            one["kind"], one["task"]) == (last.get("kind"), last.get("task"))
+        if together:
+            num += 1
+            rows[-1][2] = _what(last, num)
+            continue
+        last, num = one, 1
+        rows.append([_after(one["after_s"]), clipped(one["who"], WHO_COLUMNS), _what(one, 1),
+                     str(one["seq"])])
+    width = SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
+                                 default=0) - 12
+    for row in rows:
+        row[2] = clipped(row[2], width)
+    return table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
+
+
+def _what(one: Plain, num: int) -> str:
+    other = f"[{one['name']}] " if one["other"] else ""
+    times = f"{num} x " if num > 1 else ""
+    told = one["what"].removeprefix(f"task {one['task']} ")
+    return f"{other}{times}{one['kind']} {told}"
+
+
+def _after(after_s: float) -> str:
+    return f"-{span(-after_s)}" if after_s < 0 else span(after_s)
+
+
+def every(told: History, *, option: str = "") -> list[str]:
+    """All incidents, one a line, the newest last."""
+    if not told.incidents:
+        return ["no incidents: nothing has failed so far"]
+    names = {task.id: task.name for task in told.tasks.values()}
+    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
+             names.get(one.task, "-"), clipped(f"{ranks(one.ranks)}, {one.status}", 30),
+             one.outcome, ms(one.pause_s), str(one.iterations_lost), f"{one.slot_s:.1f}"]
+            for one in told.incidents.values()]
+    return [*table(("INCIDENT", "DETECTED", "SEV", "TASK", "WHAT", "OUTCOME", "PAUSE", "LOST",
+                    "SLOT-S"), rows, right=(6, 7, 8)),
+            "", f"next       unicron incident {max(told.incidents)}{option}"]

@@ -1,0 +1,92 @@
+"""The story of an incident: which records of a log belong to it, those of unhurt tasks too.
+
+A record carries the incident of the hurt task alone. A plan that follows from the same cause, and
+what it makes another task do until that one steps again, are found by cause and by placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from .history import IncidentHistory
+
+Plain = dict[str, Any]
+Other = Literal["moves", "leaves", "done"]
+"""An unhurt task on its way to other seats, or to none; done: it steps again, or is over."""
+AFTER_RECORDS_MAX = 10_000
+"""How far behind the incident's end other tasks are followed."""
+
+
+class Story(Struct, kw_only=True):
+    """Records by seq, as they are added; `others` are the unhurt tasks that it touched."""
+
+    incident: IncidentHistory
+    records: list[Plain] = field(default_factory=list[Plain])
+    others: dict[int, Other] = field(default_factory=dict[int, Other])
+    causes: set[int] = field(default_factory=set[int])
+    resumed: set[int] = field(default_factory=set[int])
+    """Tasks whose next progress is the first after a Resume."""
+    plan: Plain | None = None
+    """The last plan that was read, as long as nothing made it part of the story."""
+
+    def add(self, record: Plain) -> None:
+        """Read the next record of the log."""
+        task = record["body"].get("task", 0)
+        if record["kind"] == "PlanChosen":
+            self.plan = record
+        own = self._is_own(record)
+        if own:
+            self.causes |= {record["seq"], record["cause"]} - {0}
+        if not own and not self._follows(record):
+            return
+        self._keep_plan(record)
+        if record["kind"] == "TaskPlaced" and task != self.incident.task:
+            self.others[task] = "moves" if record["body"]["seats"] else "leaves"
+        if record["kind"] == "TaskProgressed" and task not in self.resumed:
+            return
+        self.resumed.discard(task)
+        if record["kind"] == "Resume":
+            self.resumed.add(task)
+        if record["kind"] in ("TaskProgressed", "TaskEnded") and task in self.others:
+            self.others[task] = "done"
+        if record["kind"] != "PlanChosen":
+            self.records.append(record)
+
+    def _is_own(self, record: Plain) -> bool:
+        number = self.incident.id
+        return number in (record["incident"], record["seq"]) or (
+            record["seq"] in self.incident.evidence)
+
+    def _follows(self, record: Plain) -> bool:
+        if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting", "OrderWithheld"):
+            return record["cause"] in self.causes
+        other = self.others.get(record["body"].get("task", 0))
+        end = self.incident.closed_seq
+        return other == "moves" or (other == "leaves" and (not end or record["seq"] <= end))
+
+    def _keep_plan(self, record: Plain) -> None:
+        """A plan comes before the placement that makes it part of the story."""
+        plan = self.plan
+        if plan is not None and (record is plan or (
+                record["kind"] == "TaskPlaced" and plan["cause"] == record["cause"])):
+            self.records.append(plan)
+            self.plan = None
+
+    def is_over(self, seq: int) -> bool:
+        """Whether nothing of a later seq can belong to it."""
+        end = self.incident.closed_seq
+        return bool(end) and seq >= end and (
+            "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
+
+
+def story(incident: IncidentHistory, records: Iterable[Plain]) -> Story:
+    """Read the log, from the first evidence on or from its start, until the story is over."""
+    told = Story(incident=incident)
+    for record in records:
+        told.add(record)
+        if told.is_over(record["seq"]):
+            break
+    return told
