@@ -31,9 +31,12 @@ def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
 
 
 def slot_free(state: ClusterState, seat: Seat) -> bool:
-    """Whether the seat's slot can be started on now: its last process is reaped."""
+    """Whether the seat's slot can be started on now: its last process is reaped.
+
+    Nothing starts on a drained node, also not for a task whose seats are yet to move.
+    """
     node = state.nodes.get(seat.slot.node)
-    return (node is not None and node.health == "healthy"
+    return (node is not None and node.health == "healthy" and not node.drained
             and seat.slot.index not in node.occupants
             and seat.slot.index not in node.slots_out)
 

@@ -157,13 +157,15 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
 def _next_members(state: ClusterState, task: Task) -> list[Rank]:
     """Those that hold and have a seat; who has state comes first, so that it tells progress.
 
-    Those that have none stay as long as newcomers are on the way, or if nobody else has state.
+    Those that have none stay as long as newcomers are on the way, or to hand over what nobody
+    else holds: state at all, or a step that they alone have finished.
     """
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
     seated = [rank for rank in holding if task.has_seat(rank)]
     others = [rank for rank in holding if rank.has_state and not task.has_seat(rank)]
+    most = max((rank.step_version for rank in seated), default=-1)
     if any(coming(state, task, seat) for seat in task.target) or (
-            seated and not any(rank.has_state for rank in seated)):
+            seated and any(rank.step_version > most for rank in others)):
         seated += others
     return sorted(seated, key=lambda rank: (not rank.has_state, rank.rank))
 
