@@ -29,6 +29,10 @@ PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided
 
 def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_json: bool) -> None:
     """Print one incident's page, the newest without `which`, or the list. Raises UsageError."""
+    if which and every:
+        raise UsageError("an ID and --all do not go together", "give one of the two")
+    if which:
+        incident_id(which)  # nonsense is told before anybody is asked
     client = connect(state, url)
     told = History()
     for record in client.records(0, follow=False):

@@ -160,6 +160,21 @@ def tail(
 
 
 @app.command()
+def incident(
+    which: Annotated[str, typer.Argument(
+        metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
+    every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Show a fault: evidence, decision, plans, phases, cost, what is left to do."""
+    from . import incident as command
+
+    command.incident(folder(state), url, which, every=every, as_json=output == "json")
+
+
+@app.command()
 def cancel(
     task: TaskArg,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
@@ -198,6 +213,8 @@ def replay(
     verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
     step: Annotated[bool, typer.Option("--step", help="Show every record and the state "
                                                       "hash after it.")] = False,
+    incident: Annotated[str | None, typer.Option(
+        "--incident", metavar="ID", help="Show this incident's page.")] = None,
     state: State = None,
     url: Url = None,
     output: Form = "text",
@@ -206,7 +223,7 @@ def replay(
     from . import replay as command
 
     command.replay(folder(state), url, file, live=live, until=until, verify=verify, step=step,
-                   as_json=output == "json")
+                   incident=incident, as_json=output == "json")
 
 
 @app.command()

@@ -42,7 +42,7 @@ def incident_id(text: str) -> int:
     """`41` or `inc-41`. Raises UsageError."""
     digits = text.removeprefix("inc-")
     if not digits.isdecimal():
-        raise UsageError(f"{text!r} is not an incident", "for example --incident 41 or inc-41")
+        raise UsageError(f"{text!r} is not an incident", "for example 41 or inc-41")
     return int(digits)
 
 

@@ -22,7 +22,7 @@ from unicron.events.reports import EpochStarted, Policy, PolicySet
 
 COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
             "export", "demo", "doctor", "set-weight", "drain", "undrain", "freeze", "unfreeze",
-            "inject")
+            "inject", "incident")
 LIMIT_S = 60
 JOB = """\
 apiVersion: unicron/v1
@@ -113,6 +113,10 @@ def test_version():
     (("tail", "--after", "x"), "--after"),
     (("tail", "--kind", "RankExploded"), "no record is of kind 'RankExploded'"),
     (("tail", "--incident", "big"), "'big' is not an incident"),
+    (("incident", "big"), "'big' is not an incident"),
+    (("incident", "41", "--all"), "do not go together"),
+    (("incident",), "no cluster runs on"),
+    (("replay", "log.jsonl", "--incident", "3", "--verify"), "--incident goes with neither"),
     (("status", "-o", "xml"), "'xml'"),
     (("up", "--port", "99999"), "--port"),
     (("up", "--agents", "-1"), "--agents"),
@@ -158,6 +162,8 @@ def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
     for text in ("silence_s_may: 3", "observe: true", "allow_inject: true"):
         (tmp_path / "policy.yaml").write_text(text)
         refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), text.partition(":")[0])
+    os.mkfifo(tmp_path / "pipe")
+    refused(unicron("up", "--policy", "pipe", folder=tmp_path), "pipe is a pipe")
     assert not (tmp_path / "state").exists()
 
 
