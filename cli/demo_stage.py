@@ -6,17 +6,20 @@ clock around something that it did itself.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from ..events.embedded import start_time
 from ..events.errors import UnicronError, UsageError
+from ..events.reports import Policy
 from . import local_cluster, processes, say
 from .client import Client, Interrupted, Unable, Unreachable
+from .demo_seating import Seating
+from .demo_trace import Trace
 from .figures import ms, span
 from .history import History
 from .local_cluster import CONTROL_PLANE, LocalCluster, Wanted, shown
@@ -27,7 +30,12 @@ Plain = dict[str, Any]
 T = TypeVar("T")
 LOOK_S = 0.05
 PROGRESS_S = 3.0
-NUM_AGENTS, NUM_SLOTS = 2, 2
+NUM_AGENTS, NUM_SLOTS = 3, 2
+BEAT_S = 0.5
+"""An agent's, workers/agent/agent.py."""
+NICE_NUM = 10
+SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
+"""A lost node is told sooner than by default; a peer's word of it waits until it can be."""
 
 
 class BrokenError(UnicronError):
@@ -43,14 +51,22 @@ class Stage:
         self.broken: list[str] = []
         self.told = History()
         self.records: list[Plain] = []
+        self.seating = Seating()
         self.trace = Trace(folder / "trace")
+        self.num_kills = 0
+        self.struck: dict[int, float] = {}
+        """When the fault was made that an incident is about; seconds since 1970."""
+        self.away_s = 0.0
+        """From the control plane's kill to the next epoch."""
+        self.live: set[int] = set()
+        """Tasks that must not end yet."""
+        self._policy = folder / "policy.yaml"
         self.cluster = LocalCluster(self.state, Wanted(
             num_agents=NUM_AGENTS, num_slots=NUM_SLOTS, cluster="demo",
-            trace_dir=str(self.trace.folder)))
+            trace_dir=str(self.trace.folder), policy=str(self._policy)))
         self._lock: IO[str] | None = None
         self._client: Client | None = None
         self._said_s = 0.0
-        self._said_iteration = -1
 
     # --- the cluster ----------------------------------------------------------------------------
     def open(self) -> None:
@@ -71,6 +87,8 @@ class Stage:
     def start(self) -> list[Process]:
         """Server, control plane, agents; all but the server are returned."""
         cluster = self.cluster
+        self._policy.write_text(f"silence_s_max: {SILENCE_S_MAX}\n"
+                                f"evidence_s_max: {EVIDENCE_S_MAX}\n")
         cluster.choose_port()
         server = cluster.ensure_server()
         assert server is not None
@@ -82,7 +100,11 @@ class Stage:
                             f"{self._client.url}")
         agents = ", ".join(f"{process.name.removeprefix('agent-')} (pid {process.pid})"
                            for process in started[1:])
-        self.say("", f"agents {agents} with {NUM_SLOTS} slots each")
+        self.note(None, f"agents {agents}, {NUM_SLOTS} slots each")
+        self.note(None, f"a rank that is ready gets nice {NICE_NUM}: those that prepare come "
+                        "first on two cores")
+        self.note(None, f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
+                        f"{Policy().silence_s_max:g}, is suspect; agents beat every {BEAT_S:g} s")
         return started
 
     def close(self, *, keep: bool = False) -> None:
@@ -138,7 +160,11 @@ class Stage:
             return []
         for record in new:
             self.told.add(record)
+            self.seating.add(record)
         self.records += new
+        for record in new:
+            if record["kind"] == "RankReady":
+                self._give_way(record["body"])
         return new
 
     def wait(self, attempt: Callable[[], T | None], limit_s: float, what: str) -> T:
@@ -146,7 +172,8 @@ class Stage:
         deadline_s = time.monotonic() + limit_s
         self.look()
         while (answer := attempt()) is None:
-            ended = next((task for task in self.told.tasks.values() if task.outcome), None)
+            ended = next((task for key in sorted(self.live)
+                          if (task := self.told.tasks.get(key)) and task.outcome), None)
             if ended is not None:
                 raise BrokenError(f"{ended.name} {ended.outcome} ({ended.why}) before {what}")
             if time.monotonic() > deadline_s:
@@ -167,64 +194,31 @@ class Stage:
                 if record["kind"] == kind and record["seq"] > after
                 and all(record["body"].get(key) == value for key, value in wanted.items())]
 
+    def _give_way(self, ready: Plain) -> None:
+        """A rank that is ready gives way to those that prepare: all share two cores here."""
+        started = self.find("RankStarted", task=ready["task"], rank=ready["rank"],
+                            attempt=ready["attempt"])
+        pid = int(started["body"]["pid"]) if started is not None else 0
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE_NUM)
+        with contextlib.suppress(OSError):  # where the kernel groups by session, the group's counts
+            if os.getsid(pid) == pid:
+                Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
+
+    def name(self, task: int) -> str:
+        return self.told.tasks[task].name
+
+    def losses(self, task: int) -> dict[int, float]:
+        """By iteration, as told so far."""
+        return self.told.tasks[task].losses
+
     def _progress(self) -> None:
         """Now and then, how the training goes."""
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
-        for task in self.told.tasks.values():
-            if task.losses and max(task.losses) != self._said_iteration:
-                at = self._said_iteration = max(task.losses)
-                self.say("train", f"{task.name} {at + 1}/{task.num_iterations}, "
-                                  f"loss {task.losses[at]:.3f}, {span(task.step_s[at])} each")
-
-
-class Trace:
-    """What the ranks write down of every phase, read as it grows."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.events: list[Plain] = []
-        self._read: dict[Path, int] = {}
-
-    def look(self) -> list[Plain]:
-        """What is new, in order of each file."""
-        new: list[Plain] = []
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            whole = data.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + whole
-            new += [json.loads(line) for line in data[:whole].splitlines()]
-        self.events += new
-        return new
-
-    def pids(self, task: int) -> dict[int, int]:
-        """The newest process of each rank."""
-        self.look()
-        newest: dict[int, Plain] = {}
-        for event in self.events:
-            if event["task"] == task and (
-                    event["rank"] not in newest
-                    or event["attempt"] >= newest[event["rank"]]["attempt"]):
-                newest[event["rank"]] = event
-        return {rank: newest[rank]["pid"] for rank in sorted(newest)}
-
-    def iteration(self, task: int) -> int:
-        """The highest iteration that any rank has begun."""
-        self.look()
-        return max((event["iteration"] for event in self.events if event["task"] == task),
-                   default=-1)
-
-    def of(self, task: int, iteration: int, event: str) -> list[Plain]:
-        """All notes of one kind in one iteration, in order of time."""
-        self.look()
-        return sorted((one for one in self.events if one["task"] == task
-                       and one["iteration"] == iteration and one["event"] == event),
-                      key=lambda one: float(one["t"]))
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of that pid runs (a zombie does not)."""
-    return start_time(pid) != ""
-
+        parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
+                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.seating.members(task.id))}"
+                 for task in self.told.tasks.values() if task.losses and not task.outcome]
+        if parts:
+            self.say("train", "    ".join(parts))

@@ -1,13 +1,14 @@
 """The undisturbed twin: the same task as a plain Megatron loop, in one process, without an agent.
 
-`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--compare CKPT]
-[--reversed]`, or `--compare CKPT --to CKPT`.
+`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--iterations N]
+[--compare CKPT] [--reversed]`, or `--compare CKPT --to CKPT`.
 
 It shares with the rank only the model, the data and the draws. Everything that could hide a fault
 of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
 finalisation. Prints JSON lines: one per iteration, then the result, then the difference. FILE is a
-job spec as JSON. `--reversed` sums the micro-batches in the other order: what that changes is the
-noise that two equal trainings may differ by.
+job spec as JSON. `--iterations` stops early, on the schedule of the whole task. `--reversed` sums
+the micro-batches in the other order: what that changes is the noise that two equal trainings may
+differ by.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
-                      tell: Callable[[int, float], None] | None = None) -> Result:
-    """Train all iterations; the final state goes to `out`/final.
+                      tell: Callable[[int, float], None] | None = None,
+                      num_iterations: int | None = None) -> Result:
+    """Train; the final state goes to `out`/final.
 
     `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
+    `num_iterations` stops after so many, as a task that is cancelled (default: all).
     """
     import torch
     import torch.distributed as dist
@@ -79,6 +82,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     items = list(order if order is not None else range(train.num_micro_batches))
     assert sorted(items) == list(range(train.num_micro_batches))
     history = History()
+    num_iterations = train.iterations if num_iterations is None else num_iterations
 
     def forward_step(iterator: Iterator[tuple[int, int]], ddp: Any) -> tuple[Any, Any]:
         iteration, item = next(iterator)
@@ -91,7 +95,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         return (loss, torch.tensor(num_tokens, dtype=torch.int, device=device),
                 {"loss": loss.item(), "tokens": num_tokens})
 
-    for iteration in range(train.iterations):
+    for iteration in range(num_iterations):
         trainee.ddp.zero_grad_buffer()
         trainee.optimizer.zero_grad()
         told: list[dict[str, float]] = get_forward_backward_func()(
@@ -107,7 +111,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         if tell is not None:
             tell(iteration, loss)
     shutil.rmtree(out / "final", ignore_errors=True)
-    checkpoint.save(out / "final", trainee, train.iterations, history)
+    checkpoint.save(out / "final", trainee, num_iterations, history)
     groups.forget()
     dist.destroy_process_group()
     digest = hashlib.sha256()
@@ -166,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
     parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
+    parser.add_argument("--iterations", type=int, metavar="N", help="stop after so many")
     parser.add_argument("--reversed", action="store_true", help="sum micro-batches backwards")
     parser.add_argument("--compare", type=Path, help="a checkpoint to hold to the twin")
     parser.add_argument("--to", type=Path, help="hold it to this checkpoint instead")
@@ -175,7 +180,8 @@ def main() -> None:
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
-        twin = _train(asked.spec, asked.out, backwards=asked.reversed)
+        twin = _train(asked.spec, asked.out, backwards=asked.reversed,
+                      num_iterations=asked.iterations)
     if asked.compare is not None:
         if twin is None:
             parser.error("--compare needs --to or --spec")
@@ -183,7 +189,7 @@ def main() -> None:
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
 
 
-def _train(file: Path, out: Path, *, backwards: bool) -> Path:
+def _train(file: Path, out: Path, *, backwards: bool, num_iterations: int | None) -> Path:
     spec = parse(json.loads(file.read_text()))
     if spec.train is None:
         raise UsageError("a command task has no twin", "give the spec of a train: task")
@@ -193,7 +199,7 @@ def _train(file: Path, out: Path, *, backwards: bool) -> Path:
         _say({"iteration": iteration, "loss": loss})
 
     result = train_undisturbed(spec.train, out, order=items[::-1] if backwards else items,
-                               tell=tell)
+                               tell=tell, num_iterations=num_iterations)
     _say({"losses": result.losses, "digest": result.digest, "path": result.path})
     return Path(result.path)
 
