@@ -1,19 +1,23 @@
-"""A whole cluster of real processes for a test: server, control plane, two agents, ranks."""
+"""A whole cluster of real processes for a test: server, control plane, agents, ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from twins import Twins
 from unicron.cli import local_cluster
-from unicron.cli.client import Client, Refused, Unreachable
+from unicron.cli.client import Client, Interrupted, Refused, Unable, Unreachable
 from unicron.cli.local_cluster import LocalCluster, Wanted
+from unicron.cli.processes import Process
 from unicron.cli.state_dir import StateDir
 from unicron.events.codec import from_plain
 from unicron.events.records import Record
@@ -23,16 +27,21 @@ Spec = dict[str, Any]
 
 
 class RealCluster:
-    """Two nodes of two slots, and eyes on the log and on the ranks' traces."""
+    """Nodes of two slots, and eyes on the log and on the ranks' traces."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_agents: int = 2,
+                 policy: Mapping[str, float] | None = None) -> None:
         self.path = path
         self.trace = path / "trace"
         self.trace.mkdir(parents=True)
         self.state = StateDir(path / "state")
         self.state.create()
-        self.local = LocalCluster(self.state, Wanted(trace_dir=str(self.trace)))
+        file = path / "policy.yaml"
+        file.write_text("".join(f"{name}: {value}\n" for name, value in (policy or {}).items()))
+        self.local = LocalCluster(self.state, Wanted(
+            num_agents=num_agents, trace_dir=str(self.trace), policy=str(file) if policy else ""))
         self.local.choose_port()
+        self._log: list[Record] = []
 
     def start(self) -> Client:
         self.local.ensure_server()
@@ -70,8 +79,76 @@ class RealCluster:
     def client(self) -> Client:
         return self.local.wait_control_plane()
 
-    def records(self) -> list[Record]:
-        return [from_plain(line) for line in self.client().records(0, follow=False)]
+    def records(self, after: int = 0) -> list[Record]:
+        """The log behind `after`; only what is new is fetched."""
+        last = self._log[-1].seq if self._log else 0
+        new = [from_plain(line) for line in self.client().records(last, follow=False)]
+        assert [record.seq for record in new] == list(range(last + 1, last + len(new) + 1))
+        self._log += new
+        return self._log[after:]
+
+    def seq(self) -> int:
+        """The end of the log as it is now."""
+        return self.records()[-1].seq
+
+    def told(self, after: int, kind: str, **wanted: object) -> list[Record]:
+        """Records of a kind behind `after` whose bodies have these values."""
+        return [record for record in self.records(after) if record.kind == kind
+                and all(getattr(record.body, key) == value for key, value in wanted.items())]
+
+    def wait_told(self, after: int, kind: str, limit_s: float = 60.0, **wanted: object) -> Record:
+        """The first of them."""
+        return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
+                         f"{kind} {wanted} behind {after}\n{self.tail(after)}", limit_s)
+
+    def tail(self, after: int) -> str:
+        """The log behind `after` in short lines, for a failed assertion."""
+        return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"
+                         for record in self.records(after)
+                         if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind)
+
+    # --- what is broken on purpose --------------------------------------------------------------
+    def agent(self, node: str) -> Process:
+        process = self.local.find(local_cluster.agent_name(node))
+        assert process is not None, f"no agent of {node} runs"
+        return process
+
+    def kill_agent(self, node: str) -> None:
+        """The agent, and with it its ranks: a node lost."""
+        os.kill(self.agent(node).pid, signal.SIGKILL)
+
+    def start_agent(self, node: str) -> None:
+        """A killed one comes back, as a new incarnation."""
+        name = local_cluster.agent_name(node)
+        self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} is gone")
+        self.local.start(name)
+
+    def pids(self, task: int) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank["rank"]: rank["pid"] for rank in self.task(task)["ranks"]}
+
+    def on(self, task: int, node: str) -> list[int]:
+        """The ranks of a task on a node."""
+        return [rank["rank"] for rank in self.task(task)["ranks"] if rank["node"] == node]
+
+    def wait_whole(self, task: int, num: int, limit_s: float = 90.0) -> dict[str, Any]:
+        """Until the task steps, unhurt, with `num` members and none beside them."""
+        def look() -> dict[str, Any] | None:
+            view = self.task(task)
+            assert view["state"] not in ("failed", "finished"), (view, self.endings(task))
+            members = [rank for rank in view["ranks"] if rank["state"] == "member"]
+            whole = view["state"] == "running" and len(members) == len(view["ranks"]) == num
+            if not whole or view["phase"] != "training" or view["slots"]["target"] != num:
+                return None
+            told = self.told(0, "TaskProgressed", task=task, generation=view["generation"])
+            return view if told else None
+        return self.wait(look, f"task {task} steps with {num} members", limit_s)
+
+    def wait_steps(self, task: int, num: int = 3, limit_s: float = 60.0) -> None:
+        """Until the task has told of `num` more iterations."""
+        begun = self.task(task)["iteration"]
+        self.wait(lambda: self.task(task)["iteration"] >= begun + num or None,
+                  f"task {task} makes {num} steps from {begun}", limit_s)
 
     def task(self, task: int) -> dict[str, Any]:
         view = self.client().get("/v1/state")
@@ -90,7 +167,7 @@ class RealCluster:
         while time.monotonic() < deadline_s:
             try:
                 found = look()
-            except (Unreachable, Refused):
+            except (Interrupted, Refused, Unable, Unreachable):
                 found = None
             if found is not None:
                 return found
@@ -111,17 +188,47 @@ class RealCluster:
             return view if view["state"] in ("finished", "failed", "cancelled") else None
         return self.wait(look, f"task {task} ends", limit_s)
 
-    def losses(self, task: int) -> list[float]:
-        """The loss of every iteration, from the log alone; each told with one value."""
+    def hold_to_twins(self, twins: Twins, specs: Mapping[int, Spec], *,
+                      again_rel: float = 0.0) -> None:
+        """Cancel the tasks; what they published and told until then equals their twins."""
+        after = self.seq()
+        for task in specs:
+            self.wait_told(after, "CheckpointPublished", task=task)
+            self.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+        for task in specs:
+            assert self.wait_ended(task)["state"] == "cancelled", self.endings(task)
+        started = {task: twins.start(spec) for task, spec in specs.items()}
+        self.verify()
+        for task, (ours, out) in started.items():
+            twins.hold(ours, out, self.losses(task, again_rel))
+
+    def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
+        """The loss of every iteration, from the log alone; each told with one value.
+
+        What was done again from a checkpoint may differ by `again_rel`; the last counts.
+        """
         told: dict[int, float] = {}
         for record in self.records():
             if record.kind == "TaskProgressed" and record.body.task == task:  # type: ignore[attr-defined]
                 body: Any = record.body
                 for offset, loss in enumerate(body.losses):
                     iteration = body.first_iteration + offset
-                    assert told.setdefault(iteration, loss) == loss, f"iteration {iteration}"
+                    before = told.setdefault(iteration, loss)
+                    assert abs(before - loss) <= again_rel * loss, f"iteration {iteration}"
+                    told[iteration] = loss
         assert sorted(told) == list(range(len(told)))
         return [told[iteration] for iteration in sorted(told)]
+
+    def verify(self) -> None:
+        """Export the log and decide it again in a fresh process: every decision is the same."""
+        file = self.path / "log.unicron"
+        for words in (["export", str(file), "--state", str(self.state.path)],
+                      ["replay", str(file), "--verify"]):
+            done = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words],
+                                  capture_output=True, text=True, check=False, timeout=60)
+            assert done.returncode == 0, (words, done.stdout, done.stderr)
+        assert "VERIFIED" in done.stdout + done.stderr
+        file.unlink()
 
     def endings(self, task: int) -> str:
         """Why processes of a task ended, and the last words of each: for a failed assertion."""
@@ -137,10 +244,32 @@ class RealCluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RealCluster]:
-    """A running cluster, stopped by pid afterwards."""
+    """A running cluster of two nodes, stopped by pid afterwards."""
     made = RealCluster(tmp_path)
     try:
         made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A running cluster of three nodes that a module's tests share; a lost node is told soon."""
+    made = RealCluster(tmp_path_factory.mktemp("three"), 3, {
+        "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0})
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+    """Undisturbed trainings to compare with, each trained once."""
+    made = Twins(tmp_path_factory.mktemp("twins"))
+    try:
         yield made
     finally:
         made.stop()

@@ -1,0 +1,147 @@
+"""A node lost, an agent stopped, the log's server stopped: two tasks train on and lose nothing.
+
+The tests are one story, in this order: each strikes what the one before left whole, and the last
+holds both tasks to their undisturbed twins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twins import Twins, small
+from unicron.events import embedded
+
+SERVER_STOPPED_S = float(os.environ.get("UNICRON_TEST_SERVER_STOPPED_S", "20"))
+"""How long the log's server is stopped; a minute takes longer than all the rest."""
+AGENT_STOPPED_S = 5.0
+"""Longer than `silence_s_max`, shorter than `replace_after_s`."""
+
+
+class Pair:
+    """Two tasks on three nodes of two slots: 4 and 2 slots, 3 and 1 when a node is lost."""
+
+    def __init__(self, cluster: Any, output: Path) -> None:
+        self.cluster = cluster
+        heavy = small("heavy", output, weight=2.0, checkpoint_every=40,
+                      rates={1: 1.0, 2: 1.9, 3: 2.7, 4: 3.2})
+        light = small("light", output, slots=(1, 2), seed=8, checkpoint_every=40,
+                      rates={1: 2.0, 2: 2.9})
+        self.heavy, self.light = cluster.submit(heavy), cluster.submit(light)
+        self.specs = {self.heavy: heavy, self.light: light}
+        self.wait_whole()
+
+    def wait_whole(self, heavy: int = 4, light: int = 2) -> None:
+        self.cluster.wait_whole(self.heavy, heavy)
+        self.cluster.wait_whole(self.light, light)
+
+    def generations(self) -> list[int]:
+        return [self.cluster.task(task)["generation"] for task in self.specs]
+
+
+@pytest.fixture(scope="module")
+def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(three, tmp_path_factory.mktemp("out"))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
+    cluster, heavy, light = pair.cluster, pair.heavy, pair.light
+    node = next(node for node in ("n1", "n2", "n3")
+                if cluster.on(heavy, node) and not cluster.on(light, node))
+    hurt, before = cluster.on(heavy, node), {task: cluster.pids(task) for task in pair.specs}
+    after = cluster.seq()
+    cluster.kill_agent(node)
+    pair.wait_whole(3, 1)
+
+    # two sources, and only then the node is lost
+    opened = cluster.told(after, "IncidentOpened")
+    assert [record.body.task for record in opened] == [heavy], cluster.tail(after)
+    assert (opened[0].body.severity, opened[0].body.node) == ("SEV1", node)
+    assert sorted(opened[0].body.ranks) == sorted(hurt)
+    evidence = [cluster.records()[seq - 1].kind for seq in opened[0].body.evidence]
+    assert "NodeSilenced" in evidence, evidence
+    assert len(set(evidence)) > 1 or "too late" in opened[0].body.why, opened[0]
+    # one plan for both: the unhurt task gives the slot that earns more elsewhere
+    (plan,) = cluster.told(after, "PlanChosen")
+    assert plan.cause == opened[0].cause
+    assert {x.task: (x.slots_before, x.slots) for x in plan.body.allocations} == {
+        heavy: (4, 3), light: (2, 1)}
+    assert any("shrink only the hurt" in x.what for x in plan.body.alternatives)
+    # the survivors are the same processes
+    survivors = set(before[heavy]) - set(hurt)
+    now = cluster.pids(heavy)
+    assert {rank: now[rank] for rank in survivors} == {rank: before[heavy][rank]
+                                                       for rank in survivors}
+    assert set(cluster.pids(light).values()) < set(before[light].values())
+    closed = cluster.wait_told(after, "IncidentClosed").body
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
+
+    back, before = cluster.seq(), {task: cluster.pids(task) for task in pair.specs}
+    cluster.start_agent(node)
+    pair.wait_whole()
+    assert cluster.told(back, "NodeJoined", node=node)
+    for task in pair.specs:
+        now = cluster.pids(task)
+        assert {rank: now[rank] for rank in before[task]} == before[task], "a survivor was killed"
+        grown = [record.body for record in cluster.told(back, "Reconfigured", task=task)
+                 if record.body.rank not in before[task]]
+        assert {body.rank for body in grown} == set(now) - set(before[task])
+        assert all(body.source in before[task] and body.received_bytes > 0 for body in grown)
+        assert cluster.task(task)["iterations_lost"] == 0
+    assert not cluster.told(back, "IncidentOpened")
+
+
+def test_a_stopped_agent_disturbs_nobody(pair: Pair) -> None:
+    cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
+    with stopped(cluster.agent("n3").pid):
+        begun_s = time.monotonic()
+        cluster.wait_told(after, "NodeSilenced", node="n3")
+        for task in pair.specs:
+            line = cluster.traced(task)[-1]
+            cluster.wait_traced(task, event="step", iteration=line["iteration"] + 2)
+        time.sleep(max(AGENT_STOPPED_S - (time.monotonic() - begun_s), 0.0))
+    cluster.wait_told(after, "NodeHeard", node="n3")
+    for task in pair.specs:
+        cluster.wait_steps(task)
+    assert pair.generations() == before
+    for kind in ("Quiesce", "StartRank", "StopRank", "IncidentOpened"):
+        assert not cluster.told(after, kind), cluster.tail(after)
+
+
+def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
+    cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
+    server = embedded.adopt(cluster.state.server)
+    assert server is not None
+    pids = [cluster.pids(task) for task in pair.specs]
+    with stopped(server.pid):
+        begun_s = time.monotonic()
+        stepped = {task: cluster.traced(task)[-1]["iteration"] for task in pair.specs}
+        for task, iteration in stepped.items():
+            cluster.wait_traced(task, event="step", iteration=iteration + 5)
+        time.sleep(max(SERVER_STOPPED_S - (time.monotonic() - begun_s), 0.0))
+    for task in pair.specs:
+        cluster.wait_steps(task)
+    assert pair.generations() == before
+    assert [cluster.pids(task) for task in pair.specs] == pids
+    for kind in ("NodeSilenced", "Quiesce", "StartRank", "StopRank", "IncidentOpened"):
+        assert not cluster.told(after, kind), cluster.tail(after)
+
+
+def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
+    pair.cluster.hold_to_twins(twins, pair.specs)

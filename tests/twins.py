@@ -1,0 +1,88 @@
+"""The undisturbed twins of a task, to hold it to: plain Megatron, one process, no agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 240.0
+STEP_SHARE_MAX = 0.01
+"""What a model may differ by, in optimizer steps: one micro-batch left out or counted twice
+moves Adam's step by far more, rounding by far less."""
+LOSS_REL_MAX = 1e-5
+Spec = dict[str, Any]
+
+
+def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
+          rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
+          checkpoint_every: int = 0) -> Spec:
+    """A tiny GPT, four micro-batches an iteration; `rates` are the TFLOP/s that it declares.
+
+    Its learning rate is constant: the first K of many iterations are all of a task of K.
+    """
+    return {
+        "apiVersion": "unicron/v1", "name": name, "weight": weight,
+        "slots": {"min": slots[0], "max": slots[1]},
+        "throughput": {str(size): rate * 1e12 for size, rate in (rates or {}).items()},
+        "train": {
+            "model": {"num_layers": 1, "hidden": 64, "num_heads": 2, "sequence": 64},
+            "batch": {"global": 8, "micro": 2},
+            "optimizer": {"lr": 1e-4, "min_lr": 1e-4, "decay": "constant"},
+            "iterations": iterations, "seed": seed, "checkpoint_every": checkpoint_every,
+            "output": str(output / name),
+        },
+    }
+
+
+class Twins:
+    """One twin for each task that is held to it, all trained beside each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def start(self, spec: Spec) -> tuple[Path, Path]:
+        """Train the twin of what the task has published until now: its checkpoint, the twin's."""
+        ours = (Path(spec["train"]["output"]) / "latest").resolve()
+        out = self._folder / f"{len(self._running)}-{spec['name']}"
+        out.mkdir()
+        file = out / "spec.json"
+        file.write_text(json.dumps({**spec, "train": {
+            **spec["train"], "output": "twin", "checkpoint_every": 0,
+            "iterations": int(ours.name.removeprefix("iter-"))}}))
+        with (out / "log").open("wb") as log:
+            self._running[out] = subprocess.Popen(
+                [sys.executable, "-P", "-m", "unicron.workers.training.reference",
+                 "--spec", str(file), "--out", str(out)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return ours, out
+
+    def hold(self, ours: Path, out: Path, losses: list[float], rate: float = 1e-4) -> None:
+        """Assert that a checkpoint and the losses that the log told until it equal the twin's."""
+        from unicron.workers.training.reference import compare, read
+
+        assert self._running[out].wait(LIMIT_S) == 0, (out / "log").read_text()[-2000:]
+        gap = compare(ours, out / "final")
+        twin = read(out / "final")
+        wanted = list(twin["numbers.losses"])
+        assert losses[:len(wanted)] == list(read(ours)["numbers.losses"])
+        assert gap.num_losses == len(wanted)
+        assert gap.loss_rel < LOSS_REL_MAX, gap
+        params = [value for name, value in twin.items() if name.startswith("model.")]
+        squares = sum(float(param.double().square().sum()) for param in params)
+        step_rel = rate * float(sum(param.numel() for param in params) / squares) ** 0.5
+        assert gap.param_rel < STEP_SHARE_MAX * step_rel, (gap, step_rel)
+        # and the comparison can fail: the losses of a run that lost an iteration are far outside
+        shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
+        assert max(shifted) > 100 * LOSS_REL_MAX
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
