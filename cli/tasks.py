@@ -36,9 +36,10 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
 def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:
     """Ask for a task's end. Raises UsageError."""
     client = connect(state, url)
-    number = resolve(client, task)
-    answer = client.post(f"/v1/tasks/{number}/cancel", {"reason": reason})
-    say.out(json.dumps(answer) if as_json else f"task {number}  cancelled (seq {answer['seq']})")
+    found = pick(client.get("/v1/state")["tasks"], task)
+    answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
+    say.out(json.dumps(answer) if as_json else
+            f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
 
 
 def resolve(client: Client, wanted: str) -> int:

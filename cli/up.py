@@ -100,6 +100,8 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
                          "lower-case letters, digits, '-' and '.', at most 63")
     if asked.policy is not None:
+        if asked.policy.is_fifo():  # it is read more than once
+            raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
         _policy(asked.policy)
     state.create()
     if detach:

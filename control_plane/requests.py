@@ -17,6 +17,7 @@ from .state import ClusterState, Node, Task, live_tasks
 
 NUM_NAMED_MAX = 8
 """A refusal names this many of what there is."""
+REASON_CHARS_MAX = 200
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
 def cancel(state: ClusterState, body: Any, task: str) -> r.Body:
     """The task ends for good."""
     asked = convert(body, _Reason)
-    return r.TaskCancelRequested(task=_live_task(state, task).id, reason=asked.reason)
+    return r.TaskCancelRequested(task=_live_task(state, task).id, reason=_one_line(asked.reason))
 
 
 def set_weight(state: ClusterState, body: Any, task: str) -> r.Body:
@@ -61,7 +62,7 @@ def set_weight(state: ClusterState, body: Any, task: str) -> r.Body:
     if not 1 / WEIGHT_RATIO_MAX <= asked.weight <= WEIGHT_RATIO_MAX:
         raise Refusal(422, f"weight: {asked.weight:g} is not between {1 / WEIGHT_RATIO_MAX:g} and "
                       f"{WEIGHT_RATIO_MAX:g}", "1 is the usual weight; only the ratio counts")
-    return r.TaskWeightSet(task=found.id, weight=asked.weight, reason=asked.reason)
+    return r.TaskWeightSet(task=found.id, weight=asked.weight, reason=_one_line(asked.reason))
 
 
 def freeze(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -70,7 +71,7 @@ def freeze(state: ClusterState, body: Any, _: str) -> r.Body:
     if state.frozen:
         raise Refusal(409, f"healing is frozen already: {state.frozen}",
                       "unicron unfreeze first, to freeze it for another reason")
-    return r.HealingFrozen(reason=asked.reason)
+    return r.HealingFrozen(reason=_one_line(asked.reason))
 
 
 def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -80,7 +81,7 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
         told = "; it is held by --observe" if state.policy.observe else ""
         raise Refusal(409, f"healing is not frozen{told}",
                       "unicron down, then unicron up --act" if told else "unicron status")
-    return r.HealingResumed(reason=asked.reason)
+    return r.HealingResumed(reason=_one_line(asked.reason))
 
 
 def drain(state: ClusterState, body: Any, node: str) -> r.Body:
@@ -90,7 +91,7 @@ def drain(state: ClusterState, body: Any, node: str) -> r.Body:
     if found.drained:
         raise Refusal(409, f"node {node} is drained already{_because(found.drain_reason)}",
                       f"unicron undrain {node}")
-    return r.NodeDrained(node=node, reason=asked.reason)
+    return r.NodeDrained(node=node, reason=_one_line(asked.reason))
 
 
 def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
@@ -98,7 +99,7 @@ def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
     asked = convert(body, _Reason)
     if not _node(state, node).drained:
         raise Refusal(409, f"node {node} is not drained", "unicron status nodes")
-    return r.NodeUndrained(node=node, reason=asked.reason)
+    return r.NodeUndrained(node=node, reason=_one_line(asked.reason))
 
 
 def inject(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -116,7 +117,7 @@ def inject(state: ClusterState, body: Any, _: str) -> r.Body:
     else:
         _running(_live_task(state, str(asked.task)), asked.rank)
     return r.FaultRequested(what=asked.what, task=asked.task, rank=asked.rank, node=asked.node,
-                            stop_s=asked.stop_s, reason=asked.reason)
+                            stop_s=asked.stop_s, reason=_one_line(asked.reason))
 
 
 def admit(job: JobSpec, state: ClusterState) -> None:
@@ -179,6 +180,11 @@ def _there_is(names: Iterable[str], what: str) -> str:
     found = list(names)
     more = ", ..." if len(found) > NUM_NAMED_MAX else ""
     return f"there is {', '.join(found[:NUM_NAMED_MAX])}{more}" if found else f"there is no {what}"
+
+
+def _one_line(reason: str) -> str:
+    """As it fits on a screen; the end of a longer one falls away."""
+    return " ".join(reason.split())[:REASON_CHARS_MAX]
 
 
 def _because(reason: str) -> str:

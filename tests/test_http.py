@@ -162,8 +162,8 @@ async def test_submit_state_cancel(site: Site) -> None:
 async def test_a_weight_is_set(site: Site) -> None:
     await site.ask("POST", "/v1/tasks", JOB)
     body = await site.written_once("TaskWeightSet", "/v1/tasks/3/weight",
-                                   {"weight": 2.5, "reason": "deadline"})
-    assert (body.task, body.weight, body.reason) == (3, 2.5, "deadline")
+                                   {"weight": 2.5, "reason": " dead\nline "})
+    assert (body.task, body.weight, body.reason) == (3, 2.5, "dead line")
     _, state = await site.ask("GET", "/v1/state")
     assert state["tasks"][0]["weight"] == 2.5
     path, seq = "/v1/tasks/3/weight", site.coordinator.seq

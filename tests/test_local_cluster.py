@@ -191,7 +191,8 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert "hint: there is waits" in unknown.stderr
     assert cluster("logs", "waits").returncode == 0
 
-    assert cluster("cancel", "waits", "--reason", "enough").returncode == 0
+    cancelled = cluster("cancel", "waits", "--reason", "enough")
+    assert cancelled.stdout.startswith(f"task {task}  waits cancelled (seq ")
     until(lambda: "waits  CANCELLED" in cluster("status", "waits").stdout)
     assert "has ended" in cluster("cancel", "waits").stderr
     assert cluster("logs", "waits", "-f").returncode == 0  # nothing more can come
@@ -248,6 +249,9 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
     third = cluster.up("--policy", os.devnull)
     assert "healing  on\nagent" in third.stdout, third.stderr
     assert (policy()["allow_inject"], policy()["silence_s_max"]) == (False, 5)
+    assert cluster("freeze", "--reason", "switches").returncode == 0
+    cluster.kill(UP)
+    assert "healing  FROZEN: switches; unicron unfreeze\n" in cluster("up", "--detach").stdout
 
 
 def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):

@@ -22,6 +22,8 @@ page. From a checkout, write `.venv/bin/unicron`.
   line `hint:` with what to type next.
 - Most commands speak HTTP to the control plane of `--state`, or of `--url` with the token in
   `$UNICRON_TOKEN`. `up`, `down` and `replay FILE` need none.
+- The fields of a policy file (`up --policy`) are those of
+  [Policy](records.md#policy-a-part-of-others) but `observe` and `allow_inject`, which are options.
 
 | variable | meaning |
 |---|---|
