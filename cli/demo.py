@@ -97,7 +97,7 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
     for player in (alpha, beta):
         demo_proof.loss(stage, player.task)
     demo_proof.verify(stage, demo_proof.export(stage, "log.jsonl"))
-    twins = Twins(stage, [alpha, beta, gamma])
+    twins = Twins(stage, alpha, beta)
     try:
         twins.run()
     finally:

@@ -31,7 +31,7 @@ NOISE_TIMES_MAX = 3.0
 """The tolerance, in measured noise of summing the same gradients in another order."""
 ROUNDING_RATIO = 2.0**-23
 """Relative resolution of float32: one sample of the noise can be smaller than it by chance."""
-REVERSED = "reversed"
+REVERSED, NOISE = "reversed", "noise"
 
 
 class Job(Struct, kw_only=True):
@@ -52,35 +52,30 @@ class Job(Struct, kw_only=True):
 
 
 class Twins:
-    """Each as far as its task came."""
+    """Of a task that finished, losses and parameters; of one that was cancelled, its losses."""
 
-    def __init__(self, stage: Stage, players: list[Player]) -> None:
-        self._stage, self._players = stage, players
+    def __init__(self, stage: Stage, finished: Player, cancelled: Player) -> None:
+        self._stage, self._players = stage, [finished, cancelled]
         self._folder = stage.state.path / "twin"
         self._folder.mkdir()
-        twins = [self._twin(player) for player in players]
-        again = [self._backwards(player) for player in players]
-        self._jobs = [*twins[:2], again[0], *twins[2:], *again[1:]]  # the longest first
+        self._jobs: list[Job] = []
+        for player in self._players:
+            self._jobs += [self._training(player, player.name),
+                           self._training(player, _reversed(player), "--reversed")]
+        self._jobs[0].arguments += ["--compare", str(Path(finished.train.output) / "latest")]
+        self._jobs.append(Job(name=NOISE, needs=(finished.name, _reversed(finished)), arguments=[
+            "--compare", str(self._folder / _reversed(finished) / "final"),
+            "--to", str(self._folder / finished.name / "final")]))
 
-    def _twin(self, player: Player) -> Job:
-        arguments = self._common(player, player.name)
-        if self._stage.told.tasks[player.task].outcome == "finished":
-            arguments += ["--compare", str(Path(player.train.output) / "latest")]
-        return Job(name=player.name, arguments=arguments)
-
-    def _backwards(self, player: Player) -> Job:
-        twin = self._folder / player.name / "final"
-        return Job(name=f"{player.name}-{REVERSED}", needs=(player.name,), arguments=[
-            *self._common(player, f"{player.name}-{REVERSED}"), "--reversed",
-            "--compare", str(twin)])
-
-    def _common(self, player: Player, name: str) -> list[str]:
+    def _training(self, player: Player, name: str, *options: str) -> Job:
+        """As many iterations as the task came, undisturbed."""
         out = self._folder / name
         out.mkdir()
         spec = out / "spec.json"
         spec.write_text(json.dumps(msgspec.to_builtins(player.spec, str_keys=True)))
-        return ["--spec", str(spec), "--out", str(out),
-                "--iterations", str(len(self._stage.losses(player.task)))]
+        return Job(name=name, arguments=[
+            "--spec", str(spec), "--out", str(out),
+            "--iterations", str(len(self._stage.losses(player.task))), *options])
 
     def run(self) -> None:
         """Train all, hold our losses and models to them, judge. Raises BrokenError."""
@@ -94,7 +89,7 @@ class Twins:
                 told_s = time.monotonic()
                 self._stage.say("twin", "undisturbed: " + ", ".join(
                     f"{job.name} {len(self._told(job))}" for job in self._jobs
-                    if job.process is not None))
+                    if job.process is not None and job.name != NOISE))
         self._stage.say("twin", "each task undisturbed, same seed, one process, stock Megatron "
                                 f"loop: {span(time.monotonic() - began_s)} in all")
         self._judge()
@@ -131,40 +126,40 @@ class Twins:
 
     def _judge(self) -> None:
         stage = self._stage
-        found = {job.name: self._lines(job) for job in self._jobs}
+        jobs = {job.name: job for job in self._jobs}
         rows: list[list[str]] = []
         for player in self._players:
-            noise = found[f"{player.name}-{REVERSED}"][-1]
-            loss_rel = self._gap(player, [line["loss"] for line in found[player.name]
-                                          if "loss" in line])
-            param_rel = found[player.name][-1].get("param_rel")
-            equal = loss_rel <= _most(noise["loss_rel"]) and (
-                param_rel is None or param_rel <= _most(noise["param_rel"]))
-            rows.append([player.name, str(len(stage.losses(player.task))), f"{loss_rel:.1e}",
-                         f"{noise['loss_rel']:.1e}", f"{_most(noise['loss_rel']):.1e}",
-                         *(["-"] * 3 if param_rel is None else
-                           [f"{param_rel:.1e}", f"{noise['param_rel']:.1e}",
-                            f"{_most(noise['param_rel']):.1e}"]),
-                         "EQUAL" if equal else "NOT EQUAL"])
-            stage.promise(equal, f"{player.name} equals its undisturbed twin")
-        for line in table(("", "LOSSES", "GAP", "NOISE", "TOLERANCE", "PARAMETERS", "NOISE",
-                           "TOLERANCE", "VERDICT"), rows, right=(1, 2, 3, 4, 5, 6, 7)):
+            told = stage.losses(player.task)
+            theirs = self._told(jobs[player.name])
+            gaps = [("losses", _gap([told[at] for at in sorted(told)], theirs),
+                     _gap(self._told(jobs[_reversed(player)]), theirs))]
+            if player is self._players[0]:
+                gaps.append(("parameters", self._lines(jobs[player.name])[-1]["param_rel"],
+                             self._lines(jobs[NOISE])[-1]["param_rel"]))
+            for what, gap, noise in gaps:
+                most = NOISE_TIMES_MAX * max(noise, ROUNDING_RATIO)
+                equal = gap <= most
+                rows.append([player.name, f"{len(told)} {what}" if what == "losses" else
+                             f"all {what}", f"{gap:.1e}", f"{noise:.1e}", f"{most:.1e}",
+                             "EQUAL" if equal else "NOT EQUAL"])
+                stage.promise(equal, f"{player.name}'s {what} equal its undisturbed twin's")
+        for line in table(("", "", "OURS", "NOISE", "TOLERANCE", "VERDICT"), rows,
+                          right=(2, 3, 4)):
             stage.note(None, line)
-        stage.note(None, "the largest relative gap of a loss; that of all parameters, which a "
-                         "cancelled task leaves none of")
-        stage.note(None, "noise: each twin against itself, micro-batches summed in reverse order")
+        stage.note(None, "ours: the largest relative gap of a loss; of all parameters, the norm")
+        stage.note(None, "noise: the twin against itself, micro-batches summed in reverse order")
         stage.note(None, f"tolerance: {NOISE_TIMES_MAX:g} x the noise, which is at least one "
                          f"rounding of float32 ({ROUNDING_RATIO:.1e})")
-
-    def _gap(self, player: Player, theirs: list[float]) -> float:
-        """The largest relative difference of a loss in the log; infinite where one is missing."""
-        ours = self._stage.losses(player.task)
-        if sorted(ours) != list(range(len(theirs))):
-            return math.inf
-        return max((abs(ours[at] - loss) / abs(loss) for at, loss in enumerate(theirs)),
-                   default=math.inf)
+        stage.note(None, f"{self._players[1].name} was cancelled: its losses are held to its twin, "
+                         "stopped there")
 
 
-def _most(noise: float) -> float:
-    """The tolerance for that noise."""
-    return NOISE_TIMES_MAX * max(noise, ROUNDING_RATIO)
+def _reversed(player: Player) -> str:
+    return f"{player.name}-{REVERSED}"
+
+
+def _gap(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference of two losses; infinite where one is missing."""
+    if len(ours) != len(theirs) or not ours:
+        return math.inf
+    return max(abs(mine - their) / abs(their) for mine, their in zip(ours, theirs, strict=True))
