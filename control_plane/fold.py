@@ -333,6 +333,10 @@ def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSav
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
+    ways = [task.saved, task.checkpoint, *task.publishing.values()]
+    if any(way is not None and way.generation == body.generation
+           and way.step_version > body.step_version for way in ways):
+        return  # who was told to save was relieved, and had begun: another has saved more
     output = task.spec.train.output if task.spec.train is not None else ""
     task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
                             path=body.path.removeprefix(output).lstrip("/"), final=body.final)
