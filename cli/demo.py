@@ -118,8 +118,8 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
     lost = sum(one.lost for one in moves(stage.records))
     read = sum(one.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
-    stage.say("total", f"{stage.num_kills} kills, {lost} iterations lost, {read} checkpoints read"
-                       f"{promised}")
+    stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, {lost} iterations lost, "
+                       f"{read} checkpoints read{promised}")
     for what in stage.broken:
         stage.note(None, f"broken: {what}")
     place = shown(stage.state.path)

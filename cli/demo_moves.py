@@ -48,7 +48,10 @@ def _move(records: Sequence[Plain], order: Plain) -> Move | None:
     stepped = next(_of(mine, "TaskProgressed", generation), None)
     if resumed is None or stepped is None or not up:
         return None
-    stood_s = max((record["occurred_s"] for record in left), default=resumed["at_s"])
+    first: dict[int, float] = {}
+    for record in left:  # one that holds already says so again when it is told to
+        first.setdefault(record["body"]["rank"], record["occurred_s"])
+    stood_s = max(first.values(), default=resumed["at_s"])
     before = next(_of(mine, "Reconfigure", generation - 1), None)
     settled = min(record["body"]["step_version"] for record in up)
     return Move(

@@ -22,7 +22,7 @@ from .demo_acts import (
 )
 from .demo_moves import moves
 from .demo_stage import Stage
-from .figures import ms, ranks, rfc3339, span
+from .figures import ms, ranks, rfc3339, scaled, span
 from .local_cluster import agent_name, shown
 
 Plain = dict[str, Any]
@@ -53,6 +53,8 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
                         HEAL_S_MAX, "a plan for both tasks")
     plan = [one for one in stage.all("PlanChosen", after=seq) if one["seq"] < placed["seq"]][-1]
     say_plan(stage, plan)
+    _say_earned(stage, hurt, hurt.num_slots - 1)
+    _say_earned(stage, other, other.num_slots)
     given = {one["task"]: one["slots"] for one in plan["body"]["allocations"]}
     want = {hurt.task: hurt.num_slots - 1, other.task: other.num_slots - 1}
     stage.promise(given == want, f"{other.name}, unhurt, gives a slot to {hurt.name}")
@@ -67,6 +69,15 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
                   and same_pids(stage, other.task, pids[other.task], kept),
                   "all survivors kept their processes")
     stage.note(None, f"same pids: {hurt.name}'s {ranks(left)}, {other.name}'s {ranks(kept)}")
+
+
+def _say_earned(stage: Stage, player: Player, num: int) -> None:
+    """What the last of that many slots earns the task, weighted, by its table in the log."""
+    body = stage.all("ThroughputSet", task=player.task)[-1]["body"]
+    rates = dict(zip(body["sizes"], body["rates_flops"], strict=True))
+    earned = player.spec.weight * (rates[num] - rates.get(num - 1, 0.0))
+    stage.note(None, f"slot {num} earns {player.name} {scaled(earned, 'FLOP/s')}, as "
+                     f"{body['origin']}")
 
 
 def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> None:
@@ -97,9 +108,8 @@ def say_moves(stage: Stage, seq: int) -> None:
         if not move.num_before:
             continue
         stage.note(move.still_s,
-                   f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stood still "
-                   f"so long at iteration {move.iteration}; its next step after "
-                   f"{ms(move.step_s)}")
+                   f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: its pause at "
+                   f"iteration {move.iteration}; the next step after {ms(move.step_s)}")
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
         for body in move.newcomers:
             promise_from_memory(stage, body)

@@ -132,10 +132,15 @@ class Stage:
         assert self._client is not None
         return self._client
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the demo began."""
+        return time.monotonic() - self.began_s
+
     # --- words ----------------------------------------------------------------------------------
     def say(self, label: str, text: str) -> None:
         """A line behind the demo's own clock."""
-        elapsed = f"{time.monotonic() - self.began_s:.1f} s"
+        elapsed = f"{self.elapsed_s:.1f} s"
         say.out(f"{elapsed:>7}  {label:<8} {text}".rstrip())
         self._said_s = time.monotonic()
 

@@ -1,0 +1,84 @@
+"""The demo's ruler and its tasks, without a run: transitions in a log, plans by the planner."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from unicron.cli import demo, demo_twins
+from unicron.cli.demo_moves import moves
+from unicron.cli.demo_seating import Seating
+from unicron.control_plane import planner, throughput
+from unicron.events import archive, codec
+
+PLAIN = [codec.to_plain(record) for record in
+         archive.read(Path(__file__).parent / "data" / "demo.jsonl")]
+"""One task on four ranks, of which rank 2 is killed and comes back."""
+ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
+
+
+def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
+    """What the planner gives the first tasks of the demo, which have `now` slots each."""
+    wishes: list[planner.Wish] = []
+    for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
+        found = throughput.candidates(throughput.table(number, player.spec), have)
+        wishes.append(planner.Wish(
+            task=number, name=player.name, now=have, hurt=hurt and number == 1,
+            sizes=tuple(size for size, _ in found),
+            wafs=tuple(player.spec.weight * rate for _, rate in found)))
+    return planner.choose(wishes, num_slots=num_slots, mtbf_gpu_s=7.2e6, transition_s=10.0,
+                          gain_min=0.005)
+
+
+def test_the_examples_lead_to_the_plans_that_the_demo_promises():
+    assert plan(6, 0, 0).plan.slots == (ALPHA.num_slots, BETA.num_slots)
+    assert plan(6, 4, 2, 0).plan.slots == (3, 1, GAMMA.num_slots)
+    assert plan(6, 3, 1).plan.slots == (4, 2)
+
+
+def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
+    choice = plan(4, 4, 2, hurt=True)
+    assert choice.plan.slots == (3, 1)
+    beaten = {tuple(slots for _, slots in other.slots): other.waf for other in choice.alternatives}
+    assert {(4, 0), (2, 2)} <= set(beaten)
+    assert max(beaten.values()) < choice.plan.waf
+
+
+def test_transitions_are_read_from_the_log():
+    first, shrunk, grown = moves(PLAIN)
+    assert (first.num_before, first.num_after) == (0, 4)
+    assert (shrunk.num_before, shrunk.num_after, shrunk.newcomers) == (4, 3, ())
+    assert (grown.num_before, grown.num_after) == (3, 4)
+    assert [body["rank"] for body in grown.newcomers] == [2]
+    assert first.lost == shrunk.lost == grown.lost == 0
+    assert 0.0 < grown.still_s < grown.step_s
+    assert moves(PLAIN, after=shrunk.seq) == [grown]
+
+
+def test_an_iteration_that_is_done_again_counts_as_lost():
+    records = copy.deepcopy(PLAIN)
+    told = next(record for record in records if record["kind"] == "Quiesced")
+    told["body"]["step_version"] += 2
+    assert [move.lost for move in moves(records)] == [0, 2, 0]
+
+
+def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
+    seating = Seating()
+    task = next(record["seq"] for record in PLAIN if record["kind"] == "TaskSubmitted")
+    full: list[bool] = []
+    for record in PLAIN:
+        seating.add(record)
+        if record["kind"] in ("Reconfigure", "TaskProgressed"):
+            full.append(seating.is_full(task, 4))
+    changes = [now for before, now in zip([False, *full], full, strict=False) if before != now]
+    assert changes == [True, False, True]
+    assert seating.nodes(task) == "n1 n2"
+
+
+@pytest.mark.parametrize(("ours", "theirs", "gap"), [
+    ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
+    ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
+])
+def test_a_missing_loss_is_no_small_gap(ours, theirs, gap):
+    assert demo_twins._gap(ours, theirs) == gap
