@@ -105,19 +105,10 @@ def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
 
 
 def _place(tasks: list[Task], counts: tuple[int, ...], slots: list[Slot]) -> Iterator[r.Body]:
-    """Those that shrink or stay first, so that what they give is there for the others."""
-    kept = {seat.slot for task, count in zip(tasks, counts, strict=True)
-            if count for seat in task.target}
-    free, given = [slot for slot in slots if slot not in kept], set(slots)
-    owned = {task.id: [seat.slot for seat in task.target if seat.slot in given] for task in tasks}
-    order = sorted(zip(tasks, counts, strict=True), key=lambda x: (
-        x[1] >= len(owned[x[0].id]), x[1] > len(owned[x[0].id]), x[0].id))
-    for task, count in order:
-        own = owned[task.id]
-        seats = placement.place(task, count, [*own, *free]) if count else ()
-        taken = [seat.slot for seat in seats]
-        free = [slot for slot in [*free, *own] if slot not in taken]
-        free = list(dict.fromkeys(free))
-        if seats != task.target:
-            why = placement.why_placed(seats) if seats else "the plan gives it no slots"
-            yield TaskPlaced(task=task.id, seats=seats, why=why)
+    """The seats of all; who shrinks or stays is told first."""
+    seats = placement.place(tasks, counts, slots)
+    for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
+        if seats[task.id] != task.target:
+            why = (placement.why_placed(task, seats[task.id]) if seats[task.id]
+                   else "the plan gives it no slots")
+            yield TaskPlaced(task=task.id, seats=seats[task.id], why=why)
