@@ -1,0 +1,162 @@
+"""Two faults at once, and faults in the middle of a transition: real ranks, struck on purpose.
+
+The tests are one story on three nodes with two tasks of three ranks, in this order; each strikes
+what the one before left whole. One member of each lives on, so no iteration is lost and no
+checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twins import Twins, small
+from unicron.events.records import Record
+
+NODES = ("n1", "n2", "n3")
+RATES = {1: 1.0, 2: 1.9, 3: 2.7}
+
+
+class Pair:
+    """Two equal tasks; what they went through is judged by the log alone."""
+
+    def __init__(self, cluster: Any, output: Path) -> None:
+        self.cluster = cluster
+        self.specs = {cluster.submit(spec): spec for spec in (
+            small(name, output, slots=(1, 3), rates=RATES, seed=seed, checkpoint_every=40)
+            for name, seed in (("one", 7), ("two", 8)))}
+        self.one, self.two = self.specs
+        self.held: dict[int, tuple[Path, Path]] = {}
+        """What was published after the faults inside transitions, and its twin, by task."""
+        self.wait_whole()
+
+    def wait_whole(self, num: int = 3) -> None:
+        for task in self.specs:
+            self.cluster.wait_whole(task, num)
+
+    def kill(self, task: int, *ranks: int) -> None:
+        pids = self.cluster.pids(task)
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+
+    def rank_when(self, task: int, after: int, kind: str, fits: Callable[[Any], bool]) -> int:
+        """The rank of the first such record behind `after`."""
+        def look() -> int | None:
+            return next((record.body.rank for record in self.cluster.told(after, kind, task=task)
+                         if fits(record.body)), None)
+        return int(self.cluster.wait(look, f"{kind} of task {task} behind {after}"))
+
+    def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
+        """Both whole again; `tasks` had one incident each, lost nothing and read nothing."""
+        self.wait_whole(num)
+        closed: list[Record] = self.cluster.told(after, "IncidentClosed")
+        of = {record.seq: record.body.task for record in
+              self.cluster.told(after, "IncidentOpened")}
+        assert sorted(of.values()) == sorted(tasks), self.cluster.tail(after)
+        assert sorted(record.body.of for record in closed) == sorted(of)
+        for record in closed:
+            body: Any = record.body
+            assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
+                "healed", 0, False), self.cluster.tail(after)
+        return closed
+
+
+@pytest.fixture(scope="module")
+def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(three, tmp_path_factory.mktemp("out"))
+
+
+def test_two_ranks_of_two_nodes_and_a_survivor_that_has_quiesced(pair: Pair) -> None:
+    cluster, after = pair.cluster, pair.cluster.seq()
+    before = {task: cluster.pids(task) for task in pair.specs}
+    ranks = {rank["node"]: rank["rank"] for rank in cluster.task(pair.two)["ranks"]}
+    assert len(ranks) == 2
+    pair.kill(pair.two, *ranks.values())
+    victim, *_ = before[pair.one]
+    pair.kill(pair.one, victim)
+    second = pair.rank_when(pair.one, after, "Quiesced", lambda body: body.rank != victim)
+    os.kill(before[pair.one][second], signal.SIGKILL)
+    pair.healed(after, pair.one, pair.two)
+    for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
+        now = cluster.pids(task)
+        assert {rank for rank in now if now[rank] == before[task].get(rank)} == (
+            set(before[task]) - killed)
+
+
+def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pair) -> None:
+    cluster, after = pair.cluster, pair.cluster.seq()
+    before = {task: cluster.pids(task) for task in pair.specs}
+    victim, *_ = before[pair.one]
+    pair.kill(pair.one, victim)
+    order = cluster.wait_told(after, "Reconfigure", task=pair.one).body
+    second = order.members[0].rank
+    os.kill(before[pair.one][second], signal.SIGKILL)
+    first, *_ = before[pair.two]
+    pair.kill(pair.two, first)
+    newcomer = pair.rank_when(pair.two, after, "Reconfigured",
+                              lambda body: body.attempt > 1 and body.received_bytes > 0)
+    pair.kill(pair.two, newcomer)
+    pair.healed(after, pair.one, pair.two)
+    last, *_ = set(before[pair.one]) - {victim, second}
+    assert cluster.pids(pair.one)[last] == before[pair.one][last]
+    assert sum(pid in before[pair.two].values() for pid in cluster.pids(pair.two).values()) == 2
+
+
+def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
+    cluster, after = pair.cluster, pair.cluster.seq()
+    before, calm = cluster.pids(pair.one), cluster.task(pair.two)["generation"]
+    victim, *_ = before
+    pair.kill(pair.one, victim)
+    started = cluster.wait_told(after, "RankStarted", task=pair.one).body
+    line = cluster.wait_traced(pair.one, event="forward", pid=started.pid)
+    os.kill(line["pid"], signal.SIGKILL)
+    pair.healed(after, pair.one)
+    now = cluster.pids(pair.one)
+    assert {rank for rank in before if now[rank] == before[rank]} == set(before) - {victim}
+    assert cluster.task(pair.two)["generation"] == calm
+    healed = cluster.seq()
+    for task, spec in pair.specs.items():
+        cluster.wait_told(healed, "CheckpointPublished", task=task)
+        pair.held[task] = twins.start(spec)
+
+
+def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
+    cluster, after = pair.cluster, pair.cluster.seq()
+    on = {node: cluster.on(pair.one, node) for node in NODES}
+    node = next(node for node in NODES if len(on[node]) == 2)
+    pair.kill(pair.one, on[node][0])
+    cluster.kill_agent(node)
+    pair.healed(after, pair.one, num=2)
+    back = cluster.seq()
+    cluster.start_agent(node)
+    pair.wait_whole()
+    assert not cluster.told(back, "IncidentOpened")
+
+
+def test_two_nodes_of_three_and_both_tasks_live_on_the_third(pair: Pair) -> None:
+    cluster, after = pair.cluster, pair.cluster.seq()
+    third = next((node for node in NODES
+                  if all(cluster.on(task, node) for task in pair.specs)), None)
+    assert third, [cluster.task(task)["ranks"] for task in pair.specs]
+    before = {task: cluster.pids(task) for task in pair.specs}
+    lost = [node for node in NODES if node != third]
+    for node in lost:
+        cluster.kill_agent(node)
+    pair.healed(after, *pair.specs, num=1)
+    for task in pair.specs:
+        assert set(cluster.pids(task).values()) < set(before[task].values())
+        assert cluster.losses(task)
+    for node in lost:
+        cluster.start_agent(node)
+    pair.wait_whole()
+
+
+def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
+    """Until the faults inside transitions were healed; the log is sound to its end."""
+    for task in pair.specs:
+        twins.hold(*pair.held[task], pair.cluster.losses(task))
+    pair.cluster.verify()
