@@ -272,3 +272,24 @@ def test_who_has_done_nothing_has_nothing_to_save(d: Driver) -> None:
     assert kinds(left)[-6:] == ["StopRank"] * 6
     d.obey(left)
     assert task_of(d, task).phase == "idle"
+
+
+# --- one plan for all ---------------------------------------------------------------------------
+def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver) -> None:
+    alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
+    beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
+    assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}
+    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    told = failed(d, alpha, 0)
+    plan = the(o.PlanChosen, told)
+    assert [(x.slots_before, x.slots, x.waf) for x in plan.allocations] == [
+        (4, 3, 4.7), (2, 1, 1.5)]
+    assert plan.ideal_waf == pytest.approx(8.66)
+    assert [(x.what, x.slots, x.waf) for x in plan.alternatives] == [
+        ("shrink only the hurt (alpha)", ((alpha, 2), (beta, 2)), pytest.approx(5.7)),
+        ("the next best", ((alpha, 4), (beta, 0)), 6.16)]
+    d.obey(told)
+    for task, num in ((alpha, 3), (beta, 1)):
+        assert len(task_of(d, task).members) == num
+        d.progress(task)
+        assert task_of(d, task).iterations_lost == 0
