@@ -1,9 +1,11 @@
-"""A small leader without a heart, and an agent in this process whose ranks are real."""
+"""A small leader without a heart; agents, in this process or their own, whose ranks are real."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log import LogPort
 from unicron.events.orders import Order, Slot, StartRank, StopRank
 from unicron.events.records import Record, Report
+from unicron.events.redis_log import RedisLog
 from unicron.events.reports import Body, NodeJoined, RankStarted, ReportsLost
 from unicron.events.spec import JobSpec, parse
 from unicron.workers.agent import linux
@@ -26,6 +30,20 @@ from unicron.workers.agent.spool import Spool
 LIMIT_S = 40.0
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
+
+TOKEN = "a-token"
+AGENT = """
+import sys
+from pathlib import Path
+from unicron.events.errors import UsageError
+from unicron.workers.agent.main import Options, run
+url, state, token = sys.argv[1:]
+try:
+    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state))))
+except UsageError as error:
+    sys.exit(f"error: {error}; hint: {error.hint}")
+"""
+_numbers = itertools.count(1)
 
 RANK = '''
 """A rank that speaks the real wire: answers what it is told, and acts on its spec's seed."""
@@ -217,3 +235,84 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(test(), 2 * LIMIT_S)
 
     asyncio.run(limited())
+
+
+class Plane:
+    """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
+
+    def __init__(self, url: str, state_dir: Path) -> None:
+        self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
+        self.log = RedisLog(url, self.cluster)
+        self.leader = Leader(self.log)
+        self.state_dir = state_dir
+        self.url = ""
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._redis_url = url
+
+    async def joins(self, request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != f"Bearer {TOKEN}":
+            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
+        asked = await request.json()
+        return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
+                                  "node": asked["node"], "epoch": self.leader.epoch})
+
+    async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
+        (*_, joined) = self.leader.all(NodeJoined)
+        spec = parse({"apiVersion": "unicron/v1", "name": "job",
+                      "command": [sys.executable, "-c", code, *argv]})
+        await self.leader.order(StartRank(
+            nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
+            spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
+            incarnation=joined.incarnation))
+
+    def agent(self, token: str = TOKEN) -> subprocess.Popen[bytes]:
+        with (self.state_dir / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
+                stdout=log, stderr=log, start_new_session=True)
+        self.agents.append(process)
+        return process
+
+    def said(self) -> str:
+        return (self.state_dir / "agent.log").read_text()
+
+    async def wait(self, kind: type[B], num: int = 1) -> list[B]:
+        return await self.leader.wait(kind, num)
+
+    def all(self, kind: type[B]) -> list[B]:
+        return self.leader.all(kind)
+
+    def kinds(self) -> list[str]:
+        """What agents said, as logged."""
+        return [r.kind for r in self.leader.records if r.source != "heart"]
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    return await until(process.poll)
+
+
+@asynccontextmanager
+async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
+    state_dir.mkdir()
+    one = Plane(url, state_dir)
+    app = web.Application()
+    app.router.add_post("/v1/join", one.joins)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    leading = asyncio.create_task(one.leader.run())
+    try:
+        yield one
+    finally:
+        leading.cancel()
+        with suppress(asyncio.CancelledError):
+            await leading
+        for process in one.agents:
+            if process.poll() is None:
+                process.kill()
+            process.wait(LIMIT_S)
+        linux.end_marked(f"UNICRON_PROCESS={state_dir}:".encode())
+        await one.log.close()
+        await runner.cleanup()

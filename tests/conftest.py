@@ -41,6 +41,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded.Server
 
 
 @pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[embedded.Server]:
+    """A server that the test may kill."""
+    running = embedded.start(tmp_path / "server")
+    yield running
+    if (now := embedded.adopt(tmp_path / "server")) is not None:
+        now.stop(grace_s=1.0)
+
+
+@pytest.fixture
 def redis_log(server: embedded.Server) -> Cluster:
     """A fresh cluster on the session's server."""
     return Cluster(server.url)

@@ -3,142 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-from agent_driver import Leader, alive, until, until_gone, until_text
-from aiohttp import web
+from agent_driver import LIMIT_S, TOKEN, alive, ended, plane, until, until_gone, until_text
 from unicron.events import embedded
 from unicron.events.errors import UsageError
-from unicron.events.orders import Slot, StartRank
-from unicron.events.redis_log import RedisLog
-from unicron.events.reports import (
-    Body,
-    NodeJoined,
-    NodeLeft,
-    RankExited,
-    RankStarted,
-)
-from unicron.events.spec import parse
-from unicron.workers.agent import linux
+from unicron.events.reports import NodeJoined, NodeLeft, RankExited, RankStarted
 from unicron.workers.agent.join import join
-
-LIMIT_S = 20.0
-TOKEN = "a-token"
-AGENT = """
-import sys
-from pathlib import Path
-from unicron.events.errors import UsageError
-from unicron.workers.agent.main import Options, run
-url, state, token = sys.argv[1:]
-try:
-    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state))))
-except UsageError as error:
-    sys.exit(f"error: {error}; hint: {error.hint}")
-"""
-_numbers = itertools.count(1)
-B = TypeVar("B", bound=Body)
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[embedded.Server]:
-    """A server that the test may kill."""
-    running = embedded.start(tmp_path / "server")
-    yield running
-    if (now := embedded.adopt(tmp_path / "server")) is not None:
-        now.stop(grace_s=1.0)
-
-
-class Plane:
-    """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
-
-    def __init__(self, url: str, state_dir: Path) -> None:
-        self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
-        self.log = RedisLog(url, self.cluster)
-        self.leader = Leader(self.log)
-        self.state_dir = state_dir
-        self.url = ""
-        self.agents: list[subprocess.Popen[bytes]] = []
-        self._redis_url = url
-
-    async def joins(self, request: web.Request) -> web.Response:
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
-            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
-        asked = await request.json()
-        return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
-                                  "node": asked["node"], "epoch": self.leader.epoch})
-
-    async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
-        (*_, joined) = self.leader.all(NodeJoined)
-        spec = parse({"apiVersion": "unicron/v1", "name": "job",
-                      "command": [sys.executable, "-c", code, *argv]})
-        await self.leader.order(StartRank(
-            nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
-            spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
-            incarnation=joined.incarnation))
-
-    def agent(self, token: str = TOKEN) -> subprocess.Popen[bytes]:
-        with (self.state_dir / "agent.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
-                stdout=log, stderr=log, start_new_session=True)
-        self.agents.append(process)
-        return process
-
-    def said(self) -> str:
-        return (self.state_dir / "agent.log").read_text()
-
-    async def wait(self, kind: type[B], num: int = 1) -> list[B]:
-        return await self.leader.wait(kind, num)
-
-    def all(self, kind: type[B]) -> list[B]:
-        return self.leader.all(kind)
-
-    def kinds(self) -> list[str]:
-        """What agents said, as logged."""
-        return [r.kind for r in self.leader.records if r.source != "heart"]
-
-
-async def ended(process: subprocess.Popen[bytes]) -> int:
-    return await until(process.poll)
-
-
-@asynccontextmanager
-async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
-    state_dir.mkdir()
-    one = Plane(url, state_dir)
-    app = web.Application()
-    app.router.add_post("/v1/join", one.joins)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    leading = asyncio.create_task(one.leader.run())
-    try:
-        yield one
-    finally:
-        leading.cancel()
-        with suppress(asyncio.CancelledError):
-            await leading
-        for process in one.agents:
-            if process.poll() is None:
-                process.kill()
-            process.wait(LIMIT_S)
-        linux.end_marked(f"UNICRON_PROCESS={state_dir}:".encode())
-        await one.log.close()
-        await runner.cleanup()
-
 
 FAMILY = """
 import subprocess, sys, time

@@ -8,12 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct
 
 from ...events import reports
 from ...events.orders import (
+    InjectFault,
     PublishCheckpoint,
     Quiesce,
     Reconfigure,
@@ -24,6 +26,7 @@ from ...events.orders import (
 from ...events.records import Record
 from ...events.reports import Body, CheckpointPublished, OrderRefused, RankExited, RankStarted
 from ..wire import Frame
+from . import linux
 from .pipe import Pipe
 from .processes import Exit, Process
 from .publish import Refused, publish
@@ -80,6 +83,8 @@ class _Rank:
         self.stop_at: float | None = None
         """Loop time at which patience ends, once it is told to stop."""
         self.stop = asyncio.Event()
+        self.going_on: asyncio.TimerHandle | None = None
+        """Set while it is stopped on purpose, and for how long was said."""
 
 
 class Ranks:
@@ -131,6 +136,10 @@ class Ranks:
                                        if rank.generation == order.generation])
             case PublishCheckpoint() as order:
                 self._do(self._publish(order, record), f"publish {record.seq}")
+            case InjectFault() as order:
+                # Who reads it again is another one: this order is not to break it anew.
+                if order.incarnation == self._node.incarnation:
+                    self._break(order, record.seq)
             case other:
                 self._refuse(record.seq, f"{type(other).__name__} is no order")
 
@@ -138,6 +147,7 @@ class Ranks:
         """End every rank and publication; returns when all is done, or after their limits."""
         self._stopping = True
         for rank in list(self._ranks.values()):
+            self._go_on(rank)  # or it would hear of its end by SIGKILL alone
             self._stop(rank, grace_s)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s + REAP_S_MAX)
@@ -200,6 +210,35 @@ class Ranks:
         _log.warning("order refused", order=seq, why=why)
         self._report(OrderRefused(node=self._node.name, order=seq, why=why), None)
 
+    # --- broken on purpose ----------------------------------------------------------------------
+    def _break(self, order: InjectFault, seq: int) -> None:
+        _log.warning("broken on purpose", what=order.what, task=order.task, rank=order.rank)
+        if order.what == "node":
+            self._die()
+        rank = self._ranks.get((order.task, order.rank, order.attempt))
+        if rank is None or rank.process is None or rank.process.has_ended:
+            self._refuse(seq, "there is no such rank")
+        elif order.what == "rank":
+            rank.process.signal_group(signal.SIGKILL)
+        else:
+            self._go_on(rank)  # the last order says for how long
+            rank.process.signal_group(signal.SIGSTOP)
+            if order.stop_s > 0:
+                rank.going_on = self._loop.call_later(order.stop_s, self._go_on, rank)
+
+    def _go_on(self, rank: _Rank) -> None:
+        """Continue a rank that was stopped on purpose for some time; nothing for another."""
+        if rank.going_on is not None and rank.process is not None:
+            rank.going_on.cancel()
+            rank.going_on = None
+            rank.process.signal_group(signal.SIGCONT)
+
+    def _die(self) -> NoReturn:
+        """As a node that is lost: everything at once, and nothing is told."""
+        linux.end_marked(f"UNICRON_PROCESS={self._node.mark}".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it lives after SIGKILL")
+
     # --- a rank's life --------------------------------------------------------------------------
     async def _live(self, rank: _Rank) -> None:
         order = rank.order
@@ -255,6 +294,8 @@ class Ranks:
                 _log.error("a process does not die; its slot stays taken", pid=process.pid)
                 is_gone = await process.end_group(60.0)
         finally:
+            if rank.going_on is not None:
+                rank.going_on.cancel()
             process.signal_group(signal.SIGKILL)
             process.close()
             if rank.pipe is not None:

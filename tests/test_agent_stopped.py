@@ -1,0 +1,238 @@
+"""Faults made on purpose; and agents, ranks and servers that stop for a while and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_driver import (
+    LIMIT_S,
+    House,
+    Plane,
+    alive,
+    ended,
+    go,
+    house,
+    plane,
+    python,
+    until,
+    until_gone,
+    until_text,
+)
+from unicron.events import embedded
+from unicron.events.memory_log import MemoryLog
+from unicron.events.orders import InjectFault
+from unicron.events.reports import FaultKind, NodeJoined, OrderRefused, RankExited, RankStarted
+from unicron.workers.agent import linux
+from unicron.workers.agent.link import CALL_S_MAX
+
+SLEEP = "import time; time.sleep(120)"
+POLITE = ("import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up', flush=True)\n"
+          + SLEEP)
+
+
+def fault(what: FaultKind, *, rank: int = 0, attempt: int = 1, incarnation: int = 7,
+          stop_s: float = 0.0) -> InjectFault:
+    return InjectFault(nodes=("n1",), what=what, task=1, rank=rank, attempt=attempt,
+                       incarnation=incarnation, stop_s=stop_s)
+
+
+def is_stopped(pid: int) -> bool | None:
+    proc = linux.read(pid)
+    return True if proc is not None and proc.state == "T" else None
+
+
+@pytest.fixture
+def memory() -> MemoryLog:
+    return MemoryLog(time.monotonic)
+
+
+def test_a_rank_is_killed_on_purpose_and_no_other(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank in (0, 1):
+                await one.start(python(SLEEP), rank=rank)
+            await one.leader.wait(RankStarted, 2)
+            await one.leader.order(fault("rank", incarnation=6))
+            wrong = [await one.leader.order(fault("rank", attempt=2)),
+                     await one.leader.order(fault("stop", rank=5))]
+            await one.leader.order(fault("rank"))
+            (exited,) = await one.leader.wait(RankExited)
+            assert (exited.rank, exited.signal) == (0, signal.SIGKILL)
+            wrong.append(await one.leader.order(fault("rank")))
+            refused = await one.leader.wait(OrderRefused, 3)
+            assert [(r.order, r.why) for r in refused] == [
+                (order, "there is no such rank") for order in wrong]
+            assert len(one.leader.all(RankExited)) == 1
+
+    go(test)
+
+
+async def _polite(one: House) -> int:
+    """A rank that would end well on SIGTERM; its pid."""
+    await one.start(python(POLITE))
+    (started,) = await one.leader.wait(RankStarted)
+    await until_text(started.log_path)
+    return started.pid
+
+
+def test_a_rank_is_stopped_on_purpose_for_a_time(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            pid = await _polite(one)
+            began_s = time.monotonic()
+            await one.leader.order(fault("stop", stop_s=0.5))
+            await until(lambda: is_stopped(pid))
+            await until(lambda: None if is_stopped(pid) else True)
+            assert time.monotonic() - began_s >= 0.5
+            assert alive(pid)
+            await one.stop_rank(grace_s=LIMIT_S)
+            (exited,) = await one.leader.wait(RankExited)
+            assert exited.exit_code == 7
+
+    go(test)
+
+
+def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(
+        memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            pid = await _polite(one)
+            await one.leader.order(fault("stop"))
+            await until(lambda: is_stopped(pid))
+            began_s = time.monotonic()
+            await one.stop_rank(grace_s=0.5)
+            (exited,) = await one.leader.wait(RankExited)
+            assert time.monotonic() - began_s >= 0.5
+            assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
+
+    go(test)
+
+
+def test_an_agent_that_stops_lets_stopped_ranks_go_on_to_their_end(
+        memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            pid = await _polite(one)
+            await one.leader.order(fault("stop", stop_s=3600.0))
+            await until(lambda: is_stopped(pid))
+            one.stop.set()
+            (exited,) = await one.leader.wait(RankExited)
+            assert exited.exit_code == 7
+
+    go(test)
+
+
+CHILD_OF_ITS_OWN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"],
+                         start_new_session=True)
+open(sys.argv[1], "w").write(f"{child.pid} ")
+time.sleep(120)
+"""
+
+
+def test_a_node_is_lost_on_purpose_once(own_server: embedded.Server, tmp_path: Path) -> None:
+    """With all its ranks, also one that is stopped and one whose child has left its group."""
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            first = one.agent()
+            (joined,) = await one.wait(NodeJoined)
+            note = tmp_path / "child"
+            await one.start(CHILD_OF_ITS_OWN, str(note))
+            await one.start(SLEEP, rank=1)
+            pids = [started.pid for started in await one.wait(RankStarted, 2)]
+            pids.append(int(await until_text(note)))
+            os.kill(pids[1], signal.SIGSTOP)
+            await one.leader.order(fault("node", incarnation=joined.incarnation))
+            assert await ended(first) == -signal.SIGKILL
+            for pid in pids:
+                await until_gone(pid)
+            second = one.agent()
+            await one.wait(NodeJoined, 2)
+            await one.start("pass", attempt=2)  # it read the order before, and lives
+            await one.wait(RankExited)
+            assert second.poll() is None
+            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "NodeJoined",
+                                   "RankStarted", "RankExited"]
+            second.terminate()
+            assert await ended(second) == 0, one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+STOPPED_S = CALL_S_MAX + 1.0
+"""Every limit of a call that was under way has passed by then."""
+COUNTS = """
+import sys, time
+while True:
+    open(sys.argv[1], "a").write("x")
+    time.sleep(0.05)
+"""
+WAITS = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+async def _beats(one: Plane) -> None:
+    """Wait for a beat that is younger than two seconds."""
+    last_s = time.monotonic() + LIMIT_S
+    while not any(beat.age_s < 2.0 for beat in await one.log.beats()):
+        assert time.monotonic() < last_s, one.said()
+        await asyncio.sleep(0.1)
+
+
+async def _stop_and_go_on(pid: int, meanwhile: Callable[[], None]) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STOPPED_S / 2)
+        meanwhile()
+        await asyncio.sleep(STOPPED_S / 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("who", ["agent", "server"])
+def test_who_stops_for_a_while_loses_nothing_and_disturbs_no_rank(
+        own_server: embedded.Server, tmp_path: Path, who: str) -> None:
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            agent = one.agent()
+            await one.wait(NodeJoined)
+            count, end = tmp_path / "count", tmp_path / "end"
+            await one.start(COUNTS, str(count))
+            await one.start(WAITS, str(end), rank=1)
+            ranks = await one.wait(RankStarted, 2)
+            await until_text(count)
+            sizes: list[int] = []
+
+            def meanwhile() -> None:
+                end.touch()
+                sizes.append(count.stat().st_size)
+
+            await _stop_and_go_on(agent.pid if who == "agent" else own_server.pid, meanwhile)
+            assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
+            (exited,) = await one.wait(RankExited)
+            assert (exited.rank, exited.exit_code) == (1, 0)
+            await _beats(one)
+            await one.start("pass", rank=1, attempt=2)
+            await one.wait(RankExited, 2)
+            assert alive(ranks[0].pid)
+            assert agent.poll() is None
+            agent.terminate()
+            assert await ended(agent) == 0, one.said()
+            logged = await one.log.read(after=0, num_max=1000)
+            numbers = [r.source_seq for r in logged if r.source != "heart"]
+            assert numbers == list(range(1, len(numbers) + 1))
+            assert one.kinds() == [
+                "NodeJoined", "RankStarted", "RankStarted", "RankExited", "RankStarted",
+                "RankExited", "NodeLeft", "RankExited"]
+
+    asyncio.run(asyncio.wait_for(test(), 4 * LIMIT_S))
