@@ -48,6 +48,8 @@ class IncidentHistory(Struct, kw_only=True):
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
     """Seqs, also of what escalated it."""
+    first_seq: int = 0
+    """The first sign of it: evidence, or a peer's collective that failed before."""
     closed_s: float | None = None
     closed_seq: int = 0
     num_slots: int = 0
@@ -84,6 +86,8 @@ class TaskHistory(Struct, kw_only=True):
     """Slots that step now."""
     stopped_s: float = 0.0
     """When it last stopped stepping."""
+    failed_seq: int = 0
+    """The first collective that failed since it was told to train; 0: none did."""
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """Number of members -> how long each iteration took."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
@@ -256,8 +260,11 @@ def _incident(told: History, record: Plain) -> None:
         task = told.tasks.get(body["task"])
         if task is not None:
             incident.num_slots = task.num_seats
+            failed = [task.failed_seq] if task.failed_seq else []
+            incident.first_seq = min([incident.id, *incident.evidence, *failed])
             if not task.stepping_num:
-                incident.counted_s = max(task.stopped_s, incident.detected_s)
+                incident.counted_s = max(task.stopped_s, min(
+                    [incident.detected_s, *(told.stamps[seq][0] for seq in failed)]))
                 _count_slots(told, incident, record["at_s"])
         return
     known = told.incidents.get(body["of"])
@@ -298,6 +305,8 @@ def _stepping(told: History, record: Plain) -> None:
     stops = (kind in ("Quiesced", "CollectiveFailed", "TaskEnded")
              or (kind == "Quiesce" and body["mode"] == "now")
              or (kind == "RankExited" and task.members.get(body["rank"]) == body["attempt"]))
+    if kind == "CollectiveFailed" and body["generation"] == task.resumed:
+        task.failed_seq = task.failed_seq or record["seq"]
     if stops and (task.resumed or task.stepping_num):
         task.stepping_num, task.resumed, task.stopped_s = 0, 0, record["at_s"]
     elif kind == "TaskPlaced":
@@ -306,7 +315,7 @@ def _stepping(told: History, record: Plain) -> None:
         task.members = {one["rank"]: one["attempt"] for one in body["members"]}
         task.dps[body["generation"]] = len(body["members"])
     elif kind == "Resume":
-        task.resumed = body["generation"]
+        task.resumed, task.failed_seq = body["generation"], 0
     elif kind == "TaskProgressed" and task.resumed == body["generation"]:
         task.stepping_num = len(task.members)
 

@@ -75,7 +75,7 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
          view: Plain, log: str, as_json: bool, option: str = "") -> None:
     """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
-    found = story(one, read(min([*one.evidence, one.id]) - 1))
+    found = story(one, read((one.first_seq or one.id) - 1))
     facts = facts_of(told, found, view)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"

@@ -57,8 +57,10 @@ class Story(Struct, kw_only=True):
 
     def _is_own(self, record: Plain) -> bool:
         number = self.incident.id
-        return number in (record["incident"], record["seq"]) or (
-            record["seq"] in self.incident.evidence)
+        early = self.incident.first_seq <= record["seq"] < number  # a peer's collective failed
+        return (number in (record["incident"], record["seq"])
+                or record["seq"] in self.incident.evidence
+                or (early and record["body"].get("task", 0) == self.incident.task))
 
     def _follows(self, record: Plain) -> bool:
         if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting", "OrderWithheld"):

@@ -183,6 +183,21 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
         4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
 
+def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
+    """A survivor may tell of the broken connection before the agent has reaped the process."""
+    d = Driver()
+    task = d.running()
+    told = failed(d, task, 0)
+    sign = told[0]
+    d.now_s += 0.5
+    carry_out(d, d.exit(task, 2))
+    page_ = facts(plain(d))
+    assert page_["timeline"][0]["seq"] == sign.seq
+    assert page_["timeline"][0]["after_s"] == pytest.approx(-0.52)
+    (one,) = history(plain(d)).incidents.values()
+    assert one.slot_s >= 4 * 0.52
+
+
 def test_one_that_is_open_says_so() -> None:
     d = Driver()
     task = d.running()
