@@ -129,8 +129,8 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
         "stop_s": stop_s or 0.0, "reason": _reason(reason)})
     place = running.get(number)
     where = f" on {place['node']}/{place['slot']}, pid {place['pid']}," if place else ""
-    how = "is killed" if stop_s is None else (
-        f"is stopped for {span(stop_s)}" if stop_s else "is stopped for good")
+    how = "will be killed" if stop_s is None else (
+        f"will be stopped for {span(stop_s)}" if stop_s else "will be stopped for good")
     _tell_fault(state, followed, f"{_who(found)}  rank {number}{where} {how} on purpose",
                 f"unicron tail -f --task {found['name']}", as_json=as_json)
 
@@ -144,7 +144,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
                                            "reason": _reason(reason)})
     num = sum(1 for slot in found["slots"] if slot["task"])
     _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its {num} "
-                f"rank{'s' * (num != 1)} are killed on purpose", "unicron status nodes",
+                f"rank{'s' * (num != 1)} will be killed on purpose", "unicron status nodes",
                 as_json=as_json)
 
 

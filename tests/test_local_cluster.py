@@ -295,7 +295,7 @@ def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
     until(lambda: "2 train, 0 idle" in cluster("status").stdout)
     broken = cluster("inject", "rank", "beta", "--reason", "to see")
     assert "rank 0 on " in broken.stdout, broken.stderr
-    assert "is killed on purpose (seq " in broken.stdout
+    assert "will be killed on purpose (seq " in broken.stdout
     asked = [one for one in cluster.records() if one["kind"] == "FaultRequested"]
     assert [(one["body"]["what"], one["body"]["reason"]) for one in asked] == [("rank", "to see")]
     assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
