@@ -98,6 +98,10 @@ class PaperAgent:
         """SIGSTOP to the agent, and SIGCONT after `stop_s`: its ranks go on, nobody hears of it."""
         self._goes_on.clear()
         await asyncio.sleep(stop_s)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """SIGCONT."""
         self._goes_on.set()
 
     def say(self, body: Body) -> None:

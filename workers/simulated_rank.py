@@ -132,7 +132,7 @@ class PaperRank:
         added_s = max(stop_s - self.stopped_s, 0.0)
         self._goes_on_s = self.net.loop.time() + max(stop_s, self.stopped_s)
         self._began_s += added_s
-        if self._timer and not self._timer.cancelled():
+        if self._timer:
             left_s = max(self._timer.when() - self.net.loop.time(), 0.0)
             self._after(left_s + added_s, self._call)
         self.net.later(self.stopped_s, self._read)
@@ -265,7 +265,11 @@ class PaperRank:
     def _after(self, delay_s: float, call: Callable[[], None]) -> None:
         if self._timer:
             self._timer.cancel()
-        self._call, self._timer = call, self.net.later(delay_s + self.stopped_s, call)
+        self._call, self._timer = call, self.net.later(delay_s + self.stopped_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._call()
 
     def _ready(self) -> None:
         self.phase = "holding"

@@ -1,0 +1,110 @@
+"""Plans of a simulated cluster, compared with every vector of slots that there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from msgspec import Struct
+from unicron.control_plane import decide, planner, throughput
+from unicron.control_plane.state import ClusterState, usable_slots
+from unicron.events.orders import PlanChosen, TaskWaiting
+
+NUM_TASKS_MAX = 4
+NUM_SLOTS_MAX = 8
+CLOSE_RATIO = 1e-9
+
+
+class Option(Struct, frozen=True):
+    """One task on one number of slots: G of the paper, and whether that leaves it as it is."""
+
+    slots: int
+    gain: float
+    steady: bool
+
+
+def is_small(body: PlanChosen) -> bool:
+    """Whether all vectors can be tried."""
+    return len(body.allocations) <= NUM_TASKS_MAX and body.num_slots <= NUM_SLOTS_MAX
+
+
+def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
+    """What is wrong with a small plan that is about to be folded into `state`; empty: nothing."""
+    rows = _options(state, body)
+    free = steady = -math.inf
+    chosen, unchanged = math.nan, True
+    for vector in itertools.product(*rows):
+        if sum(option.slots for option in vector) > body.num_slots:
+            continue
+        total = math.fsum(option.gain for option in vector)
+        free = max(free, total)
+        if all(option.steady for option in vector):
+            steady = max(steady, total)
+        if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
+                                                            strict=True)):
+            chosen, unchanged = total, all(option.steady for option in vector)
+    if math.isnan(chosen):
+        return "it does not fit"
+    close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
+    enough = (1 + state.policy.gain_min) * steady
+    if unchanged:
+        if chosen < steady - close or free > max(enough, steady) + close:
+            return f"G {chosen:g} leaves the healthy alone; the optimum has {free:g}"
+    elif chosen < free - close:
+        return f"G {chosen:g} is not the optimum {free:g}"
+    elif chosen < enough - close:
+        return f"G {chosen:g} changes healthy tasks; as they are, they have {steady:g}"
+    return ""
+
+
+def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
+    usable = set(usable_slots(state))
+    rows: list[list[Option]] = []
+    for given in body.allocations:
+        task = state.tasks[given.task]
+        rates = _rates(state, given.task)
+        hurt = decide._wish(task, usable).hurt
+        now = given.slots_before
+        old = task.weight * rates.get(now, 0.0)
+        row: list[Option] = []
+        for slots in sorted({0, *rates}):
+            work = task.weight * rates.get(slots, 0.0) * state.policy.mtbf_gpu_s
+            lost = old * state.policy.transition_s if hurt or slots != now else 0.0
+            held = hurt or now == 0 or now not in rates or slots == now
+            row.append(Option(slots, work / max(body.num_slots, 1) - lost, held))
+        rows.append(row)
+    return rows
+
+
+def _rates(state: ClusterState, number: int) -> dict[int, float]:
+    """T(t, x) of each size: idle slots harm nobody, so it never falls."""
+    table = state.tasks[number].throughput
+    assert table is not None
+    pairs = sorted(zip(table.sizes, table.rates_flops, strict=True))
+    return {size: max(rate for other, rate in pairs if other <= size) for size, _ in pairs}
+
+
+def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
+    """Whether `weight_from` is where the next plan turns, once this one is carried out."""
+    assert state.plan is not None
+    told, num_slots = state.tasks[body.task].weight, state.plan.num_slots
+    for times, runs in ((1.0001, True), (0.9999, False)):
+        weight = body.weight_from * times
+        wishes: list[planner.Wish] = []
+        for given in state.plan.allocations:
+            task = state.tasks[given.task]
+            assert task.throughput is not None
+            found = throughput.candidates(task.throughput, given.slots)
+            own = weight if given.task == body.task else task.weight
+            wishes.append(planner.Wish(
+                task=task.id, name=task.spec.name, now=given.slots, hurt=False,
+                sizes=tuple(size for size, _ in found),
+                wafs=tuple(own * rate for _, rate in found)))
+        policy = state.policy
+        choice = planner.choose(wishes, num_slots=num_slots, mtbf_gpu_s=policy.mtbf_gpu_s,
+                                transition_s=policy.transition_s, gain_min=policy.gain_min)
+        slots = next(x.slots for x in choice.allocations if x.task == body.task)
+        if bool(slots) != runs:
+            return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "
+                    f"and weight_from is {body.weight_from:g}")
+    return ""

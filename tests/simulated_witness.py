@@ -1,0 +1,225 @@
+"""Who sees every record in the instant of its append: what must hold at each, and what happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from simulated_plans import is_small, wrong_plan, wrong_price
+from unicron.control_plane import transition
+from unicron.control_plane.fold import fold
+from unicron.control_plane.state import ClusterState, Task
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record
+
+FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
+SEATED = "idle/seats_given"
+"""The row of the table that the heart has as a level: StartRank for each seat."""
+ROWS = (SEATED, *(f"{row.phase}/{row.on.__name__}" for row in transition.TABLE))
+IMPOSSIBLE = {(SEATED, "collective failed"), ("quiescing/save_unasked", "collective failed")}
+"""Nobody is in a generation yet; all have left theirs before another is asked to save."""
+NUM_PLANS_MAX = 20
+NUM_PRICES_MAX = 5
+"""Of one world: so many are computed again."""
+
+
+class Witness:
+    """The state as the log tells it, one record after the other, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.state = ClusterState()
+        self.violations: list[str] = []
+        self.rows: Counter[str] = Counter()
+        self.hits: Counter[tuple[str, str]] = Counter()
+        """(row of the table, fault): how often the fault came while that row was the last."""
+        self.counts: Counter[str] = Counter()
+        self.row_of: dict[int, str] = {}
+        """Task -> the row that was last carried out for it."""
+        self._settled: dict[int, list[r.Reconfigured]] = {}
+        self._version: dict[tuple[int, int], tuple[int, int, int]] = {}
+        """(task, rank) -> attempt, generation and step version when it last said Quiesced."""
+        self._best: dict[int, int] = {}
+        """Task -> the highest step version of all that could be asked at the last Reconfigure."""
+        self._lost: Counter[int] = Counter()
+        self._read: set[int] = set()
+        self._resumes: Counter[int] = Counter()
+        self._published: dict[int, tuple[int, int]] = {}
+
+    def see(self, record: Record) -> str:
+        """Take in the next record; the row of the transition table behind it, or empty."""
+        body, task = record.body, self.state.tasks.get(getattr(record.body, "task", 0))
+        row = _row(self.state, task, body)
+        if task is not None and row:
+            self.rows[row] += 1
+            self.row_of[task.id] = row
+        if self.state.held and task is not None:
+            self._check(record, not _forbidden(task, body), f"while {self.state.held}")
+        look = LOOKS.get(type(body))
+        if look is not None:
+            look(self, record, body)
+        fold(self.state, record)
+        return row
+
+    def hit(self, task: int, fault: str) -> None:
+        """A fault struck this task now."""
+        if task in self.row_of:
+            self.hits[self.row_of[task], fault] += 1
+
+    def _check(self, record: Record, holds: bool, what: str) -> None:
+        if not holds:
+            self.violations.append(f"seq {record.seq} {record.kind} {what}: {record.body}")
+
+    # --- the plan --------------------------------------------------------------------------------
+    def _plan(self, record: Record, body: o.PlanChosen) -> None:
+        self.counts["plans"] += 1
+        if self.counts["plans by brute force"] < NUM_PLANS_MAX and is_small(body):
+            self.counts["plans by brute force"] += 1
+            wrong = wrong_plan(self.state, body)
+            self._check(record, not wrong, wrong)
+
+    def _waiting(self, record: Record, body: o.TaskWaiting) -> None:
+        if body.weight_from > 0 and self.counts["prices by a new plan"] < NUM_PRICES_MAX:
+            self.counts["prices by a new plan"] += 1
+            wrong = wrong_price(self.state, body)
+            self._check(record, not wrong, wrong)
+
+    # --- orders ----------------------------------------------------------------------------------
+    def _start(self, record: Record, body: o.StartRank) -> None:
+        node = self.state.nodes[body.slot.node]
+        self._check(record, not node.drained, f"on {node.name}, which is drained")
+        self._check(record, node.health == "healthy", f"on {node.name}, which is {node.health}")
+        self._check(record, body.slot.index not in node.occupants, f"{body.slot} is taken")
+
+    def _reconfigure(self, record: Record, body: o.Reconfigure) -> None:
+        task = self.state.tasks[body.task]
+        known = [self._known(task, number) for number in task.ranks]
+        self._best[task.id] = max(known, default=-1)
+        self._settled[task.id] = []
+        members = [(member.rank, member.attempt) for member in body.members]
+        self._check(record, len({rank for rank, _ in members}) == len(members), "a rank twice")
+
+    def _known(self, task: Task, number: int) -> int:
+        """The step version that a rank told of, if it can still be asked; else -1."""
+        rank, node = task.ranks[number], self.state.nodes[task.ranks[number].slot.node]
+        attempt, generation, version = self._version.get((task.id, number), (0, 0, -1))
+        fit = not (rank.stopping or rank.overdue or rank.error_seq) and node.health == "healthy"
+        told = (attempt, generation) == (rank.attempt, task.generation)
+        return version if fit and told and task.member(number) is rank else -1
+
+    def _resume(self, record: Record, body: o.Resume) -> None:
+        task, told = self.state.tasks[body.task], self._settled.get(body.task, [])
+        self._check(record, len({x.step_version for x in told}) == 1, "members differ")
+        version = told[0].step_version
+        self._check(record, version >= self._best[task.id],
+                    f"on {version}, where a member held {self._best[task.id]}")
+        train = task.spec.train
+        assert train is not None
+        batch = sorted(i for x in told for i in (*x.kept, *x.todo))
+        whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
+        self._check(record, whole, f"with micro-batches {batch}")
+        lost = max(task.iteration - version, 0)
+        self._check(record, not lost or task.incident > 0, f"{lost} iterations lost by no fault")
+        if task.incident:
+            self._lost[task.incident] += lost
+            self._resumes[task.incident] += 1
+        self.counts["iterations lost"] += lost
+
+    def _publish(self, record: Record, body: o.PublishCheckpoint) -> None:
+        task = self.state.tasks[body.task]
+        again = any((x.generation, x.path) == (body.generation, body.path)
+                    for x in task.publishing.values())
+        self._check(record, again or body.generation == task.generation, "of a stale generation")
+
+    # --- reports ---------------------------------------------------------------------------------
+    def _quiesced(self, record: Record, body: r.Quiesced) -> None:
+        self._version[body.task, body.rank] = body.attempt, body.generation, body.step_version
+
+    def _reconfigured(self, record: Record, body: r.Reconfigured) -> None:
+        task = self.state.tasks.get(body.task)
+        if task is None or body.generation != task.generation or task.phase != "reconfiguring":
+            return
+        rank = task.member(body.rank)
+        if rank is not None and rank.attempt == body.attempt:
+            told = self._settled.setdefault(task.id, [])
+            if all(x.rank != body.rank for x in told):
+                told.append(body)
+                incident = self.state.incidents.get(task.incident)
+                if (body.source == -1 and body.step_version > 0 and incident is not None
+                        and incident.down_since_s >= 0):
+                    self._read.add(task.incident)
+
+    def _published_is(self, record: Record, body: r.CheckpointPublished) -> None:
+        task = self.state.tasks.get(body.task)
+        found = task.publishing.get(body.order) if task is not None else None
+        if found is not None:
+            now = found.generation, found.step_version
+            self._check(record, now >= self._published.get(body.task, (0, 0)), "goes back")
+            self._published[body.task] = now
+
+    def _failed(self, record: Record, body: r.CollectiveFailed | r.ReconfigureFailed) -> None:
+        task = self.state.tasks.get(body.task)
+        if task is not None and body.generation == task.generation and task.phase != "ended":
+            self.hit(task.id, "collective failed")
+
+    # --- incidents -------------------------------------------------------------------------------
+    def _opened(self, record: Record, body: o.IncidentOpened) -> None:
+        task = self.state.tasks.get(body.task)
+        open_ = self.state.incidents.get(task.incident) if task is not None else None
+        self._check(record, open_ is None or bool(open_.outcome), "beside one that is open")
+        self._check(record, all(0 < seq < record.seq for seq in body.evidence), "by what?")
+        self.counts["incidents"] += 1
+
+    def _closed(self, record: Record, body: o.IncidentClosed) -> None:
+        incident = self.state.incidents.get(body.of)
+        self._check(record, incident is not None and not incident.outcome, "twice")
+        assert incident is not None
+        train = self.state.tasks[incident.task].spec.train
+        self._check(record, body.iterations_lost == self._lost[body.of],
+                    f"where {self._lost[body.of]} were lost")
+        self._check(record, body.ckpt_read == (body.of in self._read), "was one read?")
+        most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
+        self._check(record, 0 <= body.kept + body.dealt <= most or body.outcome != "healed",
+                    f"of at most {most} micro-batches")
+        self._check(record, body.pause_s >= 0, "the pause is below 0")
+        self.counts[f"incidents {body.outcome}"] += 1
+
+
+def _row(state: ClusterState, task: Task | None, body: r.Body) -> str:
+    if task is None:
+        return ""
+    if isinstance(body, (o.Quiesce, o.Reconfigure, o.Resume)):
+        row = transition._row(state, task)
+        return f"{row.phase}/{row.on.__name__}" if row is not None else ""
+    first = isinstance(body, o.StartRank) and task.is_train and not task.ranks
+    return SEATED if first else ""
+
+
+def _forbidden(task: Task, body: r.Body) -> bool:
+    """What nobody asked for and no transition that has begun needs."""
+    match body:
+        case o.StartRank() | o.TaskPlaced():
+            return True
+        case o.Quiesce():
+            return task.phase not in ("quiescing", "reconfiguring")
+        case o.StopRank():
+            rank = task.ranks.get(body.rank)
+            late = rank is not None and bool(rank.overdue) and task.phase != "training"
+            return task.ending != "cancelled" and not task.finished and not late
+        case o.Reconfigure():
+            return task.phase not in ("starting", "quiescing")
+        case o.Resume():
+            return task.phase != "reconfiguring"
+        case _:
+            return False
+
+
+LOOKS: dict[type[r.Body], Callable[[Witness, Record, Any], None]] = {
+    o.PlanChosen: Witness._plan, o.TaskWaiting: Witness._waiting, o.StartRank: Witness._start,
+    o.Reconfigure: Witness._reconfigure, o.Resume: Witness._resume,
+    o.PublishCheckpoint: Witness._publish, o.IncidentOpened: Witness._opened,
+    o.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
+    r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
+    r.CollectiveFailed: Witness._failed, r.ReconfigureFailed: Witness._failed,
+}
