@@ -52,6 +52,8 @@ class Pair:
 
     def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
         """Both whole again; `tasks` had one incident each, lost nothing and read nothing."""
+        for task in tasks:
+            self.cluster.wait_told(after, "IncidentOpened", task=task)
         self.wait_whole(num)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
         of = {record.seq: record.body.task for record in

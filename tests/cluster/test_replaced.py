@@ -1,0 +1,86 @@
+"""A task whose nodes are all silent for long goes on elsewhere, and what it left there is stale."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from twins import small
+from unicron.events.embedded import start_time
+
+
+def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
+        three: Any, tmp_path: Path) -> None:
+    cluster, output = three, tmp_path / "solo"
+    task = cluster.submit(small("solo", tmp_path, slots=(1, 1), checkpoint_every=20))
+    (old,) = cluster.wait_whole(task, 1)["ranks"]
+    first = cluster.wait_told(0, "CheckpointPublished", task=task).seq
+    agent = cluster.agent(old["node"]).pid
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        lost = cluster.wait_told(first, "IncidentOpened", task=task).body
+        assert (lost.severity, lost.node) == ("SEV1", old["node"])
+        assert "the whole task on it" in lost.why
+        new = cluster.wait_told(first, "Reconfigure", task=task).body
+        assert new.members[0].node != old["node"]
+        again = cluster.wait_told(first, "CheckpointPublished", task=task, limit_s=90.0,
+                                  path=f"gen-{new.generation}/iter-"
+                                       f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
+        # both train at once: nobody could tell the old one, and it saves what it likes
+        cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
+            x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    heard = cluster.wait_told(again, "NodeHeard", node=old["node"]).seq
+    cluster.wait_told(heard - 1, "StopRank", task=task, rank=old["rank"], attempt=old["attempt"])
+    cluster.wait(lambda: start_time(old["pid"]) == "" or None, "the old rank is gone")
+    cluster.wait_told(heard, "RankExited", task=task, attempt=old["attempt"])
+    cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
+
+    # what it saved lies there, and is nobody's: the log and the link know the new generation alone
+    saved = sorted(int(path.name.removeprefix("iter-"))
+                   for path in (output / "gen-1").iterdir() if path.name[5:].isdecimal())
+    assert saved[-1] > int(new.checkpoint.rpartition("-")[2])
+    assert (output / "latest").readlink().parts[0] == f"gen-{new.generation}"
+    lost_seq = cluster.told(first, "IncidentOpened", task=task)[0].seq
+    published = cluster.told(lost_seq, "CheckpointPublished", task=task)
+    assert {record.body.path.split("/")[0] for record in published} == {f"gen-{new.generation}"}
+    steps = [int(record.body.path.rpartition("-")[2]) for record in published]
+    assert steps == sorted(steps)
+    (closed,) = cluster.told(first, "IncidentClosed")
+    assert (closed.body.outcome, closed.body.ckpt_read) == ("healed", True)
+    assert cluster.losses(task, again_rel=1e-6)
+    cluster.verify()
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    cluster.wait_ended(task)
+
+
+def test_a_task_that_lost_both_its_nodes_goes_on_from_its_checkpoint(
+        three: Any, tmp_path: Path) -> None:
+    """And the log says what that cost."""
+    cluster = three
+    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates={1: 1.0, 2: 1.9},
+                                checkpoint_every=20))
+    nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
+    assert len(nodes) == 2
+    after = cluster.wait_told(task, "CheckpointPublished", task=task).seq
+    for node in nodes:
+        cluster.kill_agent(node)
+    cluster.wait_told(after, "IncidentClosed")
+    view = cluster.wait_whole(task, 2)
+    assert {rank["node"] for rank in view["ranks"]}.isdisjoint(nodes)
+    (closed,) = cluster.told(after, "IncidentClosed")
+    assert (closed.body.outcome, closed.body.ckpt_read) == ("healed", True)
+    begun = cluster.told(after, "Reconfigured", task=task, generation=view["generation"])
+    published = cluster.told(0, "CheckpointPublished", task=task)
+    steps = {int(record.body.path.rpartition("-")[2]) for record in published
+             if record.seq < begun[0].seq}
+    assert {record.body.step_version for record in begun} == {max(steps)}
+    resumed = cluster.told(after, "Resume", task=task)[-1].seq
+    told = max(record.body.first_iteration + len(record.body.losses) for record in
+               cluster.told(0, "TaskProgressed", task=task) if record.seq < resumed)
+    assert closed.body.iterations_lost == view["iterations_lost"] == told - max(steps)
+    assert cluster.losses(task, again_rel=1e-5)
+    cluster.verify()
