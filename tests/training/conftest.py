@@ -31,6 +31,7 @@ from unicron.workers.training.reference import Difference, compare
 from unicron.workers.wire import Frame, Unpacker, pack
 
 START_S = 90.0
+TWIN_S = 300.0
 WAIT_S = 60.0
 TASK = 7
 
@@ -70,6 +71,9 @@ class Driver:
         self.generation = 0
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
+        self.hears = threading.Event()
+        """Cleared, it is as an agent that is stopped: it reads nothing."""
+        self.hears.set()
 
     def start(self, *ranks: int, attempt: int = 1) -> None:
         """Start processes and wait until all are ready."""
@@ -91,7 +95,7 @@ class Driver:
 
     def _read(self, process: Process) -> None:
         unpacker = Unpacker()
-        while True:
+        while self.hears.wait():
             try:
                 data = process.socket.recv(1 << 16)
             except OSError:
@@ -167,6 +171,23 @@ class Driver:
                            ranks=tuple(ranks)), ranks)
         return self.quiesced(ranks)
 
+    def leave(self, ranks: list[int], mode: QuiesceMode) -> dict[int, list[Body]]:
+        """Order these to leave, the first of them to save; what each says of it until it holds."""
+        with self.changed:
+            begin = len(self.reports)
+        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                           ranks=tuple(ranks), save=True), ranks)
+
+        def said(rank: int) -> list[Body]:
+            return [body for told, _, body in self.reports[begin:]
+                    if told == rank and not isinstance(body, TaskProgressed)]
+
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: all(any(isinstance(body, Quiesced) for body in said(rank))
+                            for rank in ranks), WAIT_S), self.story()
+            return {rank: said(rank) for rank in ranks}
+
     def quiesced(self, ranks: list[int]) -> dict[int, Quiesced]:
         return {rank: self.wait(Quiesced, rank, where=self._now) for rank in ranks}
 
@@ -209,6 +230,7 @@ class Driver:
                 for index, loss in enumerate(told.losses)}
 
     def close(self) -> None:
+        self.hears.set()
         for process in self.started:
             if process.popen.poll() is None:
                 process.popen.send_signal(signal.SIGCONT)
@@ -268,7 +290,7 @@ class Twin:
         done = subprocess.run(
             [sys.executable, "-c", TWINS, msgspec.json.encode(spec).decode(), str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=START_S, check=False)
+            timeout=TWIN_S, check=False)
         assert done.returncode == 0, done.stderr
         self.path = folder / "0" / "final"
         noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]

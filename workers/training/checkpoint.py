@@ -15,11 +15,16 @@ from typing import Any
 
 import msgspec
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ...events.errors import UsageError
+from ...events.errors import UnicronError, UsageError
 from . import state
 from .history import History
 from .model import Trainee
+
+
+class NotSaved(UnicronError):
+    """A checkpoint could not be written; `str()` says where and why, in one line."""
 
 
 def check_output(output: str) -> None:
@@ -42,14 +47,27 @@ def save(folder: Path, trainee: Trainee, step_version: int, history: History) ->
     """Write the whole state into `folder`, which appears only when it is complete; its bytes.
 
     One that is there already is another task's, of the same output folder, and makes room.
+    Raises NotSaved where the disk does not take it; nothing is left of it then.
     """
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     data: dict[str, Any] = dict(state.tensors(trainee))
     data["numbers"] = msgspec.to_builtins(state.numbers(trainee, step_version, history))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(data, checkpoint_id=partial, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(data, checkpoint_id=partial, no_dist=True)
+        _put_in_place(partial, folder)
+        return sum(file.stat().st_size for file in folder.iterdir())
+    except (OSError, CheckpointException) as error:
+        why = _of_the_disk(error)
+        if why is None:
+            raise
+    shutil.rmtree(partial, ignore_errors=True)
+    raise NotSaved(f"{folder}: {why}")
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
     if folder.exists():
         old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
         folder.rename(old)
@@ -57,7 +75,16 @@ def save(folder: Path, trainee: Trainee, step_version: int, history: History) ->
         shutil.rmtree(old)
     else:
         partial.rename(folder)
-    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _of_the_disk(error: BaseException) -> Exception | None:
+    """The error below torch's own that says why nothing was written; None for a fault of ours.
+
+    torch writes in C++ too, and tells of a full disk by a RuntimeError there.
+    """
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return error if isinstance(error, (OSError, RuntimeError)) else None
 
 
 def load(folder: Path, trainee: Trainee, history: History) -> int:

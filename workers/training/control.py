@@ -3,6 +3,9 @@
 The thread does three things only: it queues orders, it has the generation's connections closed
 (again and again, until that helped) when an order to stop at once finds the main thread waiting
 for other members, and it ends the process when the agent is gone.
+
+An agent that does not read (it is stopped, or its machine swaps) holds nobody up: what the socket
+does not take at once waits in memory, and a thread that lives only as long hands it over.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from ...events.talk import Talk
 from ..wire import Frame, Unpacker, pack
 
 RECEIVE_BYTES = 1 << 16
+SEND_BYTES = 1 << 16
 WAKE_S = 0.02
 """Between two attempts to wake the main thread."""
 STUCK_S_MAX = 1.0
@@ -54,7 +58,8 @@ class Control:
         self._rank = rank
         self._orders: deque[Body] = deque()
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
+        self._sending = threading.Condition()
+        self._unsent = bytearray()
         self._generation = 0
         self._wake: Callable[[], None] | None = None
         self._insisting = False
@@ -69,13 +74,25 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def tell(self, body: Body) -> None:
-        """Report. Ends the process when the agent is gone."""
+        """Report; never waits. Ends the process when the agent is gone."""
         data = pack(Frame(body=body, at_s=time.time()))
-        try:
-            with self._sending:
-                self._connection.sendall(data)
-        except OSError:
-            os._exit(EXIT_AGENT_GONE)
+        with self._sending:
+            if self._unsent:
+                self._unsent += data
+                return
+            self._unsent += data[self._send(data, socket.MSG_DONTWAIT):]
+            if self._unsent:
+                threading.Thread(target=self._send_rest, name="reports", daemon=True).start()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the agent has not taken all that was told: what can wait should."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Wait until the agent has taken all that was told, or is gone."""
+        with self._sending:
+            self._sending.wait_for(lambda: not self._unsent)
 
     def next_order(self) -> Body:
         """The next order; waits for ever: a rank that holds ends only with its agent."""
@@ -116,13 +133,16 @@ class Control:
         with self._changed:
             return self._asked(generation)
 
-    def settle(self, generation: int) -> None:
-        """Forget the orders to leave `generation`: it has been left."""
+    def settle(self, generation: int) -> Quiesce | None:
+        """Forget the orders to leave `generation`: it has been left. The last of them, if any."""
         with self._changed:
+            last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
+                         and order.generation <= generation), None)
             self._orders = deque(
                 order for order in self._orders
                 if not (isinstance(order, (Quiesce, Resume)) and order.generation <= generation)
             )
+            return last
 
     @contextmanager
     def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Generator[None]:
@@ -193,6 +213,26 @@ class Control:
                 self._changed.wait(WAKE_S)
             self._insisting = False
             self._changed.notify_all()
+
+    def _send(self, data: bytes, flags: int = 0) -> int:
+        """How many bytes of `data` the socket took."""
+        try:
+            return self._connection.send(data, flags)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            os._exit(EXIT_AGENT_GONE)
+
+    def _send_rest(self) -> None:
+        """Hand over what waits, at the agent's pace."""
+        with self._sending:
+            data = bytes(self._unsent[:SEND_BYTES])
+        while data:
+            num_bytes = self._send(data)
+            with self._sending:
+                del self._unsent[:num_bytes]
+                data = bytes(self._unsent[:SEND_BYTES])
+                self._sending.notify_all()
 
     def _listen(self) -> None:
         while True:

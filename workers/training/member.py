@@ -70,6 +70,7 @@ class Member:
             environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank, start.attempt))
         self.digest = words.digest
         self.spoilt = False
+        self.saved: CheckpointSaved | None = None
         self.told_to = 0
         self.told_s = 0.0
         # Everything built by now stays: without this, a collection costs 100 to 500 ms.
@@ -98,7 +99,7 @@ class Member:
                     finished = self._train(order)
                 case Quiesce() as order if order.generation >= self.generation:
                     self.generation = order.generation
-                    self._leave()
+                    self._leave(order)
                 case order:
                     log.info("order ignored", kind=type(order).__name__,
                              generation=self.generation)
@@ -205,12 +206,13 @@ class Member:
             outcome = self.iteration.run(self.control, self.communicators)
             if outcome in ("stepped", "boundary"):
                 self.history.add(self.step_version - 1, self.iteration.loss, self.iteration.step_s)
-                if clock() - self.told_s >= PROGRESS_S:
+                if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:
                     self._tell_progress()
                 self._save_when_due()
         self._tell_progress()
         if outcome == "stepped":
-            self._save(final=True)
+            if self.communicators.place == 0:
+                self._save(final=True)
             outcome = self.iteration.meet(self.control, self.communicators)
             if outcome == "stepped":
                 self._finish()
@@ -239,21 +241,32 @@ class Member:
         self.told_s = clock()
 
     def _save_when_due(self) -> None:
+        """By the first member alone."""
         every = self.train.checkpoint_every
-        if every and self.step_version % every == 0 and self.step_version < self.train.iterations:
+        if (every and self.step_version % every == 0 and self.step_version < self.train.iterations
+                and self.communicators.place == 0):
             self._save(final=False)
 
     def _save(self, *, final: bool) -> None:
-        """By the first member alone. Where it lies is told relative to the output folder."""
-        if self.communicators.place != 0:
-            return
+        """Write what this member holds. Where it lies is told relative to the output folder.
+
+        One that the disk does not take is a warning, and training goes on, or whoever leaves
+        leaves without. The final one is what the task was for: it raises NotSaved.
+        """
         path = checkpoint.place(self.generation, self.step_version)
-        ckpt_bytes = checkpoint.save(Path(self.train.output) / path, self.trainee,
-                                     self.step_version, self.history)
-        self.control.tell(CheckpointSaved(
-            task=self.start.task, generation=self.generation, step_version=self.step_version,
-            path=path, ckpt_bytes=ckpt_bytes, final=final,
-        ))
+        if self.saved is None or self.saved.path != path:  # else it lies there, and may be read
+            try:
+                ckpt_bytes = checkpoint.save(Path(self.train.output) / path, self.trainee,
+                                             self.step_version, self.history)
+            except checkpoint.NotSaved as error:
+                if final or poisoned(error):
+                    raise
+                log.warning("checkpoint not saved", iteration=self.step_version, why=str(error))
+                return
+            self.saved = CheckpointSaved(
+                task=self.start.task, generation=self.generation, path=path,
+                step_version=self.step_version, ckpt_bytes=ckpt_bytes, final=final)
+        self.control.tell(self.saved)
 
     def _finish(self) -> None:
         # A second meeting, whose outcome does not matter: a member that ends while another still
@@ -266,20 +279,22 @@ class Member:
         ))
 
     # --- leaving --------------------------------------------------------------------------------
-    def _leave(self) -> None:
+    def _leave(self, order: Quiesce | None = None) -> None:
         """Out of the generation, if in it; say what is held, and hold."""
         if self.inside:
             self.inside = False
             self.communicators.down(self.trainee.roots)
-        self._say_quiesced()
+        self._say_quiesced(order)
 
-    def _say_quiesced(self) -> None:
-        self.control.settle(self.generation)
+    def _say_quiesced(self, order: Quiesce | None = None) -> None:
+        """`order` is the one that is answered; one that came since says better what is wanted."""
+        order = self.control.settle(self.generation) or order
+        if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
+                and self.step_version != NO_STATE):
+            self._save(final=False)
         self.control.tell(Quiesced(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=self.generation, step_version=self.step_version,
             micro_batches=tuple(sorted(self.iteration.done)), buckets_reduced=0,
             num_buckets=self.trainee.num_buckets,
         ))
-
-

@@ -62,7 +62,7 @@ def main() -> None:
     member = Member(control, order, os.environ)
     last_words.member = member
     member.live()
-    _end(0)
+    _end(control, 0)
 
 
 class LastWords:
@@ -88,7 +88,7 @@ class LastWords:
             iteration=max(getattr(self.member, "step_version", 0), 0),
             error=kind.__name__, text=text[-TEXT_CHARS_MAX:],
         ))
-        _end(1)
+        _end(self._control, 1)
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
@@ -121,8 +121,9 @@ def _prepare(host: str) -> None:
     warnings.filterwarnings("ignore", module=r"torch\.distributed")
 
 
-def _end(code: int) -> None:
-    """End without torch's own tidying, which waits for peers."""
+def _end(control: Control, code: int) -> None:
+    """End, all told, without torch's own tidying, which waits for peers."""
+    control.flush()
     Talk(sys.stdout).flush()
     Talk(sys.stderr).flush()
     os._exit(code)
