@@ -114,16 +114,33 @@ def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(
     go(test)
 
 
-def test_an_agent_that_stops_lets_stopped_ranks_go_on_to_their_end(
+def test_a_higher_attempt_fences_one_that_is_stopped(
         memory: MemoryLog, tmp_path: Path) -> None:
     async def test() -> None:
         async with house(memory, tmp_path) as one:
             pid = await _polite(one)
-            await one.leader.order(fault("stop", stop_s=3600.0))
+            await one.leader.order(fault("stop"))
+            await until(lambda: is_stopped(pid))
+            await one.start(python("pass"), attempt=2)
+            exits = await one.leader.wait(RankExited, 2)
+            assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
+                (1, None, signal.SIGKILL), (2, 0, None)]
+
+    go(test)
+
+
+@pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
+def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
+        memory: MemoryLog, tmp_path: Path, stop_s: float, exit_code: int | None) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            pid = await _polite(one)
+            await one.leader.order(fault("stop", stop_s=stop_s))
             await until(lambda: is_stopped(pid))
             one.stop.set()
             (exited,) = await one.leader.wait(RankExited)
-            assert exited.exit_code == 7
+            assert exited.exit_code == exit_code
+            assert exited.signal == (None if exit_code else signal.SIGKILL)
 
     go(test)
 
