@@ -127,7 +127,9 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
         _leave(stage, alpha)
     else:
         stage.say("next", "unicron demo --keep (break it yourself)")
-        stage.note(None, f"unicron replay {place}/log.jsonl --step")
+        newest = max((one.id for one in incidents), default=0)
+        if newest:
+            stage.note(None, f"unicron replay {place}/log.jsonl --incident {newest}")
     return int(bool(stage.broken))
 
 
@@ -139,6 +141,7 @@ def _leave(stage: Stage, alpha: Player) -> None:
     stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     place = shown(stage.state.path)
     up.up(stage.state, up.Asked(), detach=True)
-    stage.say("yours", f"a task trains on, {KEPT_ITERATIONS:,} iterations: kill -9 any pid of")
-    stage.note(None, f"unicron status yours --state {place}, then unicron incident --state {place}")
+    stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
+    stage.note(None, f"unicron status yours --state {place}     then kill -9 any pid that you see")
+    stage.note(None, f"unicron incident --state {place}         what it cost, and why")
     say.talk(f"hint: unicron down --state {place} ends it")

@@ -21,7 +21,7 @@ from .screens import loss_curve
 Plain = dict[str, Any]
 COMPARE_S_MAX = 60.0
 NOTE_COLUMNS = 80
-WAF_COLUMNS = 60
+WAF_COLUMNS = 50
 
 
 def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,10 +71,10 @@ def timeline(stage: Stage) -> None:
     """The incidents' phases, since the fault itself; the control plane's has but its own end."""
     stage.say("timeline", "since the kill; from the log's records")
     rows = [_phases(stage, one) for one in stage.told.incidents.values()]
-    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-",
-                 "0.0", "0"])
-    for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "RESUMED", "STEPPED",
-                       "PAUSE", "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7, 8, 9)):
+    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "0.0",
+                 "0"])
+    for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "STEPPED",
+                       "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
         stage.note(None, line)
     for one in stage.told.incidents.values():
         stage.promise(one.outcome == "healed" and one.id in stage.struck,
@@ -91,7 +91,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
 
     what = f"{one.severity} {stage.name(one.task)}'s {ranks(one.ranks)}"
     return [f"inc-{one.id}", what, since(one.fault_s), since(one.decided_s),
-            since(one.rebuilt_s), since(one.resumed_s), since(one.stepped_s), ms(one.pause_s),
+            since(one.rebuilt_s), since(one.stepped_s),
             f"{one.slot_s:.1f}", str(one.iterations_lost)]
 
 
