@@ -88,10 +88,10 @@ def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
     return "".join(line).rstrip()
 
 
-def labelled(label: str, text: str, width: int = SCREEN_COLUMNS) -> list[str]:
-    """`label     text`, the text from column 11 on, in as many lines as it takes."""
-    lines = textwrap.wrap(text, width, initial_indent=f"{label:<10} ",
-                          subsequent_indent=" " * 11, break_on_hyphens=False,
+def labelled(label: str, text: str, indent: int = 11) -> list[str]:
+    """`label     text`, the text from column `indent` on, in as many lines as it takes."""
+    lines = textwrap.wrap(text, SCREEN_COLUMNS, initial_indent=f"{label:<{indent - 1}} ",
+                          subsequent_indent=" " * indent, break_on_hyphens=False,
                           break_long_words=False)
     return [line.replace(UNBROKEN, " ") for line in lines] or [label]
 

@@ -80,6 +80,8 @@ class TaskHistory(Struct, kw_only=True):
     """The newest generation: rank -> attempt."""
     dps: dict[int, int] = field(default_factory=dict[int, int])
     """Generation -> its number of members."""
+    settled: int = 0
+    """The step version that its newest generation went on from."""
     resumed: int = 0
     """The generation that was told to train; 0: none is."""
     stepping_num: int = 0
@@ -226,13 +228,18 @@ def _worked(told: History, task: TaskHistory, record: Plain) -> None:
     if record["kind"] == "LossNotFinite":
         to, times_s = body["iteration"] + 1, list(task.step_s.values())[-1:]
     else:
-        to, times_s = body["first_iteration"] + len(body["losses"]), list(body["step_s"])
+        to, times_s = told_to(body), list(body["step_s"])
     num = to - task.furthest
     if num > 0:
         took_s = math.fsum(times_s[-num:])
         told.work.append(Work(record["at_s"] - took_s, record["at_s"],
                               num * task.iteration_flops * task.weight))
         task.furthest = to
+
+
+def told_to(progressed: Plain) -> int:
+    """How many iterations are done by this TaskProgressed, which may tell old ones again."""
+    return int(progressed["first_iteration"]) + len(progressed["losses"])
 
 
 def _planned(told: History, record: Plain) -> None:
@@ -304,7 +311,9 @@ def _stepping(told: History, record: Plain) -> None:
         return
     stops = (kind in ("Quiesced", "CollectiveFailed", "TaskEnded")
              or (kind == "Quiesce" and body["mode"] == "now")
-             or (kind == "RankExited" and task.members.get(body["rank"]) == body["attempt"]))
+             or (kind in ("RankExited", "RankErrored")
+                 and task.members.get(body["rank"]) == body["attempt"])
+             or (kind == "IncidentOpened" and any(x in task.members for x in body["ranks"])))
     if kind == "CollectiveFailed" and body["generation"] == task.resumed:
         task.failed_seq = task.failed_seq or record["seq"]
     if stops and (task.resumed or task.stepping_num):
@@ -314,9 +323,12 @@ def _stepping(told: History, record: Plain) -> None:
     elif kind == "Reconfigure":
         task.members = {one["rank"]: one["attempt"] for one in body["members"]}
         task.dps[body["generation"]] = len(body["members"])
+    elif kind == "Reconfigured":
+        task.settled = body["step_version"]
     elif kind == "Resume":
         task.resumed, task.failed_seq = body["generation"], 0
-    elif kind == "TaskProgressed" and task.resumed == body["generation"]:
+    elif (kind == "TaskProgressed" and task.resumed == body["generation"]
+          and told_to(body) > task.settled):
         task.stepping_num = len(task.members)
 
 
@@ -338,7 +350,8 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
         incident.todo += len(body["todo"])
     elif kind == "Resume":
         incident.resumed_s = at_s
-    elif kind == "TaskProgressed" and incident.resumed_s is not None:
+    elif (kind == "TaskProgressed" and incident.resumed_s is not None
+          and told_to(body) > (incident.iteration or 0)):
         incident.stepped_s = at_s
 
 

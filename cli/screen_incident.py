@@ -21,6 +21,7 @@ from .history import History
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10
+WHAT_COLUMNS = 24
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
                       "StartRank", "StopRank", "RankExited")
 """Kinds that every rank tells, or is told: one line for those of a task that stand together."""
@@ -134,7 +135,7 @@ def every(told: History, *, option: str = "") -> list[str]:
         return ["no incidents: nothing has failed so far"]
     names = {task.id: task.name for task in told.tasks.values()}
     rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
-             names.get(one.task, "-"), clipped(f"{ranks(one.ranks)}, {one.status}", 30),
+             names.get(one.task, "-"), clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS),
              one.outcome, ms(one.pause_s), str(one.iterations_lost), f"{one.slot_s:.1f}"]
             for one in told.incidents.values()]
     return [*table(("INCIDENT", "DETECTED", "SEV", "TASK", "WHAT", "OUTCOME", "PAUSE", "LOST",

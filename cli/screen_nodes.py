@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .figures import SCREEN_COLUMNS, command, labelled, ranks, span, table
+from .figures import SCREEN_COLUMNS, clipped, command, labelled, ranks, span, table
 
 Plain = dict[str, Any]
+RUNS_COLUMNS = 28
 
 
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
@@ -86,4 +87,4 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float) -> list[str]:
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
     return [node["id"], node["health"], span(max(now_s - node["since_s"], 0.0)),
             _scheduling(node), f"{num_busy}/{node['num_slots']}", node["accelerator"],
-            what or "-", str(node["pid"]), node["host"]]
+            clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

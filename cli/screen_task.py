@@ -6,11 +6,27 @@ import math
 from statistics import median
 from typing import Any
 
-from .figures import command, count, curve, labelled, marks, ms, ranks, rfc3339, scaled, span, table
+from .figures import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    curve,
+    labelled,
+    marks,
+    ms,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+)
 from .history import History, TaskHistory
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
+WHAT_COLUMNS = 36
+INDENT_COLUMNS = 11
 ENDED = ("finished", "failed", "cancelled")
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
@@ -108,7 +124,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
     lines = labelled("progress", f"{count(task['iteration'])} of {count(task['iterations'])}{loss}")
     if past is not None:
-        lines += [" " * 11 + line for line in loss_curve(past, told)]
+        lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
     if task["step_s"] and task["state"] == "running":
         left = task["iterations"] - task["iteration"]
         own = past.paces_s.get(len(past.members), []) if past is not None else []
@@ -134,8 +150,9 @@ def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> 
     faults = [one.iteration for one in told.incidents.values()
               if one.task == past.id and one.iteration is not None]
     if faults:
-        lines.append(" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
-                     + f"   (!) fault at iteration {', '.join(map(str, faults))}")
+        line = (" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
+                + f"   (!) fault at iteration {', '.join(map(str, faults))}")
+        lines.append(clipped(line, SCREEN_COLUMNS - INDENT_COLUMNS))
     return lines
 
 
@@ -174,10 +191,10 @@ def _copies(task: Plain) -> list[str]:
 
 def _incidents(task: Plain, told: History) -> list[str]:
     rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
-             f"{ranks(one.ranks)}, {one.status}", one.outcome, ms(one.pause_s),
-             str(one.iterations_lost), f"{one.kept}+{one.dealt}", f"{one.slot_s:.1f}"]
+             clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS), one.outcome,
+             ms(one.pause_s), str(one.iterations_lost), f"{one.slot_s:.1f}"]
             for one in told.incidents.values() if one.task == task["id"]]
     if not rows:
         return []
     return ["", *table(("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST",
-                        "KEPT+DEALT", "SLOT-S"), rows, right=(5, 6, 7, 8))]
+                        "SLOT-S"), rows, right=(5, 6, 7))]

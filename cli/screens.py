@@ -212,7 +212,7 @@ def _plan(view: Plain) -> list[str]:
              f"({100 * plan['waf'] / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
     compares = "" if origins == ["measured"] else ": compares with plans only"
     by = f", {' and '.join(origins)}{compares}" if origins else ""
-    return [f"plan   {scaled(plan['waf'], 'FLOP/s')}{ideal}{by}"]
+    return labelled("plan", f"{scaled(plan['waf'], 'FLOP/s')}{ideal}{by}", indent=7)
 
 
 # --- the table ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from .history import IncidentHistory
+from .history import IncidentHistory, told_to
 
 Plain = dict[str, Any]
 Other = Literal["moves", "leaves", "done"]
@@ -27,8 +27,10 @@ class Story(Struct, kw_only=True):
     records: list[Plain] = field(default_factory=list[Plain])
     others: dict[int, Other] = field(default_factory=dict[int, Other])
     causes: set[int] = field(default_factory=set[int])
+    settled: dict[int, int] = field(default_factory=dict[int, int])
+    """Task -> the step version that its newest generation went on from."""
     resumed: set[int] = field(default_factory=set[int])
-    """Tasks whose next progress is the first after a Resume."""
+    """Tasks told to train that have told no step yet."""
     plan: Plain | None = None
     """The last plan that was read, as long as nothing made it part of the story."""
 
@@ -45,15 +47,23 @@ class Story(Struct, kw_only=True):
         self._keep_plan(record)
         if record["kind"] == "TaskPlaced" and task != self.incident.task:
             self.others[task] = "moves" if record["body"]["seats"] else "leaves"
-        if record["kind"] == "TaskProgressed" and task not in self.resumed:
-            return
-        self.resumed.discard(task)
-        if record["kind"] == "Resume":
-            self.resumed.add(task)
-        if record["kind"] in ("TaskProgressed", "TaskEnded") and task in self.others:
-            self.others[task] = "done"
-        if record["kind"] != "PlanChosen":
+        if record["kind"] != "PlanChosen" and not self._is_old_progress(record, task):
             self.records.append(record)
+
+    def _is_old_progress(self, record: Plain, task: int) -> bool:
+        """Follow whether the task steps: only its first progress after a Resume counts."""
+        kind, body = record["kind"], record["body"]
+        if kind == "Reconfigured":
+            self.settled[task] = body["step_version"]
+        elif kind == "Resume":
+            self.resumed.add(task)
+        steps = kind == "TaskProgressed" and task in self.resumed and (
+            told_to(body) > self.settled.get(task, 0))
+        if steps:
+            self.resumed.discard(task)
+        if (steps or kind == "TaskEnded") and task in self.others:
+            self.others[task] = "done"
+        return kind == "TaskProgressed" and not steps
 
     def _is_own(self, record: Plain) -> bool:
         number = self.incident.id
