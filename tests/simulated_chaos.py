@@ -138,9 +138,10 @@ class Chaos:
         else:
             self.world.tell("aimed: kill_rank")
 
-    def strike_rank(self, task: int) -> bool:
-        """Kill one of the task's processes; whether it has any."""
-        running = [x for x in self.world.cluster.running() if x[1].order.task == task]
+    def strike_rank(self, task: int, *, rank: int = -1) -> bool:
+        """Kill one of the task's processes (this rank's); whether there was one."""
+        running = [x for x in self.world.cluster.running() if x[1].order.task == task
+                   and rank in (-1, x[1].order.rank)]
         if not running:
             return False
         agent, process = self.rng.choice(running)

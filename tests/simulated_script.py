@@ -129,12 +129,13 @@ class SecondFault(World):
 
     async def _a_rank_dies(self, main: int) -> None:
         """Also while it comes back, and while the generation after that comes up."""
-        def once_more(task: int) -> None:
-            self.chaos.strike_rank(task)
+        def a_member_dies(task: int) -> None:
+            member = self.rng.choice(self.witness.state.tasks[task].members)
+            self.chaos.strike_rank(task, rank=member.rank)
 
-        self._provoked["training/seats_differ"] = once_more
+        self._provoked["training/seats_differ"] = a_member_dies
         self._provoked["quiescing/boundary_disturbed"] = lambda _: self._provoked.update(
-            {"quiescing/every_member_quiesced": once_more})
+            {"quiescing/every_member_quiesced": a_member_dies})
         self.chaos.strike_rank(main)
         await self._healthy(main)
 
@@ -148,7 +149,16 @@ class SecondFault(World):
         await self._healthy(main)
 
     async def _it_gives_way(self, main: int) -> None:
-        """Another task takes all slots, so this one saves and leaves, and comes back later."""
+        """Another task takes all slots, so this one saves and leaves, and comes back later.
+
+        In every other life the one who is to save dies, and so does who is told to after it.
+        """
+        def saver_dies(task: int) -> None:
+            self.chaos.strike_rank(task, rank=self.witness.state.tasks[task].saver)
+
+        if self.seed % 2:
+            self._provoked["training/no_slots"] = saver_dies
+            self._provoked["quiescing/boundary_disturbed"] = saver_dies
         other = await self.write("big", job("big", 5, 5, 4, weight=100.0))
         await self._until(lambda: self.witness.state.tasks[other].outcome != "")
         await self._healthy(main)

@@ -30,7 +30,7 @@ def test_a_second_fault_is_healed_from_every_row(row: str, fault: str) -> None:
     impossible = (row, fault) in IMPOSSIBLE
     for seed in range(NUM_SEEDS_MAX):
         again = f"pytest tests/test_second_fault.py -k '{row} and {fault}'"
-        nth = 1 + seed % 2
+        nth = 1 + seed // 2 % 2
         world, _ = simulate(lambda seed=seed, nth=nth: SecondFault(seed, row, fault, nth), again)
         hits += world.witness.hits
         if seed + 1 >= NUM_SEEDS_MIN and (hits[row, fault] or impossible):

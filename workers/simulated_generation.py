@@ -64,6 +64,13 @@ class PaperGeneration:
             self._pending[each.key] = self.net.later(
                 self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
 
+    def close(self, rank: PaperRank) -> None:
+        """A member that has taken its step closes: what it sent before still reaches the others."""
+        self.broken = True
+        for each in self.ranks:
+            if each.phase == "reducing" and each.group is self and each.key not in self._pending:
+                self._notice(each)
+
     def lose(self, rank: PaperRank) -> None:
         """A member died or left: whoever waits for it fails."""
         pending = self._pending.pop(rank.key, None)

@@ -216,7 +216,9 @@ class PaperRank:
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
         if stop:
-            self._stop()
+            group, self.group, self.phase = self.group, None, "holding"
+            group.close(self)
+            self._answer()
             return
         every = self.train.checkpoint_every
         last = self.step_version == self.train.iterations
