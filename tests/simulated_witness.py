@@ -18,8 +18,11 @@ FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
 SEATED = "idle/seats_given"
 """The row of the table that the heart has as a level: StartRank for each seat."""
 ROWS = (SEATED, *(f"{row.phase}/{row.on.__name__}" for row in transition.TABLE))
-IMPOSSIBLE = {(SEATED, "collective failed"), ("quiescing/save_unasked", "collective failed")}
-"""Nobody is in a generation yet; all have left theirs before another is asked to save."""
+UNSCRIPTED = {(SEATED, "collective failed"), ("quiescing/save_unasked", "collective failed")}
+"""Pairs that no script brings about: nobody is in a generation yet, or most have left theirs.
+
+What a link delivers late still makes them: a few of the seeds meet each.
+"""
 NUM_PLANS_MAX = 20
 NUM_PRICES_MAX = 5
 """Of one world: so many are computed again."""
