@@ -57,7 +57,10 @@ def main() -> None:
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
 
-    from .member import Member
+    from . import cpu
+
+    with cpu.uncompiled():
+        from .member import Member
 
     member = Member(control, order, os.environ)
     last_words.member = member

@@ -64,12 +64,16 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     """
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from . import checkpoint, cpu, groups, model, text
-    from .history import History
+    from . import cpu
+
+    with cpu.uncompiled():
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from . import checkpoint, groups, model, text
+        from .history import History
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = cpu.stand_in()
