@@ -19,9 +19,15 @@ NUM_SIZES_MAX = 16
 
 
 def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
-    """Fold: remember how long undisturbed iterations took at this number of members."""
+    """Fold: remember how long undisturbed iterations took at this number of members.
+
+    A size that the task only passes through (a rank starts again beside it, and takes its share of
+    the machine) says nothing of what the task would do if it stayed.
+    """
     num = _num_times(state)
     if not num or task.spec.throughput or task.phase != "training" or task.failed_s >= 0:
+        return
+    if task.incident or len(task.members) != len(task.target):
         return
     first = body.first_iteration
     times = [step_s for iteration, step_s in enumerate(body.step_s, first)

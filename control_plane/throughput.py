@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..events.orders import ThroughputSet
-from ..events.spec import JobSpec
+from ..events.spec import RATE_FLOPS_MAX, JobSpec
 
 SLOT_FLOPS = 1e12
 """Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
@@ -27,13 +27,16 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS) -> Throughpu
 def measured_table(task: int, spec: JobSpec, rates: dict[int, float]) -> ThroughputSet:
     """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
 
-    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts.
+    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said to
+    earn more than a larger one that was measured.
     """
     sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
     found: list[float] = []
     for size in sizes:
         near = min((abs(known - size), known) for known in rates)[1]
-        found.append(rates[near] * (shape(spec, size) / shape(spec, near)))
+        most = min((rate for known, rate in rates.items() if known > size), default=RATE_FLOPS_MAX)
+        found.append(min(rates[near] * (shape(spec, size) / shape(spec, near)), most)
+                     if size not in rates else rates[size])
     return ThroughputSet(task=task, origin="measured", sizes=sizes, rates_flops=tuple(found))
 
 
