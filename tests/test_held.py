@@ -162,3 +162,17 @@ def test_weights_are_the_operators(d: Driver) -> None:
     assert len(task_of(d, other).target) > before
     assert task_of(d, other).spec.weight == 0.5
     assert kinds(d.tell("operator/x", r.TaskWeightSet(task=task, weight=float(10**9)))) == []
+
+
+def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver) -> None:
+    task = d.running()
+    freeze(d)
+    for node in ("n1", "n2"):
+        told = d.tell(f"operator/{node}", r.NodeDrained(node=node, reason=""))
+    assert "TaskWaiting" not in kinds(told)
+    assert task_of(d, task).withheld == "from 4 to 0 slots, by the plan; move off n1 n2"
+    for node in ("n1", "n2"):
+        d.tell(f"operator/un{node}", r.NodeUndrained(node=node))
+    assert orders(thaw(d)) == []
+    assert (task_of(d, task).why, task_of(d, task).needs) == ("", "")
+    at_rest(d)
