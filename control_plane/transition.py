@@ -53,9 +53,9 @@ def every_seat_ready(state: ClusterState, task: Task) -> bool:
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
-    """A process of the generation has ended or is being ended."""
+    """A process of the generation has ended, or is to be ended: it is too late."""
     return (len(task.living_members()) < len(task.members)
-            or any(rank.stopping for rank in task.living_members()))
+            or any(rank.stopping or rank.overdue for rank in task.living_members()))
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:

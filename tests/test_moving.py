@@ -293,3 +293,15 @@ def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver
         assert len(task_of(d, task).members) == num
         d.progress(task)
         assert task_of(d, task).iterations_lost == 0
+
+
+def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver) -> None:
+    task = d.running()
+    starts = only(o.StartRank, drain(d, "n2"))
+    begun = d.do(starts[0].body) + d.do(starts[1].body)
+    assert the(o.Quiesce, begun).mode == "boundary"
+    for rank in (0, 1, 2):
+        d.quiesced(task, rank)
+    late = d.due(f"quiesce/{task}/1")
+    assert kinds(late) == ["IncidentOpened", "Quiesce", "StopRank"]
+    assert the(o.Quiesce, late).mode == "now"
