@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-TEST_S_MAX := 1800
+TEST_S_MAX := 3600
 BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST_S_MAX))
 ROOMS := events control_plane workers cli
 

@@ -51,14 +51,17 @@ class Pair:
         return int(self.cluster.wait(look, f"{kind} of task {task} behind {after}"))
 
     def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
-        """Both whole again; `tasks` had one incident each, lost nothing and read nothing."""
+        """Both whole again; only `tasks` had incidents, lost nothing and read nothing.
+
+        A second strike that comes late, when the first is healed, is an incident of its own.
+        """
         for task in tasks:
             self.cluster.wait_told(after, "IncidentOpened", task=task)
         self.wait_whole(num)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
         of = {record.seq: record.body.task for record in
               self.cluster.told(after, "IncidentOpened")}
-        assert sorted(of.values()) == sorted(tasks), self.cluster.tail(after)
+        assert sorted(set(of.values())) == sorted(tasks), self.cluster.tail(after)
         assert sorted(record.body.of for record in closed) == sorted(of)
         for record in closed:
             body: Any = record.body
