@@ -61,7 +61,8 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
             held += [seat.slot for seat in task.target]
         else:
             open_tasks.append(task)
-    taken, usable = set(held), set(slots)
+    given = {seat.slot for task in open_tasks for seat in task.target}
+    taken, usable = set(held) - given, set(slots)
     slots = [slot for slot in slots if slot not in taken]
     policy = state.policy
     wishes = [_wish(task, usable) for task in open_tasks]

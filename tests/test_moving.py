@@ -305,3 +305,20 @@ def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver) ->
     late = d.due(f"quiesce/{task}/1")
     assert kinds(late) == ["IncidentOpened", "Quiesce", "StopRank"]
     assert the(o.Quiesce, late).mode == "now"
+
+
+def test_a_slot_that_was_given_stays_so_while_who_was_there_is_ended() -> None:
+    """A plan made between the cancel and the end of its processes does not stop who moves."""
+    d = Driver()
+    alpha = d.running(spec(slots={"min": 1, "max": 1}))
+    beta = d.running(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
+    drain(d, task_of(d, alpha).target[0].slot.node)
+    target = task_of(d, alpha).target
+    stops = d.tell("operator/cancel", r.TaskCancelRequested(task=beta))
+    between = d.tell("operator/weight", r.TaskWeightSet(task=alpha, weight=2.0))
+    assert kinds(between) == ["PlanChosen"]
+    assert task_of(d, alpha).target == target
+    d.obey(stops)
+    steps(d, alpha)
+    assert [member.rank for member in task_of(d, alpha).members] == [target[0].rank]
+    at_rest(d)
