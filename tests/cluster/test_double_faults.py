@@ -43,6 +43,10 @@ class Pair:
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)
 
+    def gone(self, task: int, pid: int, after: int) -> None:
+        """Until the log knows of a kill: before that the task still looks whole."""
+        self.cluster.wait_told(after, "RankExited", task=task, pid=pid)
+
     def rank_when(self, task: int, after: int, kind: str, fits: Callable[[Any], bool]) -> int:
         """The rank of the first such record behind `after`."""
         def look() -> int | None:
@@ -85,6 +89,7 @@ def test_two_ranks_of_two_nodes_and_a_survivor_that_has_quiesced(pair: Pair) -> 
     pair.kill(pair.one, victim)
     second = pair.rank_when(pair.one, after, "Quiesced", lambda body: body.rank != victim)
     os.kill(before[pair.one][second], signal.SIGKILL)
+    pair.gone(pair.one, before[pair.one][second], after)
     pair.healed(after, pair.one, pair.two)
     for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
         now = cluster.pids(task)
@@ -104,7 +109,9 @@ def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pa
     pair.kill(pair.two, first)
     newcomer = pair.rank_when(pair.two, after, "Reconfigured",
                               lambda body: body.attempt > 1 and body.received_bytes > 0)
-    pair.kill(pair.two, newcomer)
+    struck = cluster.pids(pair.two)[newcomer]
+    os.kill(struck, signal.SIGKILL)
+    pair.gone(pair.two, struck, after)
     pair.healed(after, pair.one, pair.two)
     last, *_ = set(before[pair.one]) - {victim, second}
     assert cluster.pids(pair.one)[last] == before[pair.one][last]
@@ -119,6 +126,7 @@ def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
     started = cluster.wait_told(after, "RankStarted", task=pair.one).body
     line = cluster.wait_traced(pair.one, event="forward", pid=started.pid)
     os.kill(line["pid"], signal.SIGKILL)
+    pair.gone(pair.one, line["pid"], after)
     pair.healed(after, pair.one)
     now = cluster.pids(pair.one)
     assert {rank for rank in before if now[rank] == before[rank]} == set(before) - {victim}
