@@ -101,6 +101,11 @@ def command(words: str) -> str:
     return words.replace(" ", UNBROKEN)
 
 
+def number_of(num: int, word: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{num} {word}{'s' * (num != 1)}"
+
+
 def clipped(text: str, width: int) -> str:
     """At most `width` wide; what was longer ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."

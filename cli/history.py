@@ -269,6 +269,7 @@ def _incident(told: History, record: Plain) -> None:
             incident.num_slots = task.num_seats
             failed = [task.failed_seq] if task.failed_seq else []
             incident.first_seq = min([incident.id, *incident.evidence, *failed])
+            incident.fault_s = min([incident.fault_s, *(told.stamps[seq][1] for seq in failed)])
             if not task.stepping_num:
                 incident.counted_s = max(task.stopped_s, min(
                     [incident.detected_s, *(told.stamps[seq][0] for seq in failed)]))

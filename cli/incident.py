@@ -25,6 +25,8 @@ PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided
           ("rebuild", "decided_s", "resumed_s"), ("step", "resumed_s", "stepped_s"),
           ("full", "stepped_s", "closed_s"))
 """Name, from when, until when. `full`: from the first iteration to full strength."""
+HELD_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
+               ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
 
 
 def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_json: bool) -> None:
@@ -101,7 +103,9 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
                  "slot_s": one.slot_s, "kept": one.kept, "dealt": one.dealt,
                  "ckpt_read": one.ckpt_read},
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
-                                   if x["kind"] == "NodeSilenced"), default=0.0)),
+                                   if x["kind"] == "NodeSilenced"), default=0.0),
+                         held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
+                                  for x in found.records)),
         "evidence": [_event(told, one, x) for x in evidence],
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
@@ -112,13 +116,14 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
     }
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0) -> list[Plain]:
+def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) -> list[Plain]:
     """How long each phase took; those that the incident has not reached are left out.
 
-    `silence_s`: a node's that was not heard of; it takes the place of the detection.
+    `silence_s`: a node's that was not heard of; it takes the place of the detection. `held`: orders
+    were withheld, which is no part of rebuilding.
     """
     found: list[Plain] = []
-    for name, from_, to in PHASES:
+    for name, from_, to in HELD_PHASES if held else PHASES:
         from_s, to_s = getattr(one, from_), getattr(one, to)
         if from_s is not None and to_s is not None and to_s >= from_s:
             found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s})

@@ -14,7 +14,7 @@ from msgspec import Struct
 from ..events.errors import UnicronError, UsageError
 from . import say
 from .client import Client, connect
-from .figures import scaled, span
+from .figures import number_of, scaled, span
 from .state_dir import StateDir
 from .tasks import option_for, pick
 
@@ -111,7 +111,9 @@ def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) ->
     observes = client.get("/v1/state")["cluster"]["healing"]
     view["cluster"]["healing"] = observes
     head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
-    _tell(state, head, followed, view, as_json=as_json)
+    waited = [f"waited   {task['name']}: {task['withheld']}" for task in view["tasks"]
+              if task["withheld"]]
+    _tell(state, head, followed, view, waited=waited, as_json=as_json)
 
 
 def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, reason: str, *,
@@ -143,20 +145,20 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
     followed = _ask(client, "/v1/inject", {"what": "node", "node": node,
                                            "reason": _reason(reason)})
     num = sum(1 for slot in found["slots"] if slot["task"])
-    _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its {num} "
-                f"rank{'s' * (num != 1)} will be killed on purpose", "unicron status nodes",
+    _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
+                f"{number_of(num, 'rank')} will be killed on purpose", "unicron status nodes",
                 as_json=as_json)
 
 
 # --- answers ------------------------------------------------------------------------------------
 def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str = "", *,
-          as_json: bool) -> None:
+          waited: list[str] | None = None, as_json: bool) -> None:
     """What was asked, the plan that followed with what it beat, and who moves where."""
     if as_json:
         say.out(followed.as_json())
         return
     say.out(f"{head} (seq {followed.seq})")
-    for line in plan_lines(followed, view):
+    for line in [*(waited or []), *plan_lines(followed, view)]:
         say.out(line)
     held = view["cluster"]["healing"]
     if held != "on":
@@ -172,11 +174,11 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     """
     plan, before = followed.plan, view["plan"]
     if plan is None:
-        return ["plan     as it was: no task wants slots"]
+        return ["plan     as it was"]
     waf = f"{scaled(plan['waf'], 'FLOP/s')}"
     was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
     beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}" for one in plan["alternatives"][:2]]
-    lines = [f"plan     {_slots(plan['num_slots'])}, WAF {was}{waf}",
+    lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
              *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
     tasks = {task["id"]: task for task in view["tasks"]}
     placed = {body["task"]: body["seats"] for body in followed.placed}
@@ -187,13 +189,10 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     for one in plan["allocations"]:
         if one["task"] in changed:
             task = tasks[one["task"]]
-            lines.append(f"{task['name']:<{width}} {one['slots_before']} -> {_slots(one['slots'])}"
+            lines.append(f"{task['name']:<{width}} {one['slots_before']} -> "
+                         + number_of(one['slots'], "slot")
                          + _way(task, placed.get(one["task"]), waiting.get(one["task"])))
     return lines if changed else [*lines, "         no task moves"]
-
-
-def _slots(num: int) -> str:
-    return f"{num} slot{'s' * (num != 1)}"
 
 
 def _way(task: Plain, seats: list[Plain] | None, waits: Plain | None) -> str:

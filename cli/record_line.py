@@ -160,7 +160,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "TaskCancelRequested": lambda b: f"task {b['task']}{_because(b['reason'])}",
     "TaskWeightSet": lambda b: f"task {b['task']} weight {b['weight']:g}{_because(b['reason'])}",
     "HealingFrozen": lambda b: f"healing is held{_because(b['reason'])}",
-    "HealingResumed": lambda b: f"healing is on{_because(b['reason'])}",
+    "HealingResumed": lambda b: f"healing is held no longer{_because(b['reason'])}",
     "NodeDrained": lambda b: f"{b['node']} shall be empty{_because(b['reason'])}",
     "NodeUndrained": lambda b: f"{b['node']} may have tasks again{_because(b['reason'])}",
     "FaultRequested": lambda b: f"{_fault(b)}{_because(b['reason'])}",

@@ -10,6 +10,7 @@ from .figures import (
     command,
     labelled,
     ms,
+    number_of,
     ranks,
     rfc3339,
     scaled,
@@ -22,6 +23,7 @@ Plain = dict[str, Any]
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10
 WHAT_COLUMNS = 24
+WHY_COLUMNS = 36
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
                       "StartRank", "StopRank", "RankExited")
 """Kinds that every rank tells, or is told: one line for those of a task that stand together."""
@@ -31,7 +33,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phase by phase, cost, and what is left to do."""
     who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
-            f"{facts['status']}  {facts['node']}  {who}")
+            f"{_fault(facts)}  {who}")
     lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), ""]
     for one in facts["evidence"]:
@@ -51,6 +53,14 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
                           else "it is not over: wait, or look with "
                           + command(f"unicron status{option}"))
     return [*lines, *labelled("verify", command(facts["verify"]))]
+
+
+def _fault(facts: Plain) -> str:
+    """What it was and where; where it got worse, why it did: the first sign may be a peer's."""
+    escalated = [one["why"] for one in facts["decisions"][1:]
+                 if one["severity"] == facts["severity"]]
+    return (clipped(escalated[-1], WHY_COLUMNS) if escalated
+            else f"{facts['status']}  {facts['node']}")
 
 
 def _cost(cost: Plain, outcome: str) -> str:
@@ -78,9 +88,9 @@ def _plan(one: Plain) -> list[str]:
     moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
              for name, (before, after) in one["slots"].items()]
     ideal = f" of {scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
-    lines = labelled("plan", f"{one['trigger']}: {one['num_slots']} slots: {', '.join(moved)}: WAF "
-                             f"{scaled(one['waf'], 'FLOP/s')}{ideal}, throughput "
-                             f"{' and '.join(one['origins'])} (seq {one['seq']})")
+    lines = labelled("plan", f"{one['trigger']}: {number_of(one['num_slots'], 'slot')}: "
+                             f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}, "
+                             f"throughput {' and '.join(one['origins'])} (seq {one['seq']})")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
         lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .figures import SCREEN_COLUMNS, clipped, command, labelled, ranks, span, table
+from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
 
 Plain = dict[str, Any]
 RUNS_COLUMNS = 28
@@ -16,7 +16,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
                         for slot in node["slots"] if slot["task"]})
     num_slots = sum(node["num_slots"] for node in view["nodes"])
-    head = f"{len(view['nodes'])} nodes, {num_slots} slots"
+    head = f"{number_of(len(view['nodes']), 'node')}, {number_of(num_slots, 'slot')}"
     lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
     if not view["nodes"]:
         return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]

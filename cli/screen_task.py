@@ -15,6 +15,7 @@ from .figures import (
     labelled,
     marks,
     ms,
+    number_of,
     ranks,
     rfc3339,
     scaled,
@@ -68,7 +69,9 @@ def above(weight: float) -> str:
 def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
                 option: str = "") -> list[str]:
     """One task. `told`: the history of the log so far, for the curve and the incidents."""
-    since = f"since {rfc3339(task['since_s'])} ({span(max(now_s - task['since_s'], 0.0))})"
+    since_s = max([task["since_s"], *(one["opened_s"] for one in view["incidents"]
+                                      if one["id"] == task["incident"])])
+    since = f"since {rfc3339(since_s)} ({span(max(now_s - since_s, 0.0))})"
     lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
              f"weight {task['weight']:g}"]
     late_s = lag_s(task, now_s)
@@ -79,7 +82,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += labelled("why", waits(task))
     if task["withheld"]:
         lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
-    lines += labelled("next", _next(task, option))
+    lines += labelled("next", _next(task, view["cluster"]["healing"], option))
     past = told.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
               *_copies(task)]
@@ -92,14 +95,15 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     return [*lines, *_incidents(task, told)]
 
 
-def _next(task: Plain, option: str) -> str:
+def _next(task: Plain, healing: str, option: str) -> str:
     name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
     follow = "" if task["state"] in ENDED else " -f"
     words = [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
     if task["state"] == "waiting" and task["weight_from"]:
         words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:
-        words.insert(0, f"unicron unfreeze{option}")
+        words.insert(0, f"unicron unfreeze{option}" if healing.startswith("frozen") else
+                     f"unicron down{option}; unicron up --act{option}")
     if task["incident"]:
         words.insert(0, f"unicron incident {task['incident']}{option}")
     return "   ".join(map(command, words[:2]))
@@ -129,7 +133,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
         left = task["iterations"] - task["iteration"]
         own = past.paces_s.get(len(past.members), []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
-        normal = (f", own normal on {len(task['ranks'])} slots {span(median(own))} "
+        normal = (f", own normal on {number_of(len(task['ranks']), 'slot')} {span(median(own))} "
                   f"(median of {count(len(own))})" if own else "")
         ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
         if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:

@@ -135,7 +135,8 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
                 f"{ranks(one['ranks'])}, {one['status']}")
         end = (f"{one['iterations_lost']} iterations lost, pause {ms(one['pause_s'])}"
                if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
-        lines += labelled((one["outcome"] or "healing").upper(),
+        going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
+        lines += labelled((one["outcome"] or going_on).upper(),
                           f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
     return lines
 

@@ -30,7 +30,8 @@ def _planned(state: ClusterState, task: Task) -> list[str]:
     """What the last plan would change for this task."""
     given = [x.slots for x in state.plan.allocations if x.task == task.id] if state.plan else []
     num = len(task.target)
-    words = [f"from {num} to {slots} slots, by the plan" for slots in given if slots != num]
+    words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
+             for slots in given if slots != num]
     usable = set(usable_slots(state))
     left = dict.fromkeys(seat.slot.node for seat in task.target if seat.slot not in usable)
     return [*words, f"move off {' '.join(left)}"] if left else words
@@ -43,9 +44,10 @@ def _in_words(order: Body) -> str:
         case o.StopRank():
             return f"stop rank {order.rank}: {order.why}"
         case o.Quiesce():
-            ranks = " ".join(str(rank) for rank in order.ranks)
+            one = len(order.ranks) == 1
+            who = f"rank{'s' * (not one)} {' '.join(map(str, order.ranks))} leave{'s' * one}"
             when = "at once" if order.mode == "now" else "at the iteration's end"
-            return f"ranks {ranks} leave generation {order.generation} {when} and rebuild"
+            return f"{who} generation {order.generation} {when} and rebuild{'s' * one}"
         case o.Reconfigure():
             ranks = " ".join(str(member.rank) for member in order.members)
             return f"generation {order.generation} of ranks {ranks}"

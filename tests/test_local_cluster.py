@@ -175,7 +175,7 @@ def test_ctrl_c_stops_all_that_a_foreground_up_started(cluster):
 
 def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cluster.up().returncode == 0
-    assert "1 nodes, 1 slots" in cluster("status", "nodes").stdout
+    assert "1 node, 1 slot" in cluster("status", "nodes").stdout
     assert "no tasks yet" in cluster("status").stdout
     (tmp_path / "job.yaml").write_text(
         "apiVersion: unicron/v1\nname: waits\ncommand: [sleep, '600']\n")
