@@ -151,7 +151,8 @@ def choose(wishes: Sequence[Wish], *, num_slots: int, mtbf_gpu_s: float, transit
            gain_min: float) -> Choice:
     """The best plan; a healthy task is changed only for `gain_min` of what the cluster earns.
 
-    Both are compared by the sum of G, so what the changes themselves cost is counted.
+    Both are compared by the sum of G, so what the changes themselves cost is counted. What the
+    hurt cost in every plan is no part of what is earned, and does not lower the bar.
     """
     rows = gains(wishes, num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s, transition_s=transition_s)
     free = plan_of(wishes, best(rows, num_slots))
@@ -159,8 +160,9 @@ def choose(wishes: Sequence[Wish], *, num_slots: int, mtbf_gpu_s: float, transit
     steady = plan_of(wishes, best(held(wishes, rows), num_slots))
     plan, others = free, _named(wishes, rows, num_slots)
     if steady is not None and steady.slots != free.slots:
-        if free.objective < (1 + gain_min) * steady.objective or (
-                free.objective == steady.objective):
+        anyway = sum(row[0][1] for wish, row in zip(wishes, rows, strict=True) if wish.hurt)
+        enough = steady.objective + gain_min * (steady.objective - anyway)
+        if free.objective < enough or free.objective == steady.objective:
             plan = steady
             others.append((f"the optimum, which changes healthy tasks for less than "
                            f"{100 * gain_min:g} % of the WAF", free))

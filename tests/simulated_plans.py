@@ -46,7 +46,8 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     if math.isnan(chosen):
         return "it does not fit"
     close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
-    enough = (1 + state.policy.gain_min) * steady
+    anyway = math.fsum(row[0].gain for row in rows if all(option.steady for option in row))
+    enough = steady + state.policy.gain_min * (steady - anyway)
     if unchanged:
         if chosen < steady - close or free > max(enough, steady) + close:
             return f"G {chosen:g} leaves the healthy alone; the optimum has {free:g}"

@@ -118,6 +118,15 @@ def test_a_small_gain_changes_no_healthy_task() -> None:
     assert choice.alternatives[0].waf > choice.plan.waf
 
 
+def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
+    """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
+    """
+    found = [_wish(1, 2, {2: 1e5}, hurt=True), _wish(2, 1, {1: 1.0, 2: 20.0})]
+    choice = planner.choose(found, num_slots=4, mtbf_gpu_s=4.0, transition_s=10.0, gain_min=0.005)
+    assert choice.plan.objective < 0
+    assert choice.plan.slots == (2, 1)
+
+
 def test_equal_plans_go_to_the_first_task() -> None:
     assert _choose([_wish(1, 0, {2: 5.0}), _wish(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
 
