@@ -21,9 +21,11 @@ def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) 
 
 def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
     task = state.tasks.get(body.task)
-    if task is not None and task.phase != "ended" and not task.ending:
+    if task is not None and task.phase != "ended" and (
+            not task.ending or (state.held and task.ending == "failed")):  # held, it waits
+        before = f"; it had failed: {task.why}" if task.ending else ""
         task.ending = "cancelled"
-        task.why = f"cancelled: {body.reason}" if body.reason else "cancelled"
+        task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
         task.since_s = record.at_s
     _forget_requests(state)
 

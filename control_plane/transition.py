@@ -245,13 +245,14 @@ def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     """What would follow at once, were it ordered; nothing here waits for its fold."""
+    yield from _stop_ghosts(state, task)
     if task.ending:
         yield from _end(state, task)
     elif not task.is_train:
         yield from command.step(state, task)
     else:
         row = _row(state, task)
-        if row is not None and task.target:
+        if row is not None:
             yield from row.then(state, task)
         yield from _stop(state, task)
         yield from _start(state, task)

@@ -176,3 +176,65 @@ def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver) -> None:
     assert orders(thaw(d)) == []
     assert (task_of(d, task).why, task_of(d, task).needs) == ("", "")
     at_rest(d)
+
+
+def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
+    d.obey(d.log[-9:])
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(restarts_max=0)))
+    freeze(d)
+    assert orders(d.exit(task, 0)) == []
+    assert task_of(d, task).ending == "failed"
+    assert task_of(d, task).withheld.startswith("stop rank 1: failed 1 times")
+    told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    assert orders(told) == ["StopRank"]
+    d.obey(told)
+    assert task_of(d, task).outcome == "cancelled"
+    assert task_of(d, task).why.startswith("cancelled; it had failed: failed 1 times without progress")
+    at_rest(d)
+
+
+def test_what_was_replaced_is_told_too(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 4}))
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    d.obey(failed(d, task, 0))
+    freeze(d)
+    told = d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    assert orders(told) == []
+    assert "stop rank 2: it was replaced while its node was silent" in task_of(d, task).withheld
+    at_rest(d)
+
+
+def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver) -> None:
+    task = d.running()
+    begun = [x for x in d.exit(task, 2) if isinstance(x.body, o.Quiesce)]
+    freeze(d)
+    for rank in (0, 1):
+        d.quiesced(task, rank)
+    late = d.due(f"quiesce/{task}/1")
+    assert orders(late) == []
+    assert "stop rank 3: it did not quiesce in time" in task_of(d, task).withheld
+    assert begun
+    thawed = thaw(d)
+    assert "StopRank" in orders(thawed)
+    d.obey([x for x in d.log if isinstance(x.body, o.StartRank)][-1:])
+    d.obey(thawed)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 4
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_behind_a_completed_transition_no_other_is_begun(d: Driver) -> None:
+    task = d.running()
+    new = d.exit(task, 2)
+    freeze(d)
+    told = d.obey(new)
+    assert [x for x in orders(told) if x != "PublishCheckpoint"] == ["Reconfigure", "Resume"]
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 2)
+    d.obey([x for x in new if isinstance(x.body, o.StartRank)])
+    assert task_of(d, task).generation == 2, "the newcomer is ready, and waits"
+    assert "leave generation 2 at the iteration's end" in task_of(d, task).withheld
+    assert len(d.obey(thaw(d))) > 0
+    assert len(task_of(d, task).members) == 4
+    at_rest(d)
