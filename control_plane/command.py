@@ -33,7 +33,8 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
         elif not rank.stopping and (moved or not whole or _any_stopping(task)):
-            why = "the plan has other seats" if moved else "another process of the task failed"
+            why = ("another process of the task failed" if task.incident and not moved
+                   else "the plan has other seats")
             yield stop_rank(task, rank, state.policy.stop_s_max, why)
 
 

@@ -312,10 +312,19 @@ def test_command_finishes(d: Driver, command: int) -> None:
 def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
     new = d.exit(command, 0, code=1)
     assert kinds(new) == ["IncidentOpened", "StopRank"]
+    assert the(o.StopRank, new).why == "another process of the task failed"
     again = d.obey(new)
     assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"]
     assert {x.body.port for x in again if isinstance(x.body, o.StartRank)} != {
         x.body.port for x in d.log[:12] if isinstance(x.body, o.StartRank)}
+
+
+def test_command_that_grows_is_not_told_of_a_failure(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["true"], slots={"min": 1, "max": 6}))
+    d.obey(d.log[-4:])
+    stops = [x.body for x in d.join("n3") if isinstance(x.body, o.StopRank)]
+    assert {x.why for x in stops} == {"the plan has other seats"}
+    assert len(stops) == len(task_of(d, task).ranks) == 4
 
 
 def test_command_fails_for_good(d: Driver, command: int) -> None:
