@@ -133,6 +133,37 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
     assert d.state.incidents == {}
 
 
+def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver) -> None:
+    task = d.running()
+    starts = only(o.StartRank, drain(d, "n2"))
+    begun = d.do(starts[0].body) + d.do(starts[1].body)
+    assert the(o.Quiesce, begun).ranks == (0, 1, 2, 3)
+    for rank in (0, 1, 3):
+        d.quiesced(task, rank)
+    d.steps[task] += 1
+    met = d.quiesced(task, 2)
+    assert [x.rank for x in the(o.Reconfigure, met).members] == [0, 1, 2, 3, 4, 5]
+    d.obey(met)
+    assert [x.rank for x in task_of(d, task).members] == [0, 1, 4, 5]
+    d.progress(task)
+    assert (task_of(d, task).iteration, task_of(d, task).iterations_lost) == (3, 0)
+
+
+def test_nothing_starts_on_a_drained_node(d: Driver) -> None:
+    """A task that is bound to a silent node is in no plan: its seats stay where they are."""
+    task = d.running()
+    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node="n1", incarnation=1, silence_s=6.0))
+    drain(d, "n2")
+    assert {seat.slot.node for seat in task_of(d, task).target} == {"n1", "n2"}
+    assert kinds(d.exit(task, 2)) == ["IncidentOpened", "Quiesce"]
+    back = d.tell(f"leader/{d.state.nonce}", r.NodeHeard(node="n1", incarnation=1))
+    d.obey(only(o.Quiesce, d.log))
+    assert {x.body.slot.node for x in only(o.StartRank, back)
+            if isinstance(x.body, o.StartRank)} == {"n3"}
+    d.obey(only(o.StartRank, back))
+    d.progress(task)
+
+
 # --- leaving ------------------------------------------------------------------------------------
 def test_a_drain_without_room_loses_no_iteration(d: Driver) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
@@ -271,6 +302,25 @@ def test_who_has_done_nothing_has_nothing_to_save(d: Driver) -> None:
     left = drain(d, "n2")
     assert kinds(left)[-6:] == ["StopRank"] * 6
     d.obey(left)
+    assert task_of(d, task).phase == "idle"
+
+
+def test_who_was_relieved_of_saving_overtakes_nobody(d: Driver) -> None:
+    """Rank 0 had begun to write when rank 4, a step further, was told to save instead."""
+    task = d.running(spec(slots={"min": 6, "max": 6}))
+    drain(d, "n2")
+    old, process = d.steps[task], task_of(d, task).ranks[0]
+    for rank in (0, 1, 2, 3, 5):
+        d.quiesced(task, rank)
+    d.steps[task] += 1
+    d.quiesced(task, 4)
+    published = d.save(task, 4)
+    late = d.tell(d.source(process.slot.node), r.CheckpointSaved(
+        task=task, generation=1, step_version=old, path=f"gen-1/iter-{old}", ckpt_bytes=9,
+        final=False))
+    assert kinds(late) == []
+    d.obey(published)
+    assert task_of(d, task).checkpoint.step_version == old + 1  # type: ignore[union-attr]
     assert task_of(d, task).phase == "idle"
 
 
