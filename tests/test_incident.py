@@ -196,6 +196,21 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
     assert page_["timeline"][0]["after_s"] == pytest.approx(-0.52)
     (one,) = history(plain(d)).incidents.values()
     assert one.slot_s >= 4 * 0.52
+    assert one.detected_s - one.fault_s == pytest.approx(0.52)
+
+
+def test_one_that_got_worse_is_named_by_why() -> None:
+    """A peer's collective failed first; then an agent that started again tells the cause."""
+    d = Driver()
+    task = d.running()
+    failed(d, task, 0)
+    d.now_s += 2.0
+    d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
+    node = d.state.nodes["n2"]
+    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=node.incarnation + 1, host=node.host,
+                                num_slots=node.num_slots, pid=9, accelerator="cpu"))
+    told = page(facts(plain(d)))[0]
+    assert "SEV2 the agent of n2 started again  alpha" in told
 
 
 def test_one_that_is_open_says_so() -> None:
@@ -206,6 +221,10 @@ def test_one_that_is_open_says_so() -> None:
     told = facts(plain(d))
     check("incident-frozen", page(told), columns_max=100)
     assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
+    d.now_s += 8.0
+    carry_out(d, d.tell("operator/unfreeze", r.HealingResumed(reason="done")))
+    lengths = {x["name"]: x["length_s"] for x in facts(plain(d))["phases"]}
+    assert lengths["held"] >= 8.0 > lengths["rebuild"]
 
 
 def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
