@@ -42,11 +42,14 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 
 
 def inject_fault(state: ClusterState, asked: FaultRequested) -> InjectFault | None:
-    """The order that breaks what was asked for, None where that is not allowed or not there."""
+    """The order that breaks what was asked for, None where that is not allowed or not there.
+
+    Nor is it kept for a node that is silent: nobody asked for a fault at some later time.
+    """
     task = state.tasks.get(asked.task)
     rank = task.ranks.get(asked.rank) if task is not None else None
     node = state.nodes.get(asked.node if asked.what == "node" else rank.slot.node if rank else "")
-    if not state.policy.allow_inject or node is None or node.health == "left":
+    if not state.policy.allow_inject or node is None or node.health != "healthy":
         return None
     return InjectFault(nodes=(node.name,), what=asked.what, task=task.id if task else 0,
                        rank=rank.rank if rank else -1, attempt=rank.attempt if rank else 0,

@@ -13,7 +13,7 @@ from msgspec import Struct
 from ..events import reports as r
 from ..events.errors import UsageError
 from ..events.spec import WEIGHT_RATIO_MAX, JobSpec
-from .state import ClusterState, Node, Task, live_tasks
+from .state import ClusterState, Node, Rank, Task, live_tasks
 
 NUM_NAMED_MAX = 8
 """A refusal names this many of what there is."""
@@ -111,11 +111,14 @@ def inject(state: ClusterState, body: Any, _: str) -> r.Body:
     if not 0.0 <= asked.stop_s < math.inf:
         raise Refusal(422, f"stop_s: {asked.stop_s:g} is not a time from 0 on",
                       "0 stops it for ever")
-    if asked.what == "node":
-        if _node(state, asked.node).health == "left":
-            raise Refusal(409, f"node {asked.node} has no agent: it has left", "unicron up")
-    else:
-        _running(_live_task(state, str(asked.task)), asked.rank)
+    name = asked.node if asked.what == "node" else _running(
+        _live_task(state, str(asked.task)), asked.rank).slot.node
+    node = _node(state, name)
+    if node.health == "left":
+        raise Refusal(409, f"node {name} has no agent: it has left", "unicron up")
+    if node.health != "healthy":
+        raise Refusal(409, f"node {name} is {node.health}: nothing can be told to its agent",
+                      "unicron status nodes")
     return r.FaultRequested(what=asked.what, task=asked.task, rank=asked.rank, node=asked.node,
                             stop_s=asked.stop_s, reason=_one_line(asked.reason))
 
@@ -161,12 +164,13 @@ def _live_task(state: ClusterState, text: str) -> Task:
     return task
 
 
-def _running(task: Task, number: int) -> None:
-    """Raises Refusal unless the task has a process for that rank."""
+def _running(task: Task, number: int) -> Rank:
+    """The task's process for that rank. Raises Refusal if there is none."""
     rank = task.ranks.get(number)
     if rank is None or not rank.pid:
         raise Refusal(404, f"task {task.id} ({task.spec.name}) runs no rank {number}", _there_is(
             (str(one.rank) for one in task.ranks.values() if one.pid), "running rank"))
+    return rank
 
 
 def _node(state: ClusterState, name: str) -> Node:

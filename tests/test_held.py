@@ -138,6 +138,8 @@ def test_faults_on_purpose_only_where_that_is_allowed(d: Driver) -> None:
     node = the(o.InjectFault, d.tell("operator/c", r.FaultRequested(what="node", node="n1")))
     assert (node.nodes, node.what) == (("n1",), "node")
     assert kinds(d.tell("operator/d", r.FaultRequested(what="node", node="n9"))) == []
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    assert kinds(d.tell("operator/e", ask)) == [], "it would come true whenever n2 is back"
     at_rest(d)
 
 
