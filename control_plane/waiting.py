@@ -18,26 +18,37 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
 
     `num_slots`: what that plan had to give.
     """
-    low = task.spec.slots.min
+    low = _smallest(task)
     cost_waf = weight_from = 0.0
     if low > state.num_slots_max:
-        why, needs = "too large", (f"{low} slots; the cluster has had at most "
+        why, needs = "too large", (f"{_slots(low)}; the cluster has had at most "
                                    f"{state.num_slots_max}")
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif low > num_slots or price is None:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
         out = f" ({num_out} out: unicron status nodes)" if num_out else ""
-        why, needs = "not enough slots", f"{low} slots; there are {num_slots}{out}"
+        why, needs = "not enough slots", f"{_slots(low)}; there are {num_slots}{out}"
     else:
         cost_waf, weight_from = price.cost_waf, task.weight * price.times
         why = _who_earns_more(state, task, price)
-        needs = (f"{low} free slot{'s' * (low > 1)}, or weight "
+        needs = (f"{low} free slot{'s' * (low != 1)}, or weight "
                  f"{_SHOWN.create_decimal(Decimal(weight_from)).normalize():f}")
     if (task.why, task.needs, task.cost_waf, task.weight_from) != (
             why, needs, cost_waf, weight_from):
         yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
                           weight_from=weight_from)
+
+
+def _smallest(task: Task) -> int:
+    """The fewest slots that it may have and earns something with."""
+    table = task.throughput
+    pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
+    return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
+
+
+def _slots(num: int) -> str:
+    return f"{num} slot{'s' * (num != 1)}"
 
 
 def _who_earns_more(state: ClusterState, task: Task, price: Price) -> str:

@@ -132,6 +132,16 @@ def test_waiting_says_for_what(d: Driver) -> None:
     assert len(task_of(d, task).target) == 9
 
 
+def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
+    """One slot is allowed, but earns nothing; four do."""
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
+    d.submit(spec(throughput={4: 30.0}))
+    assert the(o.TaskWaiting, d.log[-3:]).needs == "4 slots; there are 2"
+    d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
+    d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
+    assert d.state.tasks[d.log[-4].seq].needs == "1 slot; there are 0"
+
+
 def test_waiting_names_its_price(d: Driver) -> None:
     """From the told weight on it gets slots, below it none; and it says who holds them."""
     first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
