@@ -171,7 +171,7 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
-    task.blamed = {}
+    task.blamed, task.times_s = {}, {}
     task.outcome, task.why, task.needs, task.ending = body.outcome, body.why, "", ""
     set_phase(state, task, "ended")
     state.replan = f"task {task.spec.name} {body.outcome}"

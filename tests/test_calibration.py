@@ -187,6 +187,14 @@ def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
     assert table.origin == "measured"
 
 
+def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver) -> None:
+    task = d.running()
+    took(d, task, *[0.25] * 9)
+    d.obey(d.tell("operator/cancel", r.TaskCancelRequested(task=task)))
+    assert task_of(d, task).outcome == "cancelled"
+    assert task_of(d, task).times_s == {}
+
+
 def test_others_follow_the_shape_from_the_nearest_measured() -> None:
     table = throughput.measured_table(1, spec(), {2: 10.0, 4: 12.0})
     assert table.rates_flops == (5.0, 10.0, 12.0, 12.0)
