@@ -27,8 +27,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS) -> Throughpu
 def measured_table(task: int, spec: JobSpec, rates: dict[int, float]) -> ThroughputSet:
     """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
 
-    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said to
-    earn more than a larger one that was measured.
+    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said
+    to earn more than a larger one that was measured.
     """
     sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
     found: list[float] = []
