@@ -283,7 +283,10 @@ def _incident(told: History, record: Plain) -> None:
 def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentEscalated":
-        incident.severity = min(incident.severity, body["severity"])  # SEV1 is the gravest
+        if body["severity"] < incident.severity:  # SEV1 is the gravest
+            incident.severity = body["severity"]
+            incident.status = body.get("status") or incident.status
+            incident.node = body.get("node") or incident.node
         incident.why = body["why"]
         incident.ranks = tuple(sorted({*incident.ranks, *body["ranks"]}))
         incident.evidence += body["evidence"]

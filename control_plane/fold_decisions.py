@@ -44,7 +44,10 @@ def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEsc
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None or task is None:
         return
-    incident.severity = worse(incident.severity, body.severity)
+    if worse(incident.severity, body.severity) != incident.severity:
+        incident.severity, incident.why = body.severity, body.why
+        incident.status = body.status or incident.status
+        incident.node = body.node or incident.node
     incident.ranks = sorted({*incident.ranks, *body.ranks})
     incident.evidence += body.evidence
     _take_in(state, task, incident, body.severity, body.ranks)

@@ -86,7 +86,7 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
             seq = peers[0].failed_seq
         elif late:
             second, seq = f"rank {late[0].rank} {late[0].overdue}", 0
-        elif node.replace and all(state.nodes[rank.slot.node].replace
+        elif not state.held and node.replace and all(state.nodes[rank.slot.node].replace
                                   for rank in task.ranks.values()
                                   if rank.slot.node in state.nodes):
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
@@ -139,7 +139,7 @@ def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node
     if incident is not None and not incident.outcome:
         # The severity of what is told now: SEV1 takes slots out, and only those of these ranks.
         return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
-                                 evidence=evidence)
+                                 evidence=evidence, status=status, node=node)
     return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,
                           why=why, evidence=evidence)
 

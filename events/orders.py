@@ -55,13 +55,18 @@ class IncidentOpened(Body, frozen=True):
 
 
 class IncidentEscalated(Body, frozen=True):
-    """More of the same incident, by which evidence. `severity`: of what is told now."""
+    """More of the same incident, by which evidence; severity, status, node: of what is told now.
+
+    Where that is graver than what was known, it is what the incident is called from now on.
+    """
 
     of: int
     severity: Severity
     ranks: tuple[int, ...]
     why: str
     evidence: tuple[int, ...]
+    status: str = ""
+    node: str = ""
 
 
 class IncidentClosed(Body, frozen=True):

@@ -108,6 +108,24 @@ def test_a_lost_node_is_priced_not_acted_upon(d: Driver) -> None:
     at_rest(d)
 
 
+def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
+    """It may train on all the while: its ranks would be ended when the node is back."""
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    node = d.state.nodes[task_of(d, task).target[0].slot.node]
+    freeze(d)
+    silence = r.NodeSilenced(node=node.name, incarnation=node.incarnation, silence_s=6.0)
+    d.tell("leader/abc", silence)
+    assert kinds(d.due(f"replace/{node.name}")) == []
+    d.tell("leader/abc", r.NodeHeard(node=node.name, incarnation=node.incarnation))
+    assert orders(thaw(d)) == []
+    assert not task_of(d, task).ghosts
+    freeze(d)
+    d.tell("leader/abc", silence)
+    d.due(f"replace/{node.name}")
+    assert "StartRank" in orders(thaw(d)), "still silent: replaced now"
+    at_rest(d)
+
+
 def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=r.Policy(observe=True)))
     task = d.submit(spec())

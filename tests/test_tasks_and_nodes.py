@@ -364,3 +364,16 @@ def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver) -> None:
         task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"))
     assert "IncidentClosed" not in kinds(told)
     assert d.state.tasks[task].ending == ""
+
+
+def test_an_incident_is_called_by_the_gravest_that_was_told(d: Driver) -> None:
+    task = d.running()
+    failed(d, task, 0)
+    d.due(f"evidence/{task}/1")
+    incident = d.state.incidents[task_of(d, task).incident]
+    assert incident.severity == "SEV3"
+    node = d.state.nodes["n2"]
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=node.incarnation, silence_s=6.0))
+    assert (incident.severity, incident.status, incident.node) == (
+        "SEV1", "lost connection", "n2")
+    assert "n2 is silent" in incident.why
