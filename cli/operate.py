@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import getpass
-import json
 import math
 import os
-from itertools import takewhile
 from typing import Any
-
-from msgspec import Struct
 
 from ..events.errors import UnicronError, UsageError
 from . import say
 from .client import Client, connect
-from .figures import number_of, scaled, span
+from .figures import number_of, span
+from .followed import Followed, followed_by, plan_lines
 from .state_dir import StateDir
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
-NAME_COLUMNS_MIN = 8
-
-
-class Followed(Struct, frozen=True, kw_only=True):
-    """What the control plane decided upon one request: records of the same append, as bodies."""
-
-    seq: int
-    plan: Plain | None
-    placed: list[Plain]
-    waiting: list[Plain]
-    withheld: list[Plain]
-    orders: list[str]
-    """The kinds of the orders that went out at once."""
-
-    def as_json(self) -> str:
-        """One JSON object."""
-        return json.dumps({name: getattr(self, name) for name in self.__struct_fields__})
 
 
 def _ask(client: Client, path: str, body: Plain) -> Followed:
-    """Write the request; then read what the log has behind it with it as the cause."""
-    seq = int(client.post(path, body)["seq"])
-    found = list(takewhile(lambda record: record["cause"] == seq,
-                           client.records(seq, follow=False)))
-
-    def bodies(kind: str) -> list[Plain]:
-        return [record["body"] for record in found if record["kind"] == kind]
-
-    return Followed(
-        seq=seq, plan=next(reversed(bodies("PlanChosen")), None), placed=bodies("TaskPlaced"),
-        waiting=bodies("TaskWaiting"), withheld=bodies("OrderWithheld"),
-        orders=[record["kind"] for record in found if "nodes" in record["body"]])
+    """Write the request; then read what followed from it."""
+    return followed_by(client, int(client.post(path, body)["seq"]))
 
 
 # --- the commands: each raises UsageError -------------------------------------------------------
@@ -165,50 +135,6 @@ def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str
         way = "unicron down, then unicron up --act" if held == "observing" else "unicron unfreeze"
         say.out(f"held     {held}; planned, and nothing ordered. To act: {way}")
     _next(state, undo)
-
-
-def plan_lines(followed: Followed, view: Plain) -> list[str]:
-    """The plan against the one before, then a line for each task that it changes.
-
-    `view` is the state before the request, as of GET /v1/state.
-    """
-    plan, before = followed.plan, view["plan"]
-    if plan is None:
-        return ["plan     as it was"]
-    waf = f"{scaled(plan['waf'], 'FLOP/s')}"
-    was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
-    beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}" for one in plan["alternatives"][:2]]
-    lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
-             *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
-    tasks = {task["id"]: task for task in view["tasks"]}
-    placed = {body["task"]: body["seats"] for body in followed.placed}
-    waiting = {body["task"]: body for body in followed.waiting}
-    changed = [one["task"] for one in plan["allocations"]
-               if one["task"] in placed or one["slots"] != one["slots_before"]]
-    width = max([NAME_COLUMNS_MIN, *(len(tasks[number]["name"]) for number in changed)])
-    for one in plan["allocations"]:
-        if one["task"] in changed:
-            task = tasks[one["task"]]
-            lines.append(f"{task['name']:<{width}} {one['slots_before']} -> "
-                         + number_of(one['slots'], "slot")
-                         + _way(task, placed.get(one["task"]), waiting.get(one["task"])))
-    return lines if changed else [*lines, "         no task moves"]
-
-
-def _way(task: Plain, seats: list[Plain] | None, waits: Plain | None) -> str:
-    """Where a task goes, or how it stops."""
-    if seats is None:
-        return ""
-    if not seats:
-        first = ("stopped" if task["tier"] == "command" else
-                 "saved first, no iteration lost" if task["iteration"] else "stopped")
-        needs = f", needs {waits['needs']}" if waits is not None else ""
-        return f": {first}; then it waits{needs}"
-    places = " ".join(f"{seat['slot']['node']}/{seat['slot']['index']}" for seat in seats)
-    stays = {seat["slot"]["node"] for seat in seats}
-    leaves = sorted({str(rank["node"]) for rank in task["ranks"]} - stays)
-    again = "; it starts again" if task["tier"] == "command" and task["ranks"] else ""
-    return f": {places}{f', leaves {chr(32).join(leaves)}' if leaves else ''}{again}"
 
 
 def _tell_fault(state: StateDir, followed: Followed, head: str, look: str, *,

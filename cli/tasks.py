@@ -11,6 +11,7 @@ import msgspec
 from ..events.errors import UsageError
 from . import job_file, say
 from .client import Client, connect
+from .followed import followed_by, plan_lines
 from .local_cluster import shown
 from .state_dir import StateDir, default
 
@@ -20,12 +21,17 @@ Plain = dict[str, Any]
 def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
     """Check the job file, then hand it in; the task's id. Raises UsageError."""
     spec = job_file.load(path)
-    answer = connect(state, url).post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
+    client = connect(state, url)
+    before: Plain = client.get("/v1/state")
+    answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     if as_json:
         say.out(json.dumps(answer))
         return int(answer["task"])
     say.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
             f"{spec.slots.min} to {spec.slots.max} slots")
+    after: Plain = client.get("/v1/state")
+    for line in plan_lines(followed_by(client, answer["seq"]), {**before, "tasks": after["tasks"]}):
+        say.out(line)
     if spec.train is None:
         say.talk("note: command: is supervised and restarted only; train: heals in memory")
     option = option_for(state)
@@ -38,8 +44,11 @@ def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json:
     client = connect(state, url)
     found = pick(client.get("/v1/state")["tasks"], task)
     answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
-    say.out(json.dumps(answer) if as_json else
-            f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
+    if as_json:
+        say.out(json.dumps(answer))
+        return
+    say.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
+    say.talk(f"next: unicron status{option_for(state)}   (the others are planned anew at its end)")
 
 
 def resolve(client: Client, wanted: str) -> int:
