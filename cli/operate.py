@@ -132,7 +132,9 @@ def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str
         say.out(line)
     held = view["cluster"]["healing"]
     if held != "on":
-        way = "unicron down, then unicron up --act" if held == "observing" else "unicron unfreeze"
+        option = option_for(state)
+        way = (f"unicron down{option}, then unicron up --act{option}" if held == "observing"
+               else f"unicron unfreeze{option}")
         say.out(f"held     {held}; planned, and nothing ordered. To act: {way}")
     _next(state, undo)
 

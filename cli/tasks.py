@@ -32,6 +32,8 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     after: Plain = client.get("/v1/state")
     for line in plan_lines(followed_by(client, answer["seq"]), {**before, "tasks": after["tasks"]}):
         say.out(line)
+    if (held := after["cluster"]["healing"]) != "on":
+        say.out(f"held     {held}: it is planned, and does not start")
     if spec.train is None:
         say.talk("note: command: is supervised and restarted only; train: heals in memory")
     option = option_for(state)

@@ -76,8 +76,12 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     told = pricing.prices(wishes, choice.plan, num_slots=len(slots), gain_min=policy.gain_min,
                           mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
-        if count == 0 and not task.target:  # held, whom the plan gives nothing trains on
+        if task.target:  # held, whom the plan gives nothing trains on
+            continue
+        if count == 0:
             yield from waiting.wait(state, task, len(slots), told.get(task.id))
+        elif task.why:  # held, it has no seats yet
+            yield from waiting.wait_for_healing(state, task)
 
 
 def _ideal_waf(state: ClusterState, usable: set[Slot]) -> float:

@@ -80,7 +80,7 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
     if not state.frozen:
         told = "; it is held by --observe" if state.policy.observe else ""
         raise Refusal(409, f"healing is not frozen{told}",
-                      "unicron down, then unicron up --act" if told else "unicron status")
+                      "only unicron up --act acts" if told else "unicron status")
     return r.HealingResumed(reason=_one_line(asked.reason))
 
 
@@ -107,7 +107,7 @@ def inject(state: ClusterState, body: Any, _: str) -> r.Body:
     asked = convert(body, _Fault)
     if not state.policy.allow_inject:
         raise Refusal(403, "this cluster does not allow faults on purpose",
-                      "unicron down, then unicron up --allow-inject")
+                      "only where unicron up --allow-inject began it")
     if not 0.0 <= asked.stop_s < math.inf:
         raise Refusal(422, f"stop_s: {asked.stop_s:g} is not a time from 0 on",
                       "0 stops it for ever")

@@ -27,7 +27,10 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif low > num_slots or price is None:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
-        out = f" ({num_out} out: unicron status nodes)" if num_out else ""
+        away = [f"{num_out} out"] if num_out else []
+        drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
+        away += [f"{' '.join(drained)} drained"] if drained else []
+        out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
         why, needs = "not enough slots", f"{_slots(low)}; there are {num_slots}{out}"
     else:
         cost_waf, weight_from = price.cost_waf, task.weight * price.times
@@ -38,6 +41,12 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
             why, needs, cost_waf, weight_from):
         yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
                           weight_from=weight_from)
+
+
+def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
+    """The last plan has slots for it, and nothing is ordered at the moment."""
+    if task.why != state.held:
+        yield TaskWaiting(task=task.id, why=state.held, needs="healing to be on")
 
 
 def _smallest(task: Task) -> int:

@@ -137,6 +137,21 @@ def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
     at_rest(d)
 
 
+def test_why_a_task_waits_keeps_up_with_the_plan(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(observe=True)))
+    for node in ("n1", "n2"):
+        d.tell(f"operator/{node}", r.NodeDrained(node=node))
+    task = d.submit(spec())
+    assert task_of(d, task).why == "not enough slots"
+    assert "n1 n2 drained" in task_of(d, task).needs
+    d.tell("operator/back", r.NodeUndrained(node="n1"))
+    assert (task_of(d, task).why, task_of(d, task).withheld) == (
+        "observing", "from 0 to 2 slots, by the plan")
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy()))
+    assert task_of(d, task).why == ""
+    at_rest(d)
+
+
 def test_a_command_task_is_not_started_again(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
     d.obey(d.log[-9:])

@@ -136,7 +136,8 @@ def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
     """One slot is allowed, but earns nothing; four do."""
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
     d.submit(spec(throughput={4: 30.0}))
-    assert the(o.TaskWaiting, d.log[-3:]).needs == "4 slots; there are 2"
+    assert the(o.TaskWaiting, d.log[-3:]).needs == (
+        "4 slots; there are 2 (n2 drained: unicron status nodes)")
     d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
     d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     assert d.state.tasks[d.log[-4].seq].needs == "1 slot; there are 0"
