@@ -14,6 +14,7 @@ STEP_SHARE_MAX = 0.01
 """What a model may differ by, in optimizer steps: one micro-batch left out or counted twice
 moves Adam's step by far more, rounding by far less."""
 LOSS_REL_MAX = 1e-5
+SAME_REL_MAX = 1e-9
 Spec = dict[str, Any]
 
 
@@ -70,7 +71,10 @@ class Twins:
         gap = compare(ours, out / "final")
         twin = read(out / "final")
         wanted = list(twin["numbers.losses"])
-        assert losses[:len(wanted)] == list(read(ours)["numbers.losses"])
+        # Not bit by bit: members may sum the same parts in another order, and another may tell.
+        kept = list(read(ours)["numbers.losses"])
+        assert len(losses) >= len(kept) == len(wanted)
+        assert all(abs(a - b) < SAME_REL_MAX * b for a, b in zip(losses, kept, strict=False))
         assert gap.num_losses == len(wanted)
         assert gap.loss_rel < LOSS_REL_MAX, gap
         params = [value for name, value in twin.items() if name.startswith("model.")]
