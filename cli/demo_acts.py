@@ -20,7 +20,7 @@ from .local_cluster import CONTROL_PLANE
 Plain = dict[str, Any]
 VICTIM_NUM = 2
 STRIKE_ITERATION_NUM = 6
-AWAY_S = 3.0
+AWAY_S = 2.0
 START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, STRIKE_S_MAX = 120.0, 60.0, 120.0, 120.0
 GLANCE_S = 0.001
 

@@ -242,7 +242,7 @@ def export(
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
     iterations: Annotated[int, typer.Option(
-        min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 135,
+        min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 128,
 ) -> None:
     """Train two real models on three nodes, break them, watch them heal; under two minutes."""
     from . import demo as command
