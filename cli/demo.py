@@ -18,10 +18,10 @@ from .. import __version__
 from ..events.errors import UsageError
 from . import demo_acts, demo_nodes, demo_proof, job_file, say, up
 from .demo_acts import Player
-from .demo_moves import moves
 from .demo_stage import BrokenError, Stage
 from .demo_twins import Twins
 from .local_cluster import shown
+from .moves import moves
 
 FOLDER = Path("build") / "demo"
 EXAMPLES = Path(__file__).resolve().parent.parent / "deploy" / "examples"

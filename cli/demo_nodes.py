@@ -20,10 +20,10 @@ from .demo_acts import (
     say_plan,
     submit,
 )
-from .demo_moves import moves
 from .demo_stage import Stage
 from .figures import ms, ranks, rfc3339, scaled, span
 from .local_cluster import agent_name, shown
+from .moves import moves
 
 Plain = dict[str, Any]
 NODE = "n2"

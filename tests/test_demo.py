@@ -6,9 +6,10 @@ import copy
 from pathlib import Path
 
 import pytest
-from unicron.cli import demo, demo_twins
-from unicron.cli.demo_moves import moves
+from unicron.cli import demo, demo_acts, demo_twins
 from unicron.cli.demo_seating import Seating
+from unicron.cli.demo_stage import Stage
+from unicron.cli.moves import moves
 from unicron.control_plane import planner, throughput
 from unicron.events import archive, codec
 
@@ -52,6 +53,7 @@ def test_transitions_are_read_from_the_log():
     assert (grown.num_before, grown.num_after) == (3, 4)
     assert [body["rank"] for body in grown.newcomers] == [2]
     assert first.lost == shrunk.lost == grown.lost == 0
+    assert grown.step_s is not None
     assert 0.0 < grown.still_s < grown.step_s
     assert moves(PLAIN, after=shrunk.seq) == [grown]
 
@@ -61,6 +63,50 @@ def test_an_iteration_that_is_done_again_counts_as_lost():
     told = next(record for record in records if record["kind"] == "Quiesced")
     told["body"]["step_version"] += 2
     assert [move.lost for move in moves(records)] == [0, 2, 0]
+
+
+def grown_from(source: int) -> list[dict]:
+    """The log, but the rank that comes back has its state from there."""
+    records = copy.deepcopy(PLAIN)
+    told = next(record["body"] for record in records if record["kind"] == "Reconfigured"
+                and record["body"]["attempt"] == 2)
+    told["source"] = source
+    return records
+
+
+@pytest.mark.parametrize("source", [-1, 2, 0])
+def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
+    stage = Stage(tmp_path)
+    (body,) = moves(grown_from(source))[-1].newcomers
+    demo_acts.promise_from_memory(stage, body)
+    assert (body["rank"], bool(stage.broken)) == (2, source != 0)
+
+
+def test_what_never_came_up_is_no_generation_to_compare_with():
+    """The newcomer got its state in a third generation that failed, and has it in the fourth."""
+    records: list[dict] = []
+    for record in copy.deepcopy(PLAIN):
+        third = record["body"].get("generation") == 3
+        if third and record["kind"] in ("Reconfigure", "Reconfigured"):
+            records.append(copy.deepcopy(record))
+            if record["kind"] == "Reconfigured":
+                record["body"] |= {"source": record["body"]["rank"], "received_bytes": 0}
+        if third:
+            record["body"]["generation"] = 4
+            record["seq"] += 100
+        records.append(record)
+    grown = moves(records)[-1]
+    assert (grown.generation, grown.num_before, grown.num_after) == (4, 3, 4)
+    assert [(body["rank"], body["source"]) for body in grown.newcomers] == [(2, 0)]
+    assert (grown.lost, grown.still_s) == (0, moves(PLAIN)[-1].still_s)
+
+
+def test_a_transition_counts_before_its_first_step_is_told():
+    until = next(at for at, record in enumerate(PLAIN) if record["kind"] == "Resume"
+                 and record["body"]["generation"] == 3)
+    grown = moves(PLAIN[:until + 1])[-1]
+    assert (grown.generation, grown.step_s) == (3, None)
+    assert grown.still_s > 0.0
 
 
 def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
