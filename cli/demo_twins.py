@@ -80,8 +80,11 @@ class Twins:
     def run(self) -> None:
         """Train all, hold our losses and models to them, judge. Raises BrokenError."""
         began_s = told_s = time.monotonic()
-        while not all(job.is_done for job in self._jobs):
-            self._start_next()
+        while True:
+            done = all(job.is_done for job in self._jobs)
+            self._start_next()  # raises where one failed, so also for the last
+            if done:
+                break
             time.sleep(LOOK_S)
             if time.monotonic() - began_s > TWIN_S_MAX:
                 raise BrokenError(f"the twins are not done within {span(TWIN_S_MAX)}")
@@ -137,7 +140,7 @@ class Twins:
                 gaps.append(("parameters", self._lines(jobs[player.name])[-1]["param_rel"],
                              self._lines(jobs[NOISE])[-1]["param_rel"]))
             for what, gap, noise in gaps:
-                most = NOISE_TIMES_MAX * max(noise, ROUNDING_RATIO)
+                most = _tolerance(noise)
                 equal = gap <= most
                 rows.append([player.name, f"{len(told)} {what}" if what == "losses" else
                              f"all {what}", f"{gap:.1e}", f"{noise:.1e}", f"{most:.1e}",
@@ -159,7 +162,15 @@ def _reversed(player: Player) -> str:
 
 
 def _gap(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two losses; infinite where one is missing."""
+    """The largest relative difference of two losses; infinite where one is missing or NaN."""
     if len(ours) != len(theirs) or not ours:
         return math.inf
-    return max(abs(mine - their) / abs(their) for mine, their in zip(ours, theirs, strict=True))
+    gaps = [abs(mine - their) / abs(their) for mine, their in zip(ours, theirs, strict=True)]
+    return math.inf if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def _tolerance(noise: float) -> float:
+    """How far from its twin still counts as equal; nothing does where no noise was measured."""
+    if not math.isfinite(noise):
+        return math.nan
+    return NOISE_TIMES_MAX * max(noise, ROUNDING_RATIO)

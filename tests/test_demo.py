@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from unicron.cli import demo, demo_acts, demo_twins
 from unicron.cli.demo_seating import Seating
-from unicron.cli.demo_stage import Stage
+from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
 from unicron.control_plane import planner, throughput
 from unicron.events import archive, codec
@@ -16,6 +18,7 @@ from unicron.events import archive, codec
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parent / "data" / "demo.jsonl")]
 """One task on four ranks, of which rank 2 is killed and comes back."""
+NAN = float("nan")
 ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
 
 
@@ -125,6 +128,26 @@ def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
 @pytest.mark.parametrize(("ours", "theirs", "gap"), [
     ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
     ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
+    ([4.0, NAN], [4.0, 2.0], float("inf")), ([4.0, 2.0], [NAN, 2.0], float("inf")),
+    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
 ])
-def test_a_missing_loss_is_no_small_gap(ours, theirs, gap):
+def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
     assert demo_twins._gap(ours, theirs) == gap
+
+
+@pytest.mark.parametrize("noise", [float("inf"), NAN])
+def test_where_no_noise_was_measured_nothing_is_equal(noise):
+    assert not any(gap <= demo_twins._tolerance(noise) for gap in (0.0, 1e-9, float("inf"), NAN))
+    assert demo_twins._tolerance(0.0) > 0.0
+
+
+def test_a_twin_that_fails_last_is_noticed(tmp_path, monkeypatch):
+    stage = Stage(tmp_path)
+    monkeypatch.setattr(stage, "losses", lambda task: {0: 1.0})
+    twins = demo_twins.Twins(stage, ALPHA, BETA)
+    for job in twins._jobs:
+        code = int(job is twins._jobs[-1])
+        job.process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+        job.process.wait()
+    with pytest.raises(BrokenError, match="the twin noise failed"):
+        twins.run()
