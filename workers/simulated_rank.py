@@ -26,6 +26,8 @@ from .training.ledger import Claim, deal
 
 FLOPS = 1e9
 """FLOPs of one iteration on paper."""
+FOR_GOOD_S = 1e7
+"""Longer than any day on paper."""
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
 
 
@@ -128,13 +130,17 @@ class PaperRank:
         return max(self._goes_on_s - self.net.loop.time(), 0.0)
 
     def stop(self, stop_s: float) -> None:
-        """SIGSTOP, and SIGCONT after `stop_s`: it computes and reads nothing, connections stand."""
-        added_s = max(stop_s - self.stopped_s, 0.0)
-        self._goes_on_s = self.net.loop.time() + max(stop_s, self.stopped_s)
+        """SIGSTOP, and SIGCONT after `stop_s` (0: never): it computes and reads nothing, its
+        connections stand."""
+        stop_s = stop_s or FOR_GOOD_S
+        now_s, added_s = self.net.loop.time(), max(stop_s - self.stopped_s, 0.0)
+        left_s = 0.0
+        if self._timer:
+            left_s = max(self._timer.when() - max(now_s, self._goes_on_s), 0.0)
+        self._goes_on_s = max(self._goes_on_s, now_s + stop_s)
         self._began_s += added_s
         if self._timer:
-            left_s = max(self._timer.when() - self.net.loop.time(), 0.0)
-            self._after(left_s + added_s, self._call)
+            self._after(left_s, self._call)
         self.net.later(self.stopped_s, self._read)
 
     def take(self, order: Order) -> None:
