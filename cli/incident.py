@@ -103,7 +103,8 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
                  "slot_s": one.slot_s, "kept": one.kept, "dealt": one.dealt,
                  "ckpt_read": one.ckpt_read},
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
-                                   if x["kind"] == "NodeSilenced"), default=0.0),
+                                   if x["kind"] == "NodeSilenced"
+                                   and x["at_s"] <= one.detected_s), default=0.0),
                          held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
                                   for x in found.records)),
         "evidence": [_event(told, one, x) for x in evidence],
@@ -119,8 +120,8 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
 def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) -> list[Plain]:
     """How long each phase took; those that the incident has not reached are left out.
 
-    `silence_s`: a node's that was not heard of; it takes the place of the detection. `held`: orders
-    were withheld, which is no part of rebuilding.
+    `silence_s`: a node's that was not heard of, by which the fault was detected; it takes the place
+    of the detection. `held`: orders were withheld, which is no part of rebuilding.
     """
     found: list[Plain] = []
     for name, from_, to in HELD_PHASES if held else PHASES:
@@ -128,7 +129,8 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) 
         if from_s is not None and to_s is not None and to_s >= from_s:
             found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s})
     if silence_s:
-        found[0] = {"name": "silent", "from_s": one.detected_s - silence_s, "length_s": silence_s}
+        found = [{"name": "silent", "from_s": one.detected_s - silence_s, "length_s": silence_s},
+                 *(x for x in found if x["name"] != "detect")]
     return [x for x in found if x["name"] != "full" or x["length_s"] > 0]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,17 @@ def two_tasks(beta: dict[int, float]) -> tuple[Driver, int, int]:
     return d, first, second
 
 
-def lose(d: Driver, node: str, task: int) -> None:
-    """The node falls silent, and the task's collectives fail: the second source."""
-    d.now_s += 6
-    d.tell("leader/abc", r.NodeSilenced(node=node, incarnation=d.state.nodes[node].incarnation,
-                                        silence_s=6.0))
+def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
+    """The node falls silent, and the task's collectives fail; either may be the second source."""
     survivors = [m.rank for m in d.state.tasks[task].members if m.node != node]
-    told = [record for rank in survivors for record in failed(d, task, rank)]
+    told: list[Record] = []
+    for silent in (False, True) if silent_last else (True, False):
+        if silent:
+            d.now_s += 6
+            told += d.tell("leader/abc", r.NodeSilenced(
+                node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0))
+        else:
+            told += [record for rank in survivors for record in failed(d, task, rank)]
     carry_out(d, told)
 
 
@@ -130,6 +135,18 @@ def test_a_lost_node_and_the_task_that_gave_a_slot(gives: tuple[Driver, int, int
     assert told["left"] == ["n2 is lost: repair it and start its agent"]
     (plan,) = told["plans"]
     assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
+
+
+def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
+    """A peer's collective fails at once, and the node is silent long enough while that is waited
+    for: all of it is the decision's."""
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    lose(d, "n2", alpha, silent_last=True)
+    told = facts(plain(d))
+    assert "NodeSilenced" in [x["kind"] for x in told["evidence"]]
+    assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
+    spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
+    assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
 
 
 def test_the_story_ends_when_the_unhurt_task_steps_again(gives: tuple[Driver, int, int]) -> None:
