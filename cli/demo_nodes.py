@@ -182,21 +182,16 @@ def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
 def cancel(stage: Stage, player: Player) -> None:
     """An operator ends a task for good."""
     stage.live.discard(player.task)
-    stage.look()
-    seq = stage.told.seq
-    stage.client.post(f"/v1/tasks/{player.task}/cancel", {"reason": "the demo has seen enough"})
+    asked = stage.client.post(f"/v1/tasks/{player.task}/cancel",
+                              {"reason": "the demo has seen enough"})
     ended = stage.wait(lambda: stage.find("TaskEnded", task=player.task), HEAL_S_MAX, "its end")
+    asked_s = next(one["at_s"] for one in stage.records if one["seq"] == asked["seq"])
     num_done = len(stage.losses(player.task))
     stage.say("CANCEL", f"{player.name} after {num_done} iterations, ended "
-                        f"{ms(ended['at_s'] - _at(stage, seq))} later")
+                        f"{ms(ended['at_s'] - asked_s)} later")
     stage.promise(ended["body"]["outcome"] == "cancelled", f"{player.name} was cancelled")
     stage.promise(sorted(stage.losses(player.task)) == list(range(num_done)),
                   f"every iteration of {player.name} has its loss in the log")
-
-
-def _at(stage: Stage, seq: int) -> float:
-    """The stamp of the first record behind it."""
-    return next(float(record["at_s"]) for record in stage.records if record["seq"] > seq)
 
 
 def finish(stage: Stage, player: Player) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unicron.cli import demo, demo_acts, demo_twins
+from unicron.cli import demo, demo_acts, demo_nodes, demo_twins, figures
 from unicron.cli.demo_seating import Seating
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
@@ -123,6 +123,38 @@ def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
     changes = [now for before, now in zip([False, *full], full, strict=False) if before != now]
     assert changes == [True, False, True]
     assert seating.nodes(task) == "n1 n2"
+
+
+class PlayedLog:
+    """A control plane of which the log is known: `told` records of it so far."""
+
+    def __init__(self, records: list[dict], told: int) -> None:
+        self.all, self.told = records, told
+
+    def records(self, after: int, *, follow: bool) -> list[dict]:
+        return [record for record in self.all[:self.told] if record["seq"] > after]
+
+    def post(self, path: str, body: object) -> dict:
+        """Everything happens; the request is the fifth record from the end."""
+        self.told = len(self.all)
+        return {"seq": self.all[-5]["seq"]}
+
+
+def test_a_cancelled_task_ended_so_long_after_it_was_asked_for(tmp_path, capsys):
+    """Not after whatever else came in before the request."""
+    records = copy.deepcopy(PLAIN)
+    for number, record in enumerate(records):
+        record["at_s"] = 1000.0 + number
+    ended = next(record for record in records if record["kind"] == "TaskEnded")
+    ended["body"]["outcome"] = "cancelled"
+    player = copy.deepcopy(ALPHA)
+    player.task = ended["body"]["task"]
+    stage = Stage(tmp_path)
+    stage._client = PlayedLog(records, len(records) - 20)
+    demo_nodes.cancel(stage, player)
+    assert f"ended {figures.ms(ended['at_s'] - records[-5]['at_s'])} later" in (
+        capsys.readouterr().out)
+    assert not stage.broken
 
 
 @pytest.mark.parametrize(("ours", "theirs", "gap"), [
