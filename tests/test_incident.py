@@ -1,4 +1,4 @@
-"""The page of an incident, and the screens around it, from logs of faults that the heart healed.
+"""The page of an incident, and the list of all, from logs of faults that the heart healed.
 
 `UNICRON_SNAPSHOTS=write pytest tests/test_incident.py` writes the pages anew; read the difference.
 """
@@ -11,108 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heart_driver import Driver, failed, spec
-from test_screens import DATA, PLAIN, check
-from unicron.cli import incident, screens
+from heart_driver import Driver, failed
+from test_screens import PLAIN, check
+from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
+from unicron.cli import incident
 from unicron.cli import replay as command
 from unicron.cli.history import History, history
 from unicron.cli.screen_incident import bar, every, page
 from unicron.cli.state_dir import StateDir
 from unicron.cli.story import story
-from unicron.control_plane.replay import replay
-from unicron.control_plane.view import view
 from unicron.events import archive
 from unicron.events import orders as o
 from unicron.events import reports as r
-from unicron.events.codec import from_plain, to_plain
+from unicron.events.codec import to_plain
 from unicron.events.errors import UsageError
-from unicron.events.records import Record
 
 Plain = dict[str, Any]
-
-
-def carry_out(d: Driver, records: list[Record]) -> list[Record]:
-    """Orders and what follows, as far as the processes that they name still live."""
-    todo, done = list(records), list[Record]()
-    while todo:
-        record = todo.pop(0)
-        try:
-            new = d.do(record.body)
-        except KeyError:
-            new = []
-        if isinstance(record.body, o.Resume):
-            new = d.progress(record.body.task)
-        done += new
-        todo += new
-    return done
-
-
-def train(name: str, weight: float, throughput: dict[int, float], **changes: Any) -> Any:
-    return spec(name=name, weight=weight, throughput=throughput, train={
-        "iterations": 50, "output": f"/srv/{name}", "batch": {"global": 24, "micro": 2}}, **changes)
-
-
-def two_tasks(beta: dict[int, float]) -> tuple[Driver, int, int]:
-    """alpha on n1 and n2, beta on n3, both training."""
-    d = Driver(nodes=3)
-    first = d.submit(train("alpha", 2.0, {1: 1e12, 2: 1.9e12, 3: 2.6e12, 4: 2.7e12}))
-    carry_out(d, d.log[-20:])
-    second = d.submit(train("beta", 1.0, beta))
-    carry_out(d, d.log[-20:])
-    for task in (first, second):
-        d.progress(task, 4)
-    assert [len(task.target) for task in d.state.tasks.values()] == [4, 2]
-    return d, first, second
-
-
-def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
-    """The node falls silent, and the task's collectives fail; either may be the second source."""
-    survivors = [m.rank for m in d.state.tasks[task].members if m.node != node]
-    told: list[Record] = []
-    for silent in (False, True) if silent_last else (True, False):
-        if silent:
-            d.now_s += 6
-            told += d.tell("leader/abc", r.NodeSilenced(
-                node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0))
-        else:
-            told += [record for rank in survivors for record in failed(d, task, rank)]
-    carry_out(d, told)
-
-
-@pytest.fixture(scope="module")
-def gives() -> tuple[Driver, int, int]:
-    """n2 is lost under alpha; beta, unhurt, gives one of its two slots and trains on."""
-    d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
-    lose(d, "n2", alpha)
-    assert [len(task.target) for task in d.state.tasks.values()] == [3, 1]
-    return d, alpha, beta
-
-
-@pytest.fixture(scope="module")
-def waits() -> tuple[Driver, int, int]:
-    """n2 is lost under alpha; beta, unhurt, gives all its slots and waits."""
-    d, alpha, beta = two_tasks({2: 0.6e12})
-    lose(d, "n2", alpha)
-    return d, alpha, beta
-
-
-def plain(d: Driver) -> list[Plain]:
-    return [to_plain(record) for record in d.log]
-
-
-def facts(records: list[Plain], which: str = "") -> Plain:
-    told = history(records)
-    one = incident.pick(told, which)
-    assert one is not None
-    state = replay(map(from_plain, records))
-    return {**incident.facts_of(told, story(one, records), view(state)),
-            "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
-
-
-def seen(d: Driver) -> Plain:
-    told = view(d.state)
-    told["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
-    return told
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -123,8 +37,8 @@ def test_a_killed_rank() -> None:
     assert [x["name"] for x in told["phases"]] == ["detect", "decide", "rebuild", "step", "full"]
 
 
-def test_a_lost_node_and_the_task_that_gave_a_slot(gives: tuple[Driver, int, int]) -> None:
-    d, _, _ = gives
+def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
+    d, _, _ = gives()
     told = facts(plain(d))
     check("incident-node", page(told), columns_max=100)
     hurt, other = told["effects"]
@@ -149,8 +63,8 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
     assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
 
 
-def test_the_story_ends_when_the_unhurt_task_steps_again(gives: tuple[Driver, int, int]) -> None:
-    d, _, beta = gives
+def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
+    d, _, beta = gives()
     records = plain(d)
     before = [x["seq"] for x in facts(records)["timeline"]]
     later = [{**records[-1], "seq": records[-1]["seq"] + n, "incident": 0,
@@ -162,10 +76,9 @@ def test_the_story_ends_when_the_unhurt_task_steps_again(gives: tuple[Driver, in
     assert [x["seq"] for x in story(one, [*records, *later]).records] == before
 
 
-def test_what_the_unhurt_task_lost_is_told_from_its_own_records(
-        gives: tuple[Driver, int, int]) -> None:
+def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
     """Its pause is from the first member that left to the order to train."""
-    d, _, beta = gives
+    d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, o.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
     left = next(x.at_s for x in own if isinstance(x.body, r.Quiesced))
@@ -173,8 +86,8 @@ def test_what_the_unhurt_task_lost_is_told_from_its_own_records(
     assert facts(plain(d))["effects"][1]["pause_s"] == pytest.approx(again - left)
 
 
-def test_a_task_that_gave_all_its_slots_waits(waits: tuple[Driver, int, int]) -> None:
-    d, _, _ = waits
+def test_a_task_that_gave_all_its_slots_waits() -> None:
+    d, _, _ = waits()
     told = facts(plain(d))
     check("incident-waits", page(told), columns_max=100)
     assert told["effects"][1]["pause_s"] is None
@@ -264,9 +177,9 @@ def test_the_bar_is_in_proportion() -> None:
 
 # --- the commands -------------------------------------------------------------------------------
 @pytest.fixture
-def exported(gives: tuple[Driver, int, int], tmp_path: Path) -> Path:
+def exported(tmp_path: Path) -> Path:
     path = tmp_path / "log.jsonl"
-    archive.write(path, gives[0].log, cluster="test", code="1")
+    archive.write(path, gives()[0].log, cluster="test", code="1")
     return path
 
 
@@ -309,108 +222,5 @@ def test_a_log_without_incidents() -> None:
         incident.pick(History(), "3")
 
 
-def test_the_list(gives: tuple[Driver, int, int]) -> None:
-    check("incident-all", every(history(plain(gives[0]))), columns_max=100)
-
-
-# --- the screens after such faults --------------------------------------------------------------
-def test_status_after_a_lost_node(gives: tuple[Driver, int, int]) -> None:
-    d, alpha, _ = gives
-    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
-    check("status-lost", lines, columns_max=100)
-    assert lines[1].startswith("NEEDS YOU  n2 lost for")
-    task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-shrunk", screens.task_status(view(d.state), task, history(plain(d)),
-                                             now_s=d.now_s + 0.5))
-    check("nodes-lost", screens.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
-
-
-def test_status_while_a_task_waits(waits: tuple[Driver, int, int]) -> None:
-    d, _, beta = waits
-    check("status-waits", screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
-          columns_max=100)
-    task = next(x for x in view(d.state)["tasks"] if x["id"] == beta)
-    check("task-waits", screens.task_status(view(d.state), task, history(plain(d)),
-                                            now_s=d.now_s + 0.5))
-
-
-def test_status_while_healing_is_held() -> None:
-    d, alpha, _ = two_tasks({2: 2e12})
-    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
-    d.exit(alpha, 2)
-    d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans"))
-    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
-    check("status-frozen", lines, columns_max=100)
-    assert "unicron unfreeze" in " ".join(lines[1:3])
-    d.tell("leader/abc", r.PolicySet(policy=r.Policy(observe=True)))
-    lines = screens.status(seen(d), cluster="test", now_s=d.now_s)
-    assert lines[1].startswith("NEEDS YOU  observing")
-
-
-def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
-    d, _, _ = two_tasks({2: 2e12})
-    carry_out(d, d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans")))
-    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
-    check("nodes-drained", screens.nodes(view(d.state), now_s=d.now_s), columns_max=100)
-    waiting = any(task.phase == "idle" for task in d.state.tasks.values())
-    assert any("n3 is drained (fans)" in line for line in told) == waiting
-    d.submit(train("gamma", 0.01, {4: 1e9}, slots={"min": 4, "max": 4}))
-    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
-    assert any("n3 is drained (fans), and a task waits: unicron undrain n3" in line
-               for line in told)
-
-
-# --- what is no news, and what is ---------------------------------------------------------------
-def test_a_silent_task_is_told() -> None:
-    d = Driver()
-    task = d.running()
-    one = view(d.state)["tasks"][0]
-    assert screens.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)[1][:4] == "next"
-    told = screens.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
-    assert told[1] == "silent     last progress 75 s ago, it trains no more or very slowly"
-    (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s + 75)
-               if x.startswith("NEEDS YOU")]
-    assert line == ("NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: "
-                    "unicron logs alpha -f")
-    d.tell(d.source("n1"), r.TaskProgressed(
-        task=task, generation=1, first_iteration=1, losses=(2.0,), step_s=(60.0,), rate_flops=1e9,
-        micro_batches=12))
-    assert not [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s + 150)
-                if x.startswith("NEEDS YOU")], "it is slow, not silent"
-
-
-def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None:
-    d = Driver()
-    task = d.submit(spec(train=None, command=["false"]))
-    for _ in range(9):
-        for rank in list(d.state.tasks[task].ranks):
-            if rank in d.state.tasks[task].ranks:
-                carry_out(d, d.exit(task, rank, code=1))
-    assert d.state.tasks[task].outcome == "failed"
-
-    def news(after_s: float) -> list[str]:
-        lines = screens.status(seen(d), cluster="test", now_s=d.now_s + after_s)
-        return [x for x in lines if x.startswith("NEEDS YOU  alpha failed")]
-
-    assert news(3600)
-    assert not news(25 * 3600)
-    d.submit(spec())
-    assert not news(1)
-
-
-def test_the_running_span_counts_only_so_far() -> None:
-    d = Driver()
-    task = d.running()
-    for _ in range(40):  # one iteration of 1 GFLOP every 100 s: 10 MFLOP/s
-        d.now_s += 99.99
-        d.progress(task)
-    means = screens.earned(view(d.state), d.now_s)
-    assert len(means) == 3
-    assert means == pytest.approx([1e7] * 3, rel=0.15)
-
-
-def test_origins_are_told_so_that_units_do_not_mix(gives: tuple[Driver, int, int]) -> None:
-    (line,) = [x for x in screens.status(seen(gives[0]), cluster="test", now_s=gives[0].now_s)
-               if x.startswith("plan")]
-    assert line.endswith("declared: compares with plans only")
-    assert DATA.is_dir()
+def test_the_list() -> None:
+    check("incident-all", every(history(plain(gives()[0]))), columns_max=100)

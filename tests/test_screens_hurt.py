@@ -1,0 +1,117 @@
+"""The screens of a cluster that was hurt, is held, or has tasks that wait or fell silent.
+
+`UNICRON_SNAPSHOTS=write pytest tests/test_screens_hurt.py` writes them anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import pytest
+from heart_driver import Driver, spec
+from test_screens import check
+from two_tasks import carry_out, gives, plain, seen, train, two_tasks, waits
+from unicron.cli import screens
+from unicron.cli.history import History, history
+from unicron.control_plane.view import view
+from unicron.events import reports as r
+
+
+# --- the screens after such faults --------------------------------------------------------------
+def test_status_after_a_lost_node() -> None:
+    d, alpha, _ = gives()
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
+    check("status-lost", lines, columns_max=100)
+    assert lines[1].startswith("NEEDS YOU  n2 lost for")
+    task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
+    check("task-shrunk", screens.task_status(view(d.state), task, history(plain(d)),
+                                             now_s=d.now_s + 0.5))
+    check("nodes-lost", screens.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
+
+
+def test_status_while_a_task_waits() -> None:
+    d, _, beta = waits()
+    check("status-waits", screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
+          columns_max=100)
+    task = next(x for x in view(d.state)["tasks"] if x["id"] == beta)
+    check("task-waits", screens.task_status(view(d.state), task, history(plain(d)),
+                                            now_s=d.now_s + 0.5))
+
+
+def test_status_while_healing_is_held() -> None:
+    d, alpha, _ = two_tasks({2: 2e12})
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    d.exit(alpha, 2)
+    d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans"))
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
+    check("status-frozen", lines, columns_max=100)
+    assert "unicron unfreeze" in " ".join(lines[1:3])
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(observe=True)))
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s)
+    assert lines[1].startswith("NEEDS YOU  observing")
+
+
+def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
+    d, _, _ = two_tasks({2: 2e12})
+    carry_out(d, d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans")))
+    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
+    check("nodes-drained", screens.nodes(view(d.state), now_s=d.now_s), columns_max=100)
+    assert not any("n3 is drained" in line for line in told), "nobody waits"
+    d.submit(train("gamma", 0.01, {4: 1e9}, slots={"min": 4, "max": 4}))
+    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
+    assert any("n3 is drained (fans), and a task waits: unicron undrain n3" in line
+               for line in told)
+
+
+# --- what is no news, and what is ---------------------------------------------------------------
+def test_a_silent_task_is_told() -> None:
+    d = Driver()
+    task = d.running()
+    one = view(d.state)["tasks"][0]
+    assert screens.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)[1][:4] == "next"
+    told = screens.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
+    assert told[1] == "silent     last progress 75 s ago, it trains no more or very slowly"
+    (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s + 75)
+               if x.startswith("NEEDS YOU")]
+    assert line == ("NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: "
+                    "unicron logs alpha -f")
+    d.tell(d.source("n1"), r.TaskProgressed(
+        task=task, generation=1, first_iteration=1, losses=(2.0,), step_s=(60.0,), rate_flops=1e9,
+        micro_batches=12))
+    assert not [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s + 150)
+                if x.startswith("NEEDS YOU")], "it is slow, not silent"
+
+
+def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None:
+    d = Driver()
+    task = d.submit(spec(train=None, command=["false"]))
+    for _ in range(9):
+        for rank in list(d.state.tasks[task].ranks):
+            if rank in d.state.tasks[task].ranks:
+                carry_out(d, d.exit(task, rank, code=1))
+    assert d.state.tasks[task].outcome == "failed"
+
+    def news(after_s: float) -> list[str]:
+        lines = screens.status(seen(d), cluster="test", now_s=d.now_s + after_s)
+        return [x for x in lines if x.startswith("NEEDS YOU  alpha failed")]
+
+    assert news(3600)
+    assert not news(25 * 3600)
+    d.submit(spec())
+    assert not news(1)
+
+
+def test_the_running_span_counts_only_so_far() -> None:
+    d = Driver()
+    task = d.running()
+    for _ in range(40):  # one iteration of 1 GFLOP every 100 s: 10 MFLOP/s
+        d.now_s += 99.99
+        d.progress(task)
+    means = screens.earned(view(d.state), d.now_s)
+    assert len(means) == 3
+    assert means == pytest.approx([1e7] * 3, rel=0.15)
+
+
+def test_origins_are_told_so_that_units_do_not_mix() -> None:
+    d, _, _ = gives()
+    (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s)
+               if x.startswith("plan")]
+    assert line.endswith("declared: compares with plans only")
