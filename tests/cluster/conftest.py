@@ -99,12 +99,12 @@ class RealCluster:
     def wait_told(self, after: int, kind: str, limit_s: float = 120.0, **wanted: object) -> Record:
         """The first of them."""
         return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
-                         f"{kind} {wanted} behind {after}\n{self.tail(after)}", limit_s)
+                         lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}", limit_s)
 
     def tail(self, after: int) -> str:
-        """The log behind `after` in short lines, for a failed assertion."""
+        """The log behind `after`, as last seen, in short lines, for a failed assertion."""
         return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"
-                         for record in self.records(after)
+                         for record in self._log[after:]
                          if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind)
 
     # --- what is broken on purpose --------------------------------------------------------------
@@ -162,7 +162,9 @@ class RealCluster:
                       if line.endswith("\n")]
         return sorted(lines, key=lambda line: line["t"])
 
-    def wait(self, look: Callable[[], T | None], what: str, limit_s: float = 120.0) -> T:
+    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str],
+             limit_s: float = 120.0) -> T:
+        """What `look` finds; AssertionError, with what is known then, if that is nothing."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             try:
@@ -172,7 +174,8 @@ class RealCluster:
             if found is not None:
                 return found
             time.sleep(0.01)
-        raise AssertionError(f"not within {limit_s:.0f} s: {what}")
+        said = what if isinstance(what, str) else what()
+        raise AssertionError(f"not within {limit_s:.0f} s: {said}")
 
     def wait_traced(self, task: int, limit_s: float = 120.0, **wanted: object) -> dict[str, Any]:
         """The newest trace line with these values."""
