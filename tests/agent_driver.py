@@ -43,6 +43,20 @@ try:
 except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")
 """
+CHILD_OF_ITS_OWN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"],
+                         start_new_session=True)
+open(sys.argv[1], "w").write(f"{child.pid} ")
+time.sleep(120)
+"""
+"""A rank whose child has left its group; it writes the child's pid where it is told."""
+WAITS = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+"""A rank that ends when a file is there."""
 _numbers = itertools.count(1)
 
 RANK = '''

@@ -10,26 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_driver import LIMIT_S, TOKEN, alive, ended, plane, until, until_gone, until_text
+from agent_driver import (
+    CHILD_OF_ITS_OWN,
+    LIMIT_S,
+    TOKEN,
+    WAITS,
+    alive,
+    ended,
+    plane,
+    until,
+    until_gone,
+    until_text,
+)
 from unicron.events import embedded
 from unicron.events.errors import UsageError
 from unicron.events.reports import NodeJoined, NodeLeft, RankExited, RankStarted
 from unicron.workers.agent.join import join
-
-FAMILY = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
-                         start_new_session=True)
-open(sys.argv[1], "w").write(f"{child.pid} ")
-time.sleep(60)
-"""
-
-
-WAIT_FOR = """
-import os, sys, time
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-"""
 
 
 def test_ranks_die_with_their_agent_and_its_successor_clears_up(
@@ -39,7 +35,7 @@ def test_ranks_die_with_their_agent_and_its_successor_clears_up(
             first = one.agent()
             await one.wait(NodeJoined)
             note = tmp_path / "child"
-            await one.start(FAMILY, str(note))
+            await one.start(CHILD_OF_ITS_OWN, str(note))
             (started,) = await one.wait(RankStarted)
             child = int(await until_text(note))
             first.kill()
@@ -67,7 +63,7 @@ def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
             agent = one.agent()
             await one.wait(NodeJoined)
             for number in range(2):
-                await one.start(WAIT_FOR, str(tmp_path / f"go-{number}"), rank=number)
+                await one.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
             await one.wait(RankStarted, 2)
             for number in range(2):
                 os.kill(server.pid, signal.SIGKILL)
@@ -100,7 +96,7 @@ def test_what_a_killed_agent_had_not_delivered_its_successor_does(
         async with plane(own_server.url, tmp_path / "state") as one:
             first = one.agent()
             await one.wait(NodeJoined)
-            await one.start(WAIT_FOR, str(tmp_path / "go"))
+            await one.start(WAITS, str(tmp_path / "go"))
             (started,) = await one.wait(RankStarted)
             os.kill(own_server.pid, signal.SIGKILL)
             await until_gone(own_server.pid)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from agent_driver import (
+    CHILD_OF_ITS_OWN,
     LIMIT_S,
+    WAITS,
     House,
     Plane,
     alive,
@@ -145,15 +147,6 @@ def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
     go(test)
 
 
-CHILD_OF_ITS_OWN = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"],
-                         start_new_session=True)
-open(sys.argv[1], "w").write(f"{child.pid} ")
-time.sleep(120)
-"""
-
-
 def test_a_node_is_lost_on_purpose_once(own_server: embedded.Server, tmp_path: Path) -> None:
     """With all its ranks, also one that is stopped and one whose child has left its group."""
     async def test() -> None:
@@ -190,11 +183,6 @@ import sys, time
 while True:
     open(sys.argv[1], "a").write("x")
     time.sleep(0.05)
-"""
-WAITS = """
-import os, sys, time
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
 """
 
 
