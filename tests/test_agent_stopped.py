@@ -83,6 +83,13 @@ async def _polite(one: House) -> int:
     return started.pid
 
 
+async def _halted(one: House, stop_s: float = 0.0) -> None:
+    """Such a rank, stopped on purpose: for a time, or for ever."""
+    pid = await _polite(one)
+    await one.leader.order(fault("stop", stop_s=stop_s))
+    await until(lambda: is_stopped(pid))
+
+
 def test_a_rank_is_stopped_on_purpose_for_a_time(memory: MemoryLog, tmp_path: Path) -> None:
     async def test() -> None:
         async with house(memory, tmp_path) as one:
@@ -104,9 +111,7 @@ def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(
         memory: MemoryLog, tmp_path: Path) -> None:
     async def test() -> None:
         async with house(memory, tmp_path) as one:
-            pid = await _polite(one)
-            await one.leader.order(fault("stop"))
-            await until(lambda: is_stopped(pid))
+            await _halted(one)
             began_s = time.monotonic()
             await one.stop_rank(grace_s=0.5)
             (exited,) = await one.leader.wait(RankExited)
@@ -120,9 +125,7 @@ def test_a_higher_attempt_fences_one_that_is_stopped(
         memory: MemoryLog, tmp_path: Path) -> None:
     async def test() -> None:
         async with house(memory, tmp_path) as one:
-            pid = await _polite(one)
-            await one.leader.order(fault("stop"))
-            await until(lambda: is_stopped(pid))
+            await _halted(one)
             await one.start(python("pass"), attempt=2)
             exits = await one.leader.wait(RankExited, 2)
             assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
@@ -136,9 +139,7 @@ def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
         memory: MemoryLog, tmp_path: Path, stop_s: float, exit_code: int | None) -> None:
     async def test() -> None:
         async with house(memory, tmp_path) as one:
-            pid = await _polite(one)
-            await one.leader.order(fault("stop", stop_s=stop_s))
-            await until(lambda: is_stopped(pid))
+            await _halted(one, stop_s)
             one.stop.set()
             (exited,) = await one.leader.wait(RankExited)
             assert exited.exit_code == exit_code
