@@ -19,6 +19,7 @@ from .fold_decisions import DECISIONS
 from .fold_requests import REQUESTS, acts_again
 from .folding import (
     arm,
+    await_silent,
     broken,
     disarm,
     drop_rank,
@@ -80,15 +81,19 @@ def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) ->
         return
     node.health, node.since_s, node.silenced_seq = "unreachable", record.at_s, record.seq
     arm(state, f"replace/{node.name}", state.policy.replace_after_s)
+    for task in state.tasks.values():
+        await_silent(state, task)
 
 
 def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
-    if node.health in ("unreachable", "lost"):
+    if node.silent:
         node.health, node.since_s, node.replace = "healthy", record.at_s, False
         disarm(state, f"replace/{node.name}")
+        for task in state.tasks.values():
+            await_silent(state, task)
         state.replan = f"node {node.name} is back"
 
 
@@ -255,8 +260,9 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
 def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
-    if rank is not None:
+    if task is not None and rank is not None:
         rank.quiesced, rank.step_version = body.generation, body.step_version
+        await_silent(state, task)
 
 
 def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..events.records import Record
 from ..events.reports import DeadlineReached
-from .folding import broken, fault, find
+from .folding import broken, fault, find, mute
 from .severity import TASK_HANG, network_status
 from .state import ClusterState, Rank, Task
 
@@ -26,11 +26,15 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = [rank for rank in task.living_members()
-            if rank.quiesced < task.generation and rank.state != "finished" and not rank.stopping]
+    late = [rank for rank in mute(task) if not rank.stopping]
     waited = task.mode == "now" or not late  # at a boundary, for those who never came to it
     if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
         task.save_late = task.generation
+    _late_silent(state, record, task, rest)
+
+
+def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    late = [rank for rank in mute(task) if not rank.stopping]
     for rank in late:
         rank.overdue = "did not quiesce in time"
     if late:
@@ -65,6 +69,7 @@ def _names(ranks: list[Rank]) -> str:
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "start": _late_rank, "error": _late_exit, "stop": _late_exit, "quiesce": _late_quiesce,
+    "silent": _late_silent,
     "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
 }
 

@@ -14,6 +14,7 @@ from ..events.reports import Body
 from .calibration import learn_slot
 from .folding import (
     arm,
+    await_silent,
     close_orders,
     disarm,
     disarm_phase,
@@ -224,6 +225,7 @@ def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     arm(state, f"quiesce/{task.id}/{task.generation}",
         policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
     set_phase(state, task, "quiescing")
+    await_silent(state, task)
 
 
 def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> None:

@@ -28,7 +28,7 @@ def disarm(state: ClusterState, deadline: str) -> None:
 
 def disarm_phase(state: ClusterState, task: Task) -> None:
     """Forget what the current generation was to do in time."""
-    for what in ("quiesce", "reconfigure", "evidence", "finish"):
+    for what in ("quiesce", "silent", "reconfigure", "evidence", "finish"):
         disarm(state, f"{what}/{task.id}/{task.generation}")
 
 
@@ -78,6 +78,7 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     else:
         task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
     settle_phase(state, task)
+    await_silent(state, task)
 
 
 def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
@@ -87,6 +88,7 @@ def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
     rank.overdue, rank.stop_orders = why, []
     task.ghosts.append(rank)
     settle_phase(state, task)
+    await_silent(state, task)
 
 
 def settle_phase(state: ClusterState, task: Task) -> None:
@@ -106,6 +108,28 @@ def settle_phase(state: ClusterState, task: Task) -> None:
         set_phase(state, task, "starting")
     if task.phase == "starting" and not task.target and not task.ranks:
         set_phase(state, task, "idle")
+
+
+def mute(task: Task) -> list[Rank]:
+    """Living members that have not said that they left the generation."""
+    return [rank for rank in task.living_members()
+            if rank.quiesced < task.generation and rank.state != "finished"]
+
+
+def await_silent(state: ClusterState, task: Task) -> None:
+    """Hold a deadline for members on silent nodes while they alone keep the others waiting.
+
+    The others have left the generation, so nobody steps in it any more; and one of them has the
+    state, so nothing is lost without the silent. Theirs is the time of any second source.
+    """
+    left = mute(task) if task.phase == "quiescing" else []
+    heard = [rank for rank in task.living_members()
+             if (node := state.nodes.get(rank.slot.node)) is not None and not node.silent]
+    name = f"silent/{task.id}/{task.generation}"
+    if not left or any(rank in left for rank in heard) or not any(x.has_state for x in heard):
+        disarm(state, name)
+    elif name not in state.deadlines:
+        arm(state, name, state.policy.evidence_s_max)
 
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:

@@ -67,6 +67,11 @@ class Node(Struct, kw_only=True):
     """Slots with a hardware fault; they come back when the agent joins again."""
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is heard of it; its processes may live all the same."""
+        return self.health in ("unreachable", "lost")
+
 
 class Rank(Struct, kw_only=True):
     """One process of a task, from its StartRank to its end."""

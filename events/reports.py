@@ -31,7 +31,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     silence_s_max: float = 5.0
     """A node not heard of for this long is unreachable."""
     evidence_s_max: float = 1.0
-    """How long a collective's failure waits for its root cause before a reattempt in place."""
+    """How long a collective's failure waits for its root cause before a reattempt in place; and
+    members that hold, for those on silent nodes."""
     start_s_max: float = 180.0
     quiesce_s_max: float = 60.0
     """How long a rank told to stop at once may take (a micro-batch is finished first)."""

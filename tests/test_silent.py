@@ -1,0 +1,164 @@
+"""Nodes that fall silent together: who can be heard goes on, and nobody is given up in haste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from heart_driver import Driver, at_rest, failed, kinds, spec, task_of, the
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3, slots=1)
+    yield made
+    at_rest(made)
+
+
+def silence(d: Driver, node: str) -> list[Record]:
+    incarnation = d.state.nodes[node].incarnation
+    return d.tell(f"leader/{d.state.nonce}",
+                  r.NodeSilenced(node=node, incarnation=incarnation, silence_s=5.0))
+
+
+def hear(d: Driver, node: str) -> list[Record]:
+    incarnation = d.state.nodes[node].incarnation
+    return d.tell(f"leader/{d.state.nonce}", r.NodeHeard(node=node, incarnation=incarnation))
+
+
+def lasts_s(d: Driver, deadline: str) -> float:
+    return d.state.deadlines[deadline].due_s - d.state.at_s
+
+
+def three(d: Driver) -> int:
+    """A task of one rank on each of three nodes, some iterations on."""
+    task = d.running(spec(slots={"min": 1, "max": 3}))
+    d.progress(task, 5)
+    return task
+
+
+@pytest.mark.parametrize("first", ["failed", "silent"])
+def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, first: str) -> None:
+    """The failed collective proves one of them; that the other holds nobody up proves it too."""
+    task = three(d)
+    if first == "failed":
+        failed(d, task, 0)
+        told = silence(d, "n2")
+        assert silence(d, "n3") == d.log[-1:]
+    else:
+        silence(d, "n2")
+        silence(d, "n3")
+        told = failed(d, task, 0)
+    assert the(o.IncidentOpened, told).node == "n2"
+    assert lasts_s(d, f"silent/{task}/1") <= d.state.policy.evidence_s_max
+    late = d.due(f"silent/{task}/1")
+    assert kinds(late)[:2] == ["IncidentEscalated"] * 2
+    assert [x.body.why for x in late if isinstance(x.body, o.IncidentEscalated)][1] == (
+        "node n3 is silent; rank 2 did not quiesce in time")
+    d.obey(late)
+    assert [x.rank for x in task_of(d, task).members] == [0]
+    assert the(o.IncidentClosed, d.progress(task)).iterations_lost == 0
+    assert {d.state.nodes[name].health for name in ("n2", "n3")} == {"lost"}
+    assert len(d.state.incidents) == 1
+    assert not [x for x in d.state.deadlines if not x.startswith("replace/")]
+    for node in ("n2", "n3"):
+        d.obey(hear(d, node))
+    d.progress(task)
+    assert len(task_of(d, task).members) == 3
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_the_same_while_healing_is_held(d: Driver) -> None:
+    """What has begun is completed."""
+    task = three(d)
+    failed(d, task, 0)
+    silence(d, "n2")
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    silence(d, "n3")
+    d.obey(d.due(f"silent/{task}/1"))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [0]
+    d.obey(d.tell("operator/unfreeze", r.HealingResumed()))
+    assert the(o.IncidentClosed, d.log[-20:]).iterations_lost == 0
+
+
+def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver) -> None:
+    """Its time is quiesce_s_max, and the silent one waits with it; then it alone is waited for."""
+    task = three(d)
+    lost = d.exit(task, 0)
+    assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
+    silence(d, "n3")
+    assert f"silent/{task}/1" not in d.state.deadlines, "rank 1 is slow, and nobody is silent there"
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.quiesced(task, 1)
+    assert lasts_s(d, f"silent/{task}/1") == d.state.policy.evidence_s_max
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.obey(d.due(f"silent/{task}/1"))
+    assert [x.rank for x in task_of(d, task).members] == [1]
+    d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [1, 0]
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_one_that_is_heard_again_has_all_its_time(d: Driver) -> None:
+    task = three(d)
+    failed(d, task, 0)
+    silence(d, "n2")
+    silence(d, "n3")
+    hear(d, "n3")
+    assert f"silent/{task}/1" not in d.state.deadlines
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.obey(d.quiesced(task, 2))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [0, 2]
+    assert d.state.nodes["n3"].health == "healthy"
+    assert not task_of(d, task).restarts
+
+
+def test_where_the_silent_alone_have_the_state_they_have_all_their_time(d: Driver) -> None:
+    """To go on without them would lose iterations, and they may be back."""
+    task = three(d)
+    silence(d, "n2")
+    silence(d, "n3")
+    lost = d.exit(task, 0)
+    assert kinds(lost) == ["IncidentOpened", "Quiesce", "StartRank"]
+    assert f"silent/{task}/1" not in d.state.deadlines
+    for node in ("n2", "n3"):
+        hear(d, node)
+    d.obey(lost)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 3
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_who_has_quiesced_at_a_boundary_waits_no_longer_either(d: Driver) -> None:
+    """The flag that stops all after one step was in a reduction that the silent were part of."""
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.tell("operator/drain", r.NodeDrained(node="n2"))
+    begun = d.do(next(x.body for x in d.log[::-1] if isinstance(x.body, o.StartRank)))
+    assert the(o.Quiesce, begun).mode == "boundary"
+    d.quiesced(task, 0)
+    assert kinds(silence(d, "n2")) == []
+    d.obey(d.due(f"silent/{task}/1"))
+    assert [x.rank for x in task_of(d, task).members] == [0, 2]
+    d.progress(task)
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_a_silent_node_does_not_cut_off_who_still_saves(d: Driver) -> None:
+    """Rank 0 holds and its checkpoint is on the way: only the silent one is late."""
+    task = d.running(spec(slots={"min": 3, "max": 3}))
+    d.tell("operator/drain", r.NodeDrained(node="n3"))
+    saved = d.save(task, 0)
+    for rank in (0, 1):
+        d.quiesced(task, rank)
+    silence(d, "n3")
+    late = d.due(f"silent/{task}/1")
+    assert "StopRank" not in kinds(late), "nothing is published yet"
+    d.obey([*late, *saved])
+    assert task_of(d, task).checkpoint is not None
+    assert task_of(d, task).phase == "idle"
