@@ -112,9 +112,12 @@ class Work(Struct, frozen=True):
 class Planned(Struct, frozen=True):
     """What the cluster was to earn from `at_s` on, weighted FLOP/s: the plan, and the ideal one."""
 
+    seq: int
     at_s: float
-    waf: float
-    ideal_waf: float
+    waf: float = 0.0
+    ideal_waf: float = 0.0
+    origins: tuple[str, ...] = ()
+    """Of the tables, as they were then, of the tasks that it gives slots, sorted."""
 
 
 class Waf(Struct, frozen=True, kw_only=True):
@@ -148,8 +151,6 @@ class History(Struct):
     """(at_s, occurred_s) of what may be evidence, by seq."""
     work: list[Work] = field(default_factory=list[Work])
     plans: list[Planned] = field(default_factory=list[Planned])
-    origins: list[str] = field(default_factory=list[str])
-    """Of the tables that the plans were made of, in the order in which they first were."""
 
     def add(self, record: Plain) -> None:
         """Read the next record."""
@@ -204,7 +205,7 @@ def waf(told: History | Iterable[Plain], num_buckets: int) -> Waf:
               for plan, to_s in zip(it.plans, until_s, strict=False)]
     return Waf(from_s=from_s, bucket_s=bucket_s, achieved=_rates(it.work, edges),
                planned=_rates(plans, edges), ideal=_rates(ideals, edges),
-               origins=tuple(it.origins))
+               origins=tuple(dict.fromkeys(name for plan in it.plans for name in plan.origins)))
 
 
 def _rates(work: Sequence[Work], edges: Sequence[float]) -> tuple[float, ...]:
@@ -245,13 +246,12 @@ def told_to(progressed: Plain) -> int:
 def _planned(told: History, record: Plain) -> None:
     body = record["body"]
     if record["kind"] == "PlanChosen":
-        told.plans.append(Planned(record["at_s"], body["waf"], body.get("ideal_waf", 0.0)))
-        for one in body["allocations"]:
-            origin = told.tasks[one["task"]].origin if one["task"] in told.tasks else ""
-            if one["slots"] and origin and origin not in told.origins:
-                told.origins.append(origin)
+        origins = {told.tasks[one["task"]].origin for one in body["allocations"]
+                   if one["slots"] and one["task"] in told.tasks}
+        told.plans.append(Planned(record["seq"], record["at_s"], body["waf"],
+                                  body.get("ideal_waf", 0.0), tuple(sorted(origins - {""}))))
     elif record["kind"] == "TaskEnded" and all(x.outcome for x in told.tasks.values()):
-        told.plans.append(Planned(record["at_s"], 0.0, 0.0))
+        told.plans.append(Planned(record["seq"], record["at_s"]))
 
 
 def _incident(told: History, record: Plain) -> None:

@@ -171,8 +171,8 @@ def _plan(told: History, record: Plain) -> Plain:
     given = body["allocations"]
     return {"seq": record["seq"], "trigger": body["trigger"], "num_slots": body["num_slots"],
             "waf": body["waf"], "ideal_waf": body.get("ideal_waf", 0.0),
-            "origins": sorted({told.tasks[x["task"]].origin for x in given
-                               if x["task"] in told.tasks}),
+            "origins": [name for one in told.plans if one.seq == record["seq"]
+                        for name in one.origins],
             "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},
             "beaten": [{"what": x["what"], "waf": x["waf"],
                         "by": _by(x, body),

@@ -88,9 +88,10 @@ def _plan(one: Plain) -> list[str]:
     moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
              for name, (before, after) in one["slots"].items()]
     ideal = f" of {scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
+    by = f", throughput {' and '.join(one['origins'])}" if one["origins"] else ""
     lines = labelled("plan", f"{one['trigger']}: {number_of(one['num_slots'], 'slot')}: "
-                             f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}, "
-                             f"throughput {' and '.join(one['origins'])} (seq {one['seq']})")
+                             f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}{by} "
+                             f"(seq {one['seq']})")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
         lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "

@@ -16,10 +16,11 @@ from test_screens import PLAIN, check
 from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
 from unicron.cli import incident
 from unicron.cli import replay as command
-from unicron.cli.history import History, history
+from unicron.cli.history import History, history, waf
 from unicron.cli.screen_incident import bar, every, page
 from unicron.cli.state_dir import StateDir
 from unicron.cli.story import story
+from unicron.control_plane.view import view
 from unicron.events import archive
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -61,6 +62,25 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
     assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
     spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
     assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
+
+
+def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
+    """Neither that of a task without slots, nor what a table became later."""
+    d, alpha, beta = waits()
+    records = plain(d)
+    at = next(x["seq"] for x in records if x["kind"] == "PlanChosen"
+              and [one["slots"] for one in x["body"]["allocations"]] == [4, 0])
+    told = History()
+    for record in records:
+        if record["seq"] in (at, at + 1):  # beta's is measured before the plan, alpha's after it
+            told.add({**record, "seq": record["seq"] - 1, "kind": "ThroughputSet", "body": {
+                "task": beta if record["seq"] == at else alpha, "origin": "measured"}})
+        told.add(record)
+    one = incident.pick(told, "")
+    assert one is not None
+    (plan,) = incident.facts_of(told, story(one, records), view(d.state))["plans"]
+    assert plan["origins"] == ["declared"]
+    assert waf(told, 1).origins == ("declared",)
 
 
 def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
