@@ -73,7 +73,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
 def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
     """Ranks on nodes that are silent count as lost when a second source says so."""
     silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
-              if name in state.nodes and state.nodes[name].health in ("unreachable", "lost")]
+              if name in state.nodes and state.nodes[name].silent]
     for name in silent:
         node = state.nodes[name]
         there = [task.ranks[key] for key in sorted(task.ranks)
@@ -86,9 +86,7 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
             seq = peers[0].failed_seq
         elif late:
             second, seq = f"rank {late[0].rank} {late[0].overdue}", 0
-        elif not state.held and node.replace and all(state.nodes[rank.slot.node].replace
-                                  for rank in task.ranks.values()
-                                  if rank.slot.node in state.nodes):
+        elif not state.held and node.replace and _replaced(state, task):
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
         else:
             continue
@@ -96,6 +94,16 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
         yield _tell(state, task, "SEV1", LOST_CONNECTION, name,
                     tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
                     evidence)
+
+
+def _replaced(state: ClusterState, task: Task) -> bool:
+    """Its members, or where it has none its processes, were silent for so long that others go on.
+
+    Newcomers elsewhere are no part of it: nobody is left who would let them in.
+    """
+    nodes = [state.nodes.get(rank.slot.node)
+             for rank in task.living_members() or task.ranks.values()]
+    return all(node is not None and node.replace for node in nodes)
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:

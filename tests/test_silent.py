@@ -162,3 +162,17 @@ def test_a_silent_node_does_not_cut_off_who_still_saves(d: Driver) -> None:
     d.obey([*late, *saved])
     assert task_of(d, task).checkpoint is not None
     assert task_of(d, task).phase == "idle"
+
+
+def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -> None:
+    """It was about to move when all that trained fell silent: replaced in time all the same."""
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    home = task_of(d, task).target[0].slot.node
+    moved = d.tell("operator/drain", r.NodeDrained(node=home))
+    silence(d, home)
+    assert kinds(d.obey([x for x in moved if isinstance(x.body, o.StartRank)])) == []
+    new = d.due(f"replace/{home}")
+    assert kinds(new) == ["IncidentOpened", "Reconfigure", "PlanChosen"]
+    d.steps[task] = 0
+    d.obey(new)
+    assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
