@@ -21,6 +21,7 @@ from .folding import (
     find,
     find_ghost,
     make_ghost,
+    say_why,
     set_phase,
     settle_phase,
 )
@@ -142,8 +143,8 @@ def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> Non
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
-    task.target, task.why, task.needs = body.seats, "", ""
-    task.cost_waf = task.weight_from = 0.0
+    task.target = body.seats
+    say_why(task)
     if body.seats and task.phase == "idle":
         set_phase(state, task, "starting")
     settle_phase(state, task)
@@ -152,8 +153,8 @@ def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> Non
 def _task_waiting(state: ClusterState, record: Record, body: o.TaskWaiting) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
-        task.why, task.needs = body.why, body.needs
-        task.cost_waf, task.weight_from = body.cost_waf, body.weight_from
+        say_why(task, body.why, needs=body.needs, cost_waf=body.cost_waf,
+                weight_from=body.weight_from)
 
 
 def _order_withheld(state: ClusterState, record: Record, body: o.OrderWithheld) -> None:
@@ -176,7 +177,8 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
     task.blamed, task.times_s = {}, {}
-    task.outcome, task.why, task.needs, task.ending = body.outcome, body.why, "", ""
+    task.outcome, task.ending, task.withheld = body.outcome, "", ""
+    say_why(task, body.why)
     set_phase(state, task, "ended")
     state.replan = f"task {task.spec.name} {body.outcome}"
 

@@ -24,7 +24,7 @@ def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelReq
     if task is not None and task.phase != "ended" and (
             not task.ending or (state.held and task.ending == "failed")):  # held, it waits
         before = f"; it had failed: {task.why}" if task.ending else ""
-        task.ending = "cancelled"
+        task.ending, task.withheld = "cancelled", ""
         task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
         task.since_s = record.at_s
     _forget_requests(state)

@@ -223,8 +223,10 @@ def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
     assert task_of(d, task).withheld.startswith("stop rank 1: failed 1 times")
     told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
     assert orders(told) == ["StopRank"]
+    assert task_of(d, task).withheld == ""
     d.obey(told)
     assert task_of(d, task).outcome == "cancelled"
+    assert task_of(d, task).withheld == ""
     assert task_of(d, task).why.startswith("cancelled; it had failed: failed 1 times")
     at_rest(d)
 

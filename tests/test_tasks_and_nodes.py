@@ -162,6 +162,15 @@ def test_waiting_names_its_price(d: Driver) -> None:
     assert task_of(d, second).phase == "training"
 
 
+def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
+    d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
+    assert task_of(d, task).cost_waf == 2.0
+    d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    it = task_of(d, task)
+    assert (it.outcome, it.needs, it.cost_waf, it.weight_from) == ("cancelled", "", 0.0, 0.0)
+
+
 def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:
     task = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     drained = d.tell("operator/drain", r.NodeDrained(node="n2"))
