@@ -131,9 +131,10 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
         lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
     if task["step_s"] and task["state"] == "running":
         left = task["iterations"] - task["iteration"]
-        own = past.paces_s.get(len(past.members), []) if past is not None else []
+        num = len(past.members) if past is not None else 0  # who prepares has no part in it yet
+        own = past.paces_s.get(num, []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
-        normal = (f", own normal on {number_of(len(task['ranks']), 'slot')} {span(median(own))} "
+        normal = (f", own normal on {number_of(num, 'slot')} {span(median(own))} "
                   f"(median of {count(len(own))})" if own else "")
         ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
         if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:

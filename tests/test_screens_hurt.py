@@ -115,3 +115,14 @@ def test_origins_are_told_so_that_units_do_not_mix() -> None:
     (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s)
                if x.startswith("plan")]
     assert line.endswith("declared: compares with plans only")
+
+
+def test_the_normal_pace_is_that_of_those_who_train() -> None:
+    """A rank that prepares is on a slot of the task and has no part in its pace."""
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    d.progress(task, 9)
+    one = view(d.state)["tasks"][0]
+    one["ranks"] = [*one["ranks"], {**one["ranks"][0], "rank": 4, "state": "preparing"}]
+    told = screens.task_status(view(d.state), one, history(plain(d)), now_s=d.now_s)
+    assert any("own normal on 4 slots 200 ms (median of 10)" in line for line in told)
