@@ -33,7 +33,8 @@ def _planned(state: ClusterState, task: Task) -> list[str]:
     words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
              for slots in given if slots != num]
     usable = set(usable_slots(state))
-    left = dict.fromkeys(seat.slot.node for seat in task.target if seat.slot not in usable)
+    left = dict.fromkeys(seat.slot.node for seat in task.target if seat.slot not in usable
+                         and state.nodes[seat.slot.node].health != "unreachable")
     return [*words, f"move off {' '.join(left)}"] if left else words
 
 

@@ -114,7 +114,7 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     node = d.state.nodes[task_of(d, task).target[0].slot.node]
     freeze(d)
     silence = r.NodeSilenced(node=node.name, incarnation=node.incarnation, silence_s=6.0)
-    d.tell("leader/abc", silence)
+    assert kinds(d.tell("leader/abc", silence)) == [], "nor would it move off, were healing on"
     assert kinds(d.due(f"replace/{node.name}")) == []
     d.tell("leader/abc", r.NodeHeard(node=node.name, incarnation=node.incarnation))
     assert orders(thaw(d)) == []
