@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
 
 Plain = dict[str, Any]
+SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
 RUNS_COLUMNS = 28
+SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
 
 
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
@@ -15,8 +17,9 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     tasks = {task["id"]: task["name"] for task in view["tasks"]}
     letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
                         for slot in node["slots"] if slot["task"]})
-    num_slots = sum(node["num_slots"] for node in view["nodes"])
-    head = f"{number_of(len(view['nodes']), 'node')}, {number_of(num_slots, 'slot')}"
+    here = [node for node in view["nodes"] if node["health"] != "left"]
+    head = (f"{number_of(len(here), 'node')}, "
+            f"{number_of(sum(node['num_slots'] for node in here), 'slot')}")
     lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
     if not view["nodes"]:
         return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
@@ -28,7 +31,8 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
               for start in range(0, len(maps), per_line)]
     key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
     drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
-    lines += ["  ".join([*key, ". idle", *drained, "? unreachable", "x out"]), ""]
+    left = ["_ left"] if len(here) < len(view["nodes"]) else []
+    lines += ["  ".join([*key, ". idle", *drained, "? unreachable", "x out", *left]), ""]
     lines += table(
         ("NODE", "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR", "RUNS", "PID", "HOST"),
         [_node_row(node, tasks, now_s) for node in view["nodes"]], right=(4, 7))
@@ -59,14 +63,22 @@ def _letters(tasks: dict[int, str]) -> dict[int, str]:
     return given
 
 
-def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
+def slot_use(node: Plain, slot: Plain) -> SlotUse:
+    """What a slot does. One that still trains on a drained node trains."""
     if node["health"] == "unreachable":
-        return "?"
+        return "unreachable"
+    if node["health"] == "left":
+        return "left"
     if slot["out"] or node["health"] != "healthy":
-        return "x"
+        return "out"
     if slot["task"]:
-        return letters[slot["task"]]
-    return "-" if node["drained"] else "."
+        return "train"
+    return "drained" if node["drained"] else "idle"
+
+
+def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
+    use = slot_use(node, slot)
+    return letters[slot["task"]] if use == "train" else SIGNS[use]
 
 
 def _scheduling(node: Plain) -> str:

@@ -23,7 +23,7 @@ from .figures import (
     span,
     table,
 )
-from .screen_nodes import nodes
+from .screen_nodes import nodes, slot_use
 from .screen_task import ENDED, lag_s, loss_curve, task_status, waits
 
 __all__ = ["ENDED", "loss_curve", "nodes", "status", "task_status"]
@@ -156,16 +156,15 @@ def _totals(view: Plain, now_s: float) -> list[str]:
 
 
 def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
-    """Slots by what they do, nodes by health. A slot that still trains on a drained node trains."""
+    """Slots by what they do, nodes by health; a node that has left has none."""
     slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
     health: dict[str, int] = {}
     for node in nodes:
         health[node["health"]] = health.get(node["health"], 0) + 1
-        if node["health"] in ("unreachable", "lost"):
-            slots["out"] += node["num_slots"]
-        for slot in node["slots"] if node["health"] == "healthy" else ():
-            slots["out" if slot["out"] else "train" if slot["task"]
-                  else "drained" if node["drained"] else "idle"] += 1
+        for slot in node["slots"]:
+            use = slot_use(node, slot)
+            if use != "left":
+                slots["out" if use == "unreachable" else use] += 1
     if not slots["drained"]:
         del slots["drained"]
     return slots, health

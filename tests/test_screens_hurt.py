@@ -61,6 +61,20 @@ def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
                for line in told)
 
 
+def test_a_node_that_has_left_has_no_slots() -> None:
+    d = Driver(nodes=3)
+    d.running(spec(slots={"min": 1, "max": 4}))
+    d.tell(d.source("n3"), r.NodeLeft(node="n3", incarnation=d.state.nodes["n3"].incarnation,
+                                      reason="SIGTERM"))
+    lines = screens.nodes(view(d.state), now_s=d.now_s)
+    assert lines[0].endswith("  2 nodes, 4 slots")
+    assert lines[1] == "n1 AA   n2 AA   n3 __"
+    assert lines[2].endswith("x out  _ left")
+    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
+    (line,) = [x for x in told if x.startswith("slots")]
+    assert line == "slots  4 train, 0 idle, 0 out     nodes  2 healthy, 1 left"
+
+
 # --- what is no news, and what is ---------------------------------------------------------------
 def test_a_silent_task_is_told() -> None:
     d = Driver()
