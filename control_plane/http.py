@@ -18,7 +18,7 @@ from msgspec import Struct
 from ..events import codec, spec
 from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
-from ..events.reports import Body, TaskSubmitted
+from ..events.reports import Body
 from . import requests
 from .coordinator import Coordinator
 from .requests import Refusal
@@ -55,7 +55,7 @@ class Http:
                  address: Address) -> None:
         self._coordinator, self._log = coordinator, log
         self._token, self._address = token.encode(), address
-        self._submitting = asyncio.Lock()
+        self._writing = asyncio.Lock()
         """One after the other, so that each is held against those before it."""
 
     def app(self) -> web.Application:
@@ -65,7 +65,7 @@ class Http:
             web.get("/v1/health", self._health),
             web.get("/v1/state", self._state),
             web.get("/v1/log", self._records),
-            web.post("/v1/tasks", self._submit),
+            web.post("/v1/tasks", self._write(requests.submit, "seq", "task")),
             web.post("/v1/join", self._join),
             web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
             web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
@@ -107,25 +107,17 @@ class Http:
         await response.write_eof()
         return response
 
-    async def _submit(self, request: web.Request) -> web.Response:
-        key, job = _key(request), spec.parse(await _body(request))
-        async with self._submitting:
-            state = await self._coordinator.settled()
-            if self._coordinator.answer(key) is None:
-                requests.admit(job, state)
-            seq = await self._coordinator.write(key, TaskSubmitted(spec=job))
-        return _json({"seq": seq, "task": seq})
-
-    def _write(self, make: Request) -> Handler:
-        """A call that writes one report, and answers with its seq after the append."""
+    def _write(self, make: Request, *names: str) -> Handler:
+        """A call that writes one report; after the append its seq is the answer, under `names`."""
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
-            state = await self._coordinator.settled()
-            seq = self._coordinator.answer(key)
-            if seq is None:
-                report = make(state, body, request.match_info.get("of", ""))
-                seq = await self._coordinator.write(key, report)
-            return _json({"seq": seq})
+            async with self._writing:
+                state = await self._coordinator.settled()
+                seq = self._coordinator.answer(key)
+                if seq is None:
+                    report = make(state, body, request.match_info.get("of", ""))
+                    seq = await self._coordinator.write(key, report)
+            return _json(dict.fromkeys(names or ("seq",), seq))
         return call
 
     async def _join(self, request: web.Request) -> web.Response:

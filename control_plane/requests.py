@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ..events import reports as r
 from ..events.errors import UsageError
-from ..events.spec import WEIGHT_RATIO_MAX, JobSpec
+from ..events.spec import WEIGHT_RATIO_MAX, JobSpec, parse
 from .state import ClusterState, Node, Rank, Task, live_tasks
 
 NUM_NAMED_MAX = 8
@@ -49,6 +49,13 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # Each of these makes one report of a body and of what the path names; all raise Refusal.
+def submit(state: ClusterState, body: Any, _: str) -> r.Body:
+    """A new task. Raises SpecError too."""
+    job = parse(body)
+    _admit(state, job)
+    return r.TaskSubmitted(spec=job)
+
+
 def cancel(state: ClusterState, body: Any, task: str) -> r.Body:
     """The task ends for good."""
     asked = convert(body, _Reason)
@@ -123,7 +130,7 @@ def inject(state: ClusterState, body: Any, _: str) -> r.Body:
                             stop_s=asked.stop_s, reason=_one_line(asked.reason))
 
 
-def admit(job: JobSpec, state: ClusterState) -> None:
+def _admit(state: ClusterState, job: JobSpec) -> None:
     """Raises Refusal for a task that could only wait for ever, or would get in another's way."""
     if job.slots.min > state.num_slots_max > 0:  # 0: nobody has joined yet, so nobody can tell
         raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "

@@ -193,6 +193,17 @@ async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
 
+@real
+async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
+    """Each is held against the one before it."""
+    both = await asyncio.gather(*(site.ask("POST", "/v1/freeze", {"reason": f"{n}"})
+                                  for n in range(2)))
+    assert sorted(status for status, _ in both) == [200, 409]
+    first = next(n for n, (status, _) in enumerate(both) if status == 200)
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["cluster"]["healing"] == f"frozen: {first}"
+
+
 @under(observe=True)
 async def test_who_only_observes_is_not_frozen(site: Site) -> None:
     told, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
