@@ -136,13 +136,23 @@ def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path) -> No
             outside = await one.leader.order(order("../elsewhere"))
             refused = await one.leader.wait(OrderRefused, 2)
             assert {r.order for r in refused} == {missing, outside}
-        # An agent that starts again reads the same orders: the first is refused, none moves back.
+        # An agent that starts again reads the same orders: what was overtaken moves nothing back,
+        # and was answered when it was.
         two = House(memory, tmp_path, incarnation=8)
         two.leader = one.leader
         leading = asyncio.create_task(one.leader.run())
         serving = asyncio.create_task(two.agent.run(two.stop))
-        await one.leader.wait(CheckpointPublished, 3)
+        again = (await one.leader.wait(CheckpointPublished, 3))[2:]
+        assert [d.order for d in again] == [second]
         assert os.readlink(output / "latest") == "gen-1/iter-9"
+        refused = (await one.leader.wait(OrderRefused, 4))[2:]
+        assert [r.order for r in refused] == [missing, outside]
+        # What it is told only now it answers, also when another node has overtaken it.
+        publish(cluster="c", order=10_000, at_s=9e9, task=1, generation=1, output=str(output),
+                path="gen-1/iter-9")
+        late = await one.leader.order(order("gen-1/iter-5"))
+        refused = (await one.leader.wait(OrderRefused, 5))[4:]
+        assert [(r.order, "order 10000 has published" in r.why) for r in refused] == [(late, True)]
         two.stop.set()
         await serving
         leading.cancel()

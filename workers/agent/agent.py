@@ -100,11 +100,12 @@ class Agent:
                 # Asked after the read: if NodeJoined is not in the log now, it was not then.
                 acked = await self._link.insist(lambda: self._port.acked(self._node.source))
                 self._has_joined = acked >= 1
+            again = cursor == "0-0" or not self._has_joined
             for order in sent:
                 cursor = order.cursor
                 if order.record.seq > last:
                     last = order.record.seq
-                    ranks.obey(order.record, stale=not self._has_joined)
+                    ranks.obey(order.record, stale=not self._has_joined, again=again)
 
     async def _beat(self) -> None:
         """A sign of life every BEAT_S; a failed one is not sent again."""

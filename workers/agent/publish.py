@@ -19,6 +19,10 @@ class Refused(UnicronError):
     """The checkpoint is not published; `str()` says why."""
 
 
+class Overtaken(Refused):
+    """A later order has published since."""
+
+
 class _Note(Struct, frozen=True, kw_only=True):
     """Which order moved `latest` last, and when it was given, by its record's `at_s`.
 
@@ -41,7 +45,7 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
     One compare-and-set under a lock in `output`: an order older than the last that was carried
     out is refused; the same one twice is harmless. `at_s` is when it was given. Blocks on the
     disk: call it in a thread.
-    Raises Refused, OSError.
+    Raises Refused, Overtaken, OSError.
     """
     folder, relative = Path(output), PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
@@ -54,7 +58,7 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
         last = _read(folder / _NOTE)
         if (last is not None and last.cluster == cluster
                 and (last.at_s, last.order) > (at_s, order)):
-            raise Refused(f"order {last.order} has published {last.path} since")
+            raise Overtaken(f"order {last.order} has published {last.path} since")
         _move(folder, relative)
         note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
                      path=path)

@@ -29,7 +29,7 @@ from ..wire import Frame
 from . import linux
 from .pipe import Pipe
 from .processes import Exit, Process
-from .publish import Refused, publish
+from .publish import Overtaken, Refused, publish
 
 STOP_GRACE_S = 5.0
 """Given to each rank when its agent stops."""
@@ -107,8 +107,12 @@ class Ranks:
         """The processes that this room reaps itself."""
         return {rank.process.pid for rank in self._ranks.values() if rank.process is not None}
 
-    def obey(self, record: Record, *, stale: bool = False) -> None:
-        """Carry out one order; `stale`: it was given before this agent had joined."""
+    def obey(self, record: Record, *, stale: bool = False, again: bool = False) -> None:
+        """Carry out one order.
+
+        `stale`: it was given before this agent had joined. `again`: it may have been, and then a
+        predecessor may have answered it.
+        """
         match record.body:
             case StartRank() as order:
                 if not stale and order.incarnation in (0, self._node.incarnation):
@@ -135,7 +139,7 @@ class Ranks:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
             case PublishCheckpoint() as order:
-                self._do(self._publish(order, record), f"publish {record.seq}")
+                self._do(self._publish(order, record, again), f"publish {record.seq}")
             case InjectFault() as order:
                 # Who reads it again is another one: this order is not to break it anew.
                 if order.incarnation == self._node.incarnation:
@@ -342,7 +346,7 @@ class Ranks:
             rank.process.signal_group(signal.SIGKILL)
 
     # --- checkpoints ----------------------------------------------------------------------------
-    async def _publish(self, order: PublishCheckpoint, record: Record) -> None:
+    async def _publish(self, order: PublishCheckpoint, record: Record, again: bool) -> None:
         seq = record.seq
         async with self._publishing:  # in the order of the orders
             try:
@@ -351,6 +355,10 @@ class Ranks:
                         publish, cluster=self._node.cluster, order=seq, at_s=record.at_s,
                         task=order.task, generation=order.generation, output=order.output,
                         path=order.path)
+            except Overtaken as error:
+                if not again:  # else whoever carried out the later one answers for both
+                    self._refuse(seq, f"checkpoint not published: {error}")
+                return
             except (Refused, OSError) as error:  # TimeoutError is an OSError
                 self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
                 return
