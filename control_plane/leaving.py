@@ -17,8 +17,7 @@ def saver(state: ClusterState, task: Task) -> Rank | None:
 
     Whoever was told, unless all have told their steps and another has taken more.
     """
-    able = [rank for rank in task.living_members() if rank.has_state
-            and not (rank.stopping or rank.overdue or rank.error_seq)]
+    able = [rank for rank in task.living_members() if rank.has_state and rank.sound]
     if not able or task.save_late == task.generation:
         return None
     most = max(rank.step_version for rank in able)
@@ -58,8 +57,7 @@ def coming(state: ClusterState, task: Task, seat: Seat) -> bool:
     rank = task.ranks.get(seat.rank)
     if rank is None:
         return slot_free(state, seat)
-    return (rank.slot == seat.slot and rank.state in ("ordered", "started")
-            and not (rank.stopping or rank.overdue or rank.error_seq))
+    return rank.slot == seat.slot and rank.state in ("ordered", "started") and rank.sound
 
 
 def _traded(state: ClusterState, task: Task) -> bool:

@@ -58,8 +58,7 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot]) ->
 
 def _processes(task: Task) -> list[Slot]:
     """Where members are that may stay."""
-    return sorted(rank.slot for rank in task.living_members()
-                  if not (rank.stopping or rank.overdue or rank.error_seq))
+    return sorted(rank.slot for rank in task.living_members() if rank.sound)
 
 
 def _empty(task: Task) -> list[Slot]:

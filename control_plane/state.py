@@ -108,6 +108,11 @@ class Rank(Struct, kw_only=True):
         """Whether it was told to end."""
         return bool(self.stop_orders)
 
+    @property
+    def sound(self) -> bool:
+        """Whether it is to go on: not told to end, not late, without an error."""
+        return not (self.stopping or self.overdue or self.error_seq)
+
 
 class Fault(Struct, frozen=True, kw_only=True):
     """Something went wrong; not yet decided upon. The next decision turns it into an incident."""

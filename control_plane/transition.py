@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 # --- what a row waits for -----------------------------------------------------------------------
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
-    """Every wanted rank holds: RankReady, not told to end."""
+    """Every wanted rank holds: RankReady, and nothing is wrong with it."""
     return bool(task.target) and all(_ready(task.ranks.get(seat.rank), seat)
                                      for seat in task.target)
 
@@ -110,8 +110,7 @@ def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
 
 
 def _ready(rank: Rank | None, seat: Seat) -> bool:
-    return (rank is not None and rank.state == "ready" and not rank.stopping
-            and not rank.overdue and rank.slot == seat.slot)
+    return rank is not None and rank.state == "ready" and rank.sound and rank.slot == seat.slot
 
 
 def _unreachable(state: ClusterState, task: Task) -> bool:
@@ -171,11 +170,8 @@ def _next_members(state: ClusterState, task: Task) -> list[Rank]:
 
 
 def _holds(task: Task, rank: Rank) -> bool:
-    if rank.stopping or rank.overdue or rank.error_seq:
-        return False
-    return rank.state == "ready" or (rank.state == "member"
-                                     and rank.quiesced == task.generation
-                                     and task.member(rank.rank) is rank)
+    member = rank.quiesced == task.generation and task.member(rank.rank) is rank
+    return rank.sound and (rank.state == "ready" or (rank.state == "member" and member))
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:

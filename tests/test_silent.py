@@ -1,4 +1,4 @@
-"""Nodes that fall silent together: who can be heard goes on, and nobody is given up in haste."""
+"""Nodes that fall silent together, and newcomers beside them: who can be heard goes on."""
 
 from __future__ import annotations
 
@@ -176,3 +176,41 @@ def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -
     d.steps[task] = 0
     d.obey(new)
     assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
+
+
+# --- newcomers with an error --------------------------------------------------------------------
+def errored(d: Driver, task: int, rank: int) -> list[Record]:
+    """It says why it will end; its process is there until it is reaped."""
+    process = task_of(d, task).ranks[rank]
+    return d.tell(d.source(process.slot.node), r.RankErrored(
+        task=task, rank=rank, attempt=process.attempt, generation=0, iteration=0,
+        error="RuntimeError", text="out of memory"))
+
+
+def test_a_newcomer_with_an_error_is_no_reason_for_a_round(d: Driver) -> None:
+    """A generation that it is no part of would be as the one before."""
+    task = d.submit(spec(slots={"min": 2, "max": 2}))
+    starts = d.log[-2:]
+    d.do(starts[0].body)
+    errored(d, task, 0)
+    assert kinds(d.do(starts[1].body)) == []
+    again = d.exit(task, 0, code=1)
+    assert kinds(again) == ["StartRank"]
+    d.obey(again)
+    assert [x.rank for x in task_of(d, task).members] == [0, 1]
+    d.progress(task)
+
+
+def test_where_every_newcomer_has_an_error_there_is_no_generation(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    home = task_of(d, task).target[0].slot.node
+    moved = d.tell("operator/drain", r.NodeDrained(node=home))
+    silence(d, home)
+    d.obey([x for x in moved if isinstance(x.body, o.StartRank)])
+    errored(d, task, 1)
+    d.join(home, incarnation=2, slots=1)
+    assert task_of(d, task).phase == "starting"
+    d.steps[task] = 0
+    d.obey(d.exit(task, 1, code=1))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [1]
