@@ -24,12 +24,13 @@ def silence() -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("row", ROWS)
-def test_a_second_fault_is_healed_from_every_row(row: str, fault: str) -> None:
+def test_a_second_fault_is_healed_from_every_row(
+        request: pytest.FixtureRequest, row: str, fault: str) -> None:
     """All invariants of the simulation hold, and the fault really came while the row was on."""
     hits: Counter[tuple[str, str]] = Counter()
     unscripted = (row, fault) in UNSCRIPTED
     for seed in range(NUM_SEEDS_MAX):
-        again = f"pytest tests/test_second_fault.py -k '{row} and {fault}'"
+        again = f"pytest '{request.node.nodeid}'"
         nth = 1 + seed // 2 % 2
         world, _ = simulate(lambda seed=seed, nth=nth: SecondFault(seed, row, fault, nth), again)
         hits += world.witness.hits
