@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from unicron.events import embedded
 from unicron.events.redis_log import RedisLog
 
@@ -53,3 +54,13 @@ def own_server(tmp_path: Path) -> Iterator[embedded.Server]:
 def redis_log(server: embedded.Server) -> Cluster:
     """A fresh cluster on the session's server."""
     return Cluster(server.url)
+
+
+@pytest.fixture
+def silence() -> Iterator[None]:
+    """For tests of the simulation: thousands of leaders need not say that they lead."""
+    from simulation import quiet
+
+    quiet()
+    yield
+    structlog.reset_defaults()

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import structlog
 from simulated_script import SecondFault
 from simulated_witness import FAULTS, ROWS, UNSCRIPTED
-from simulation import quiet, simulate
+from simulation import simulate
 
 NUM_SEEDS_MIN, NUM_SEEDS_MAX = 2, 10
 """Worlds for each pair: more than the least only until the fault has struck."""
-
-
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    quiet()
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("silence")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
