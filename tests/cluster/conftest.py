@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from twins import Twins
 from unicron.cli import local_cluster
 from unicron.cli.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.demo_trace import Trace
 from unicron.cli.local_cluster import LocalCluster, Wanted
 from unicron.cli.processes import Process
 from unicron.cli.state_dir import StateDir
@@ -32,14 +32,15 @@ class RealCluster:
     def __init__(self, path: Path, num_agents: int = 2,
                  policy: Mapping[str, float] | None = None) -> None:
         self.path = path
-        self.trace = path / "trace"
-        self.trace.mkdir(parents=True)
+        trace = path / "trace"
+        trace.mkdir(parents=True)
+        self._trace = Trace(trace)
         self.state = StateDir(path / "state")
         self.state.create()
         file = path / "policy.yaml"
         file.write_text("".join(f"{name}: {value}\n" for name, value in (policy or {}).items()))
         self.local = LocalCluster(self.state, Wanted(
-            num_agents=num_agents, trace_dir=str(self.trace), policy=str(file) if policy else ""))
+            num_agents=num_agents, trace_dir=str(trace), policy=str(file) if policy else ""))
         self.local.choose_port()
         self._log: list[Record] = []
 
@@ -156,11 +157,9 @@ class RealCluster:
 
     def traced(self, task: int) -> list[dict[str, Any]]:
         """What the ranks of a task wrote about their work, oldest first."""
-        lines: list[dict[str, Any]] = []
-        for file in sorted(self.trace.glob(f"{task}-*.jsonl")):
-            lines += [json.loads(line) for line in file.read_text().splitlines(keepends=True)
-                      if line.endswith("\n")]
-        return sorted(lines, key=lambda line: line["t"])
+        self._trace.look()
+        return sorted((line for line in self._trace.events if line["task"] == task),
+                      key=lambda line: float(line["t"]))
 
     def wait(self, look: Callable[[], T | None], what: str | Callable[[], str],
              limit_s: float = 120.0) -> T:
@@ -178,11 +177,16 @@ class RealCluster:
         raise AssertionError(f"not within {limit_s:.0f} s: {said}")
 
     def wait_traced(self, task: int, limit_s: float = 120.0, **wanted: object) -> dict[str, Any]:
-        """The newest trace line with these values."""
+        """The newest trace line with these values; only what is new is looked at again."""
+        num_seen = 0
+
         def look() -> dict[str, Any] | None:
-            fits = [line for line in self.traced(task)
-                    if all(line.get(key) == value for key, value in wanted.items())]
-            return fits[-1] if fits else None
+            nonlocal num_seen
+            self._trace.look()
+            new, num_seen = self._trace.events[num_seen:], len(self._trace.events)
+            fits = [line for line in new if line["task"] == task
+                    and all(line.get(key) == value for key, value in wanted.items())]
+            return max(fits, key=lambda line: float(line["t"]), default=None)
         return self.wait(look, f"{wanted} in the trace of task {task}", limit_s)
 
     def wait_ended(self, task: int, limit_s: float = 150.0) -> dict[str, Any]:
