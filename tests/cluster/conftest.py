@@ -24,6 +24,8 @@ from unicron.events.records import Record
 
 T = TypeVar("T")
 Spec = dict[str, Any]
+LIMIT_S = 120.0
+"""What is waited for has come by then, also where other work has the cores."""
 
 
 class RealCluster:
@@ -38,7 +40,8 @@ class RealCluster:
         self.state = StateDir(path / "state")
         self.state.create()
         file = path / "policy.yaml"
-        file.write_text("".join(f"{name}: {value}\n" for name, value in (policy or {}).items()))
+        if policy:
+            file.write_text("".join(f"{name}: {value}\n" for name, value in policy.items()))
         self.local = LocalCluster(self.state, Wanted(
             num_agents=num_agents, trace_dir=str(trace), policy=str(file) if policy else ""))
         self.local.choose_port()
@@ -70,9 +73,9 @@ class RealCluster:
         os.kill(process.pid, signal.SIGKILL)
         self.wait_control_plane_dead()
 
-    def wait_control_plane_dead(self, limit_s: float = 120.0) -> None:
+    def wait_control_plane_dead(self) -> None:
         self.wait(lambda: self.local.find(local_cluster.CONTROL_PLANE) is None or None,
-                  "the control plane is dead", limit_s)
+                  "the control plane is dead")
 
     def submit(self, spec: Spec) -> int:
         return int(self.client().post("/v1/tasks", spec)["task"])
@@ -97,10 +100,10 @@ class RealCluster:
         return [record for record in self.records(after) if record.kind == kind
                 and all(getattr(record.body, key) == value for key, value in wanted.items())]
 
-    def wait_told(self, after: int, kind: str, limit_s: float = 120.0, **wanted: object) -> Record:
+    def wait_told(self, after: int, kind: str, **wanted: object) -> Record:
         """The first of them."""
         return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
-                         lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}", limit_s)
+                         lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
 
     def tail(self, after: int) -> str:
         """The log behind `after`, as last seen, in short lines, for a failed assertion."""
@@ -132,7 +135,7 @@ class RealCluster:
         """The ranks of a task on a node."""
         return [rank["rank"] for rank in self.task(task)["ranks"] if rank["node"] == node]
 
-    def wait_whole(self, task: int, num: int, limit_s: float = 120.0) -> dict[str, Any]:
+    def wait_whole(self, task: int, num: int) -> dict[str, Any]:
         """Until the task steps, unhurt, with `num` members and none beside them."""
         def look() -> dict[str, Any] | None:
             view = self.task(task)
@@ -143,13 +146,13 @@ class RealCluster:
                 return None
             told = self.told(0, "TaskProgressed", task=task, generation=view["generation"])
             return view if told else None
-        return self.wait(look, f"task {task} steps with {num} members", limit_s)
+        return self.wait(look, f"task {task} steps with {num} members")
 
-    def wait_steps(self, task: int, num: int = 3, limit_s: float = 120.0) -> None:
+    def wait_steps(self, task: int, num: int = 3) -> None:
         """Until the task has told of `num` more iterations."""
         begun = self.task(task)["iteration"]
         self.wait(lambda: self.task(task)["iteration"] >= begun + num or None,
-                  f"task {task} makes {num} steps from {begun}", limit_s)
+                  f"task {task} makes {num} steps from {begun}")
 
     def task(self, task: int) -> dict[str, Any]:
         view = self.client().get("/v1/state")
@@ -161,10 +164,9 @@ class RealCluster:
         return sorted((line for line in self._trace.events if line["task"] == task),
                       key=lambda line: float(line["t"]))
 
-    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str],
-             limit_s: float = 120.0) -> T:
+    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
         """What `look` finds; AssertionError, with what is known then, if that is nothing."""
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline_s:
             try:
                 found = look()
@@ -174,9 +176,9 @@ class RealCluster:
                 return found
             time.sleep(0.01)
         said = what if isinstance(what, str) else what()
-        raise AssertionError(f"not within {limit_s:.0f} s: {said}")
+        raise AssertionError(f"not within {LIMIT_S:.0f} s: {said}")
 
-    def wait_traced(self, task: int, limit_s: float = 120.0, **wanted: object) -> dict[str, Any]:
+    def wait_traced(self, task: int, **wanted: object) -> dict[str, Any]:
         """The newest trace line with these values; only what is new is looked at again."""
         num_seen = 0
 
@@ -187,13 +189,13 @@ class RealCluster:
             fits = [line for line in new if line["task"] == task
                     and all(line.get(key) == value for key, value in wanted.items())]
             return max(fits, key=lambda line: float(line["t"]), default=None)
-        return self.wait(look, f"{wanted} in the trace of task {task}", limit_s)
+        return self.wait(look, f"{wanted} in the trace of task {task}")
 
-    def wait_ended(self, task: int, limit_s: float = 150.0) -> dict[str, Any]:
+    def wait_ended(self, task: int) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             view = self.task(task)
             return view if view["state"] in ("finished", "failed", "cancelled") else None
-        return self.wait(look, f"task {task} ends", limit_s)
+        return self.wait(look, f"task {task} ends")
 
     def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
         """The loss of every iteration, from the log alone; each told with one value.

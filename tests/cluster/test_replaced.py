@@ -25,7 +25,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         assert "the whole task on it" in lost.why
         new = cluster.wait_told(first, "Reconfigure", task=task).body
         assert new.members[0].node != old["node"]
-        again = cluster.wait_told(first, "CheckpointPublished", task=task, limit_s=90.0,
+        again = cluster.wait_told(first, "CheckpointPublished", task=task,
                                   path=f"gen-{new.generation}/iter-"
                                        f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
         # both train at once: nobody could tell the old one, and it saves what it likes
