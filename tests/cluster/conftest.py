@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -237,27 +238,31 @@ class RealCluster:
         local_cluster.stop_all(self.state, grace=False)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RealCluster]:
-    """A running cluster of two nodes, stopped by pid afterwards."""
-    made = RealCluster(tmp_path)
+@contextmanager
+def running(path: Path, num_agents: int = 2,
+            policy: Mapping[str, float] | None = None) -> Iterator[RealCluster]:
+    """Started, and stopped by pid afterwards."""
+    made = RealCluster(path, num_agents, policy)
     try:
         made.start()
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RealCluster]:
+    """A running cluster of two nodes."""
+    with running(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     """A running cluster of three nodes that a module's tests share; a lost node is told soon."""
-    made = RealCluster(tmp_path_factory.mktemp("three"), 3, {
-        "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0})
-    try:
-        made.start()
+    with running(tmp_path_factory.mktemp("three"), 3, {
+            "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0}) as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="session")
