@@ -132,6 +132,11 @@ class RealCluster:
         """The process of each rank."""
         return {rank["rank"]: rank["pid"] for rank in self.task(task)["ranks"]}
 
+    def kept(self, task: int, before: Mapping[int, int]) -> set[int]:
+        """The ranks whose processes are the same as `before`."""
+        now = self.pids(task)
+        return {rank for rank, pid in before.items() if now.get(rank) == pid}
+
     def on(self, task: int, node: str) -> list[int]:
         """The ranks of a task on a node."""
         return [rank["rank"] for rank in self.task(task)["ranks"] if rank["node"] == node]

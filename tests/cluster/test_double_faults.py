@@ -92,9 +92,7 @@ def test_two_ranks_of_two_nodes_and_a_survivor_that_has_quiesced(pair: Pair) -> 
     pair.gone(pair.one, before[pair.one][second], after)
     pair.healed(after, pair.one, pair.two)
     for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
-        now = cluster.pids(task)
-        assert {rank for rank in now if now[rank] == before[task].get(rank)} == (
-            set(before[task]) - killed)
+        assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
 
 def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pair) -> None:
@@ -113,9 +111,8 @@ def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pa
     os.kill(struck, signal.SIGKILL)
     pair.gone(pair.two, struck, after)
     pair.healed(after, pair.one, pair.two)
-    last, *_ = set(before[pair.one]) - {victim, second}
-    assert cluster.pids(pair.one)[last] == before[pair.one][last]
-    assert sum(pid in before[pair.two].values() for pid in cluster.pids(pair.two).values()) == 2
+    for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
+        assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
 
 def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
@@ -128,8 +125,7 @@ def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
     os.kill(line["pid"], signal.SIGKILL)
     pair.gone(pair.one, line["pid"], after)
     pair.healed(after, pair.one)
-    now = cluster.pids(pair.one)
-    assert {rank for rank in before if now[rank] == before[rank]} == set(before) - {victim}
+    assert cluster.kept(pair.one, before) == set(before) - {victim}
     assert cluster.task(pair.two)["generation"] == calm
     healed = cluster.seq()
     for task, spec in pair.specs.items():

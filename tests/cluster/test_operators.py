@@ -59,12 +59,12 @@ def test_while_frozen_a_killed_rank_is_not_started_and_survivors_hold(one: One) 
     cluster.wait(lambda: "start rank 1" in cluster.task(task)["withheld"] or None,
                  "it is told what would be ordered")
     survivors = {rank: pid for rank, pid in before.items() if rank != 1}
-    assert {rank: cluster.pids(task)[rank] for rank in survivors} == survivors
+    assert cluster.kept(task, survivors) == set(survivors)
     frozen_seq = one.post("/v1/unfreeze")
     assert not [kind for kind in ("Quiesce", "StartRank", "StopRank", "Reconfigure")
                 for record in cluster.told(after, kind) if record.seq < frozen_seq]
     view = cluster.wait_whole(task, 4)
-    assert {rank: cluster.pids(task)[rank] for rank in survivors} == survivors
+    assert cluster.kept(task, before) == set(survivors)
     closed = cluster.wait_told(after, "IncidentClosed").body
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
     assert view["iterations_lost"] == 0
@@ -87,7 +87,7 @@ def test_a_drained_node_is_left_by_way_of_successors(one: One) -> None:
     assert ready < min(record.seq for record in stops)
     assert ready < min(record.seq for record in cluster.told(after, "Quiesce", task=task))
     now = cluster.pids(task)
-    assert {rank: now[rank] for rank in staying} == staying
+    assert cluster.kept(task, staying) == set(staying)
     view = next(x for x in cluster.client().get("/v1/state")["nodes"] if x["id"] == node)
     assert view["drained"]
     assert [slot["task"] for slot in view["slots"]] == [0, 0]
