@@ -48,8 +48,7 @@ def done(state: ClusterState, task: Task) -> bool:
 def num_unsaved(task: Task) -> int:
     """Iterations that the members have done since the published checkpoint, as far as told."""
     told = [rank.step_version for rank in task.living_members()]
-    saved = task.checkpoint.step_version if task.checkpoint is not None else 0
-    return max([0, *(version - saved for version in told)])
+    return max([0, *(version - task.saved_iteration for version in told)])
 
 
 def coming(state: ClusterState, task: Task, seat: Seat) -> bool:

@@ -201,8 +201,7 @@ def why_placed(task: Task, seats: Sequence[Seat]) -> str:
     nodes = list(_by_node(seat.slot for seat in sorted(seats)))
     if not task.is_train or len(nodes) > 1:
         return f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(sorted(nodes))}"
-    saved = task.checkpoint.step_version if task.checkpoint is not None else 0
-    num, since = task.furthest - saved, "checkpoint" if saved else "start"
+    num, since = task.unsaved, "checkpoint" if task.saved_iteration else "start"
     lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
     what = "one seat" if len(seats) == 1 else f"all {len(seats)} seats"
     return f"{what} on {nodes[0]}, no state elsewhere: its loss would cost {lost}"

@@ -249,6 +249,16 @@ class Task(Struct, kw_only=True):
         return any(way is not None and way.final for way in ways)
 
     @property
+    def saved_iteration(self) -> int:
+        """Iterations in the published checkpoint; 0 without one."""
+        return self.checkpoint.step_version if self.checkpoint is not None else 0
+
+    @property
+    def unsaved(self) -> int:
+        """Iterations that would be lost with all its processes, as far as told."""
+        return max(self.iteration - self.saved_iteration, 0)
+
+    @property
     def is_train(self) -> bool:
         return self.spec.train is not None
 

@@ -89,7 +89,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
-        "checkpoint_iteration": task.checkpoint.step_version if task.checkpoint else 0,
+        "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
 

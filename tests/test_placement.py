@@ -154,12 +154,13 @@ def test_what_would_be_lost_is_named() -> None:
     task = task_at(1, SLOTS[:2])
     assert placement.why_placed(task, task.target) == (
         "all 2 seats on n1, no state elsewhere: its loss would cost all since its start")
-    task.furthest = 40
+    task.furthest, task.iteration = 90, 40  # 50 were lost once, and are not there to be lost
     assert placement.why_placed(task, task.target[:1]) == (
         "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start")
     task.checkpoint = Checkpoint(generation=1, step_version=30, path="gen-1/iter-30", final=False)
     assert placement.why_placed(task, task.target[:1]) == (
         "one seat on n1, no state elsewhere: its loss would cost the 10 iterations since its "
         "checkpoint")
+    assert task.unsaved == 10, "as the screen of the task tells it"
     spread = [Seat(0, SLOTS[0]), Seat(1, SLOTS[2])]
     assert placement.why_placed(task, spread) == "2 seats on n1 n2"
