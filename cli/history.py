@@ -55,9 +55,9 @@ class IncidentHistory(Struct, kw_only=True):
     num_slots: int = 0
     """What the task had when it struck."""
     slot_s: float = 0.0
-    """Slots of these that did not step, times how long, until it was closed."""
+    """Slots of these that did not step, times how long, until `counted_s`: see `slot_s`."""
     counted_s: float = 0.0
-    """Until when `slot_s` counts."""
+    """The last record, or the one that closed it."""
 
 
 class TaskHistory(Struct, kw_only=True):
@@ -171,18 +171,21 @@ class History(Struct):
         _planned(self, record)
 
 
-    def until(self, at_s: float) -> None:
-        """Nothing more was told until then: count what still stands."""
-        for incident in self.open.values():
-            _count_slots(self, incident, at_s)
-
-
 def history(records: Iterable[Plain]) -> History:
     """Read a whole log."""
     told = History()
     for record in records:
         told.add(record)
     return told
+
+
+def slot_s(told: History, incident: IncidentHistory, at_s: float) -> float:
+    """Slots that did not step, times how long; of one that is open, until `at_s`."""
+    task = told.tasks.get(incident.task)
+    if task is None or incident.closed_s is not None:
+        return incident.slot_s
+    still = max(incident.num_slots - task.stepping_num, 0)
+    return incident.slot_s + still * max(at_s - incident.counted_s, 0.0)
 
 
 def waf(told: History | Iterable[Plain], num_buckets: int) -> Waf:
@@ -300,11 +303,8 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
 
 def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:
     """Slots that have not stepped since they were last counted."""
-    task = told.tasks.get(incident.task)
-    if task is not None and at_s > incident.counted_s:
-        still = max(incident.num_slots - task.stepping_num, 0)
-        incident.slot_s += still * (at_s - incident.counted_s)
-        incident.counted_s = at_s
+    incident.slot_s = slot_s(told, incident, at_s)
+    incident.counted_s = max(incident.counted_s, at_s)
 
 
 def _stepping(told: History, record: Plain) -> None:

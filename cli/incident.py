@@ -12,7 +12,7 @@ import msgspec
 from ..events.errors import UsageError
 from . import say, screen_incident
 from .client import connect
-from .history import History, IncidentHistory, TaskHistory
+from .history import History, IncidentHistory, TaskHistory, slot_s
 from .record_line import essentials
 from .state_dir import StateDir
 from .story import Story, story
@@ -39,25 +39,26 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     told = History()
     for record in client.records(0, follow=False):
         told.add(record)
-    told.until(time.time())
-    option = option_for(state)
+    option, now_s = option_for(state), time.time()
     if every:
-        say_all(told, as_json=as_json, option=option)
+        say_all(told, now_s=now_s, as_json=as_json, option=option)
         return
     one = pick(told, which)
     if one is None:
         say.out(json.dumps(None) if as_json else "no incidents: nothing has failed so far")
         return
     show(told, one, lambda after: client.records(after, follow=False),
-         view=client.get("/v1/state"), log=f"--live{option}", option=option, as_json=as_json)
+         view=client.get("/v1/state"), now_s=now_s, log=f"--live{option}", option=option,
+         as_json=as_json)
 
 
-def say_all(told: History, *, as_json: bool, option: str = "") -> None:
+def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
     """Print all incidents of a log, the newest last."""
     if as_json:
-        say.out(json.dumps([msgspec.to_builtins(one) for one in told.incidents.values()]))
+        say.out(json.dumps([{**msgspec.to_builtins(one), "slot_s": slot_s(told, one, now_s)}
+                            for one in told.incidents.values()]))
         return
-    for line in screen_incident.every(told, option=option):
+    for line in screen_incident.every(told, now_s=now_s, option=option):
         say.out(line)
 
 
@@ -75,10 +76,10 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 
 
 def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
-         view: Plain, log: str, as_json: bool, option: str = "") -> None:
+         view: Plain, now_s: float, log: str, as_json: bool, option: str = "") -> None:
     """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
     found = story(one, read((one.first_seq or one.id) - 1))
-    facts = facts_of(told, found, view)
+    facts = facts_of(told, found, view, now_s=now_s)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
     if as_json:
@@ -88,7 +89,7 @@ def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Pla
         say.out(line)
 
 
-def facts_of(told: History, found: Story, view: Plain) -> Plain:
+def facts_of(told: History, found: Story, view: Plain, *, now_s: float) -> Plain:
     """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
     one = found.incident
     task = told.tasks.get(one.task)
@@ -100,7 +101,7 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
         "severity": one.severity, "outcome": one.outcome, "detected_s": one.detected_s,
         "closed_s": one.closed_s, "seq": told.seq,
         "cost": {"pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
-                 "slot_s": one.slot_s, "kept": one.kept, "dealt": one.dealt,
+                 "slot_s": slot_s(told, one, now_s), "kept": one.kept, "dealt": one.dealt,
                  "ckpt_read": one.ckpt_read},
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
                                    if x["kind"] == "NodeSilenced"
@@ -111,7 +112,7 @@ def facts_of(told: History, found: Story, view: Plain) -> Plain:
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
         "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
-        "effects": [_hurt(told, found), *(_other(told, key, found) for key in found.others)],
+        "effects": [_hurt(told, found, now_s), *(_other(told, key, found) for key in found.others)],
         "timeline": [_event(told, one, x) for x in found.records],
         "left": left(one, task, found, view),
     }
@@ -196,14 +197,14 @@ def name_of(told: History, task: int) -> str:
     return name if alone else f"{name} ({task})"
 
 
-def _hurt(told: History, found: Story) -> Plain:
+def _hurt(told: History, found: Story, now_s: float) -> Plain:
     one = found.incident
     placed = [len(x["body"]["seats"]) for x in found.records
               if x["kind"] == "TaskPlaced" and x["body"]["task"] == one.task]
     return {"task": name_of(told, one.task), "hurt": True,
             "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
             "pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
-            "slot_s": one.slot_s}
+            "slot_s": slot_s(told, one, now_s)}
 
 
 def _other(told: History, task: int, found: Story) -> Plain:

@@ -17,7 +17,7 @@ from .figures import (
     span,
     table,
 )
-from .history import History
+from .history import History, slot_s
 
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
@@ -140,14 +140,15 @@ def _after(after_s: float) -> str:
     return f"-{span(-after_s)}" if after_s < 0 else span(after_s)
 
 
-def every(told: History, *, option: str = "") -> list[str]:
+def every(told: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one a line, the newest last."""
     if not told.incidents:
         return ["no incidents: nothing has failed so far"]
     names = {task.id: task.name for task in told.tasks.values()}
     rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
              names.get(one.task, "-"), clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS),
-             one.outcome, ms(one.pause_s), str(one.iterations_lost), f"{one.slot_s:.1f}"]
+             one.outcome, ms(one.pause_s), str(one.iterations_lost),
+             f"{slot_s(told, one, now_s):.1f}"]
             for one in told.incidents.values()]
     return [*table(("INCIDENT", "DETECTED", "SEV", "TASK", "WHAT", "OUTCOME", "PAUSE", "LOST",
                     "SLOT-S"), rows, right=(6, 7, 8)),

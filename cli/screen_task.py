@@ -22,7 +22,7 @@ from .figures import (
     span,
     table,
 )
-from .history import History, TaskHistory
+from .history import History, TaskHistory, slot_s
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
@@ -92,7 +92,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT"), [
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
-    return [*lines, *_incidents(task, told)]
+    return [*lines, *_incidents(task, told, now_s)]
 
 
 def _next(task: Plain, healing: str, option: str) -> str:
@@ -194,10 +194,10 @@ def _copies(task: Plain) -> list[str]:
     return labelled("copies", f"{live}; {disk}")
 
 
-def _incidents(task: Plain, told: History) -> list[str]:
+def _incidents(task: Plain, told: History, now_s: float) -> list[str]:
     rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
              clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS), one.outcome,
-             ms(one.pause_s), str(one.iterations_lost), f"{one.slot_s:.1f}"]
+             ms(one.pause_s), str(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
             for one in told.incidents.values() if one.task == task["id"]]
     if not rows:
         return []

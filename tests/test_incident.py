@@ -14,9 +14,9 @@ import pytest
 from heart_driver import Driver, failed
 from test_screens import PLAIN, check
 from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
-from unicron.cli import incident
+from unicron.cli import incident, screens
 from unicron.cli import replay as command
-from unicron.cli.history import History, history, waf
+from unicron.cli.history import History, history, slot_s, waf
 from unicron.cli.screen_incident import bar, every, page
 from unicron.cli.state_dir import StateDir
 from unicron.cli.story import story
@@ -78,7 +78,7 @@ def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
         told.add(record)
     one = incident.pick(told, "")
     assert one is not None
-    (plan,) = incident.facts_of(told, story(one, records), view(d.state))["plans"]
+    (plan,) = incident.facts_of(told, story(one, records), view(d.state), now_s=d.now_s)["plans"]
     assert plan["origins"] == ["declared"]
     assert waf(told, 1).origins == ("declared",)
 
@@ -131,6 +131,27 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
     again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s
     assert one.slot_s == pytest.approx(
         4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
+
+
+def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
+    d = Driver()
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    d.exit(task, 2)
+    told = history(plain(d))
+    one = incident.pick(told, "")
+    assert one is not None
+    before = slot_s(told, one, told.at_s)
+    now_s = told.at_s + 100.0
+    facts_ = incident.facts_of(told, story(one, plain(d)), view(d.state), now_s=now_s)
+    assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
+    figure = f"{before + 400:.1f}"
+    seen = view(d.state)
+    for screen in (every(told, now_s=now_s),
+                   screens.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
+        (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
+        assert row.endswith(f" {figure}")
+    assert slot_s(told, one, told.at_s) == before, "to ask changes nothing"
 
 
 def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
@@ -237,10 +258,11 @@ def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:
 
 def test_a_log_without_incidents() -> None:
     assert incident.pick(History(), "") is None
-    assert every(History()) == ["no incidents: nothing has failed so far"]
+    assert every(History(), now_s=0.0) == ["no incidents: nothing has failed so far"]
     with pytest.raises(UsageError, match="no incident '3'"):
         incident.pick(History(), "3")
 
 
 def test_the_list() -> None:
-    check("incident-all", every(history(plain(gives()[0]))), columns_max=100)
+    d, _, _ = gives()
+    check("incident-all", every(history(plain(d)), now_s=d.now_s), columns_max=100)

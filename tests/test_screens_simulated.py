@@ -52,12 +52,13 @@ def test_screens_of_any_moment(seed: int) -> None:
         done = cut
         seen, now_s = view(state), state.at_s + 0.5
         lines = [*screens.status(seen, cluster="x", now_s=now_s),
-                 *screens.nodes(seen, now_s=now_s), *screen_incident.every(told)]
+                 *screens.nodes(seen, now_s=now_s), *screen_incident.every(told, now_s=now_s)]
         for task in seen["tasks"]:
             lines += screens.task_status(seen, task, told, now_s=now_s)
         for one in told.incidents.values():
             found = story(one, plain[one.first_seq - 1:cut])
-            facts = {**incident.facts_of(told, found, seen), "verify": "unicron replay"}
+            facts = {**incident.facts_of(told, found, seen, now_s=now_s),
+                     "verify": "unicron replay"}
             lines += screen_incident.page(facts)
             seqs = [record["seq"] for record in found.records]
             assert seqs == sorted(set(seqs)), f"inc-{one.id}: told twice or out of order"

@@ -91,7 +91,7 @@ def facts(records: list[Plain], which: str = "") -> Plain:
     one = incident.pick(told, which)
     assert one is not None
     state = replay(map(from_plain, records))
-    return {**incident.facts_of(told, story(one, records), view(state)),
+    return {**incident.facts_of(told, story(one, records), view(state), now_s=told.at_s),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
 
 
