@@ -248,7 +248,7 @@ class PaperRank:
         self.say(CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
                                   generation=number, iteration=max(self.step_version, 0),
                                   error="Connection closed by peer"))
-        self.say_quiesced()
+        self._answer()
 
     def say_quiesced(self) -> None:
         self.say(Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
