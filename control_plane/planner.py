@@ -8,7 +8,7 @@ every way of computing the optimum gives the same one. Ties: the first task, by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -121,30 +121,43 @@ def backtrack(rows: Sequence[Row], after: Sequence[Table], left: int) -> tuple[i
     return tuple(chosen)
 
 
-def second_best(rows: Sequence[Row], num_slots: int,
-                chosen: Sequence[int]) -> Found | None:
-    """The best vector that differs from `chosen`. By prefix and suffix tables, one pass each."""
-    return next((found for _, _, found in _runners_up(rows, num_slots, chosen)), None)
+class Others:
+    """The best that the rows before and after one row make of j slots, exactly."""
+
+    def __init__(self, rows: Sequence[Row], num_slots: int) -> None:
+        self.rows = rows
+        self.after: list[Table] = suffixes(rows, num_slots)
+        self.before: list[Table] = suffixes(list(reversed(rows)), num_slots)[::-1]
+
+    def without(self, i: int, left: int) -> tuple[int, int]:
+        """(the best sum within `left` slots, how many of them go to the rows before i)."""
+        value = self.before[i][: left + 1] + self.after[i + 1][: left + 1][::-1]
+        at = int(np.argmax(value))
+        return int(value[at]), at
+
+    def beside(self, i: int) -> Callable[[int], int]:
+        """The best sum of all rows but i, by the slots that are left for them."""
+        return lambda left: self.without(i, left)[0]
+
+    def vector(self, i: int, size: int, left: int, at: int) -> tuple[int, ...]:
+        """The slots behind `without`, with `size` for row i."""
+        first = backtrack(list(reversed(self.rows[:i])), self.before[i::-1], at)[::-1]
+        return (*first, size, *backtrack(self.rows[i + 1:], self.after[i + 1:], left - at))
 
 
-def _runners_up(rows: Sequence[Row], num_slots: int,
-                chosen: Sequence[int]) -> Iterator[tuple[int, int, Found]]:
+def runners_up(rows: Sequence[Row], num_slots: int,
+               chosen: Sequence[int]) -> Iterator[tuple[int, int, Found]]:
     """For each row and each size that was not chosen, the best vector with it; best first."""
-    after = suffixes(rows, num_slots)
-    before = suffixes(list(reversed(rows)), num_slots)[::-1]
+    others = Others(rows, num_slots)
     found: list[tuple[int, int, int, int]] = []
     for i, row in enumerate(rows):
         for size, gain in row:
             if size != chosen[i] and size <= num_slots:
-                left = num_slots - size
-                value = before[i][: left + 1] + after[i + 1][: left + 1][::-1]
-                at = int(np.argmax(value))
-                if value[at] > IMPOSSIBLE // 2:
-                    found.append((-int(value[at]) - gain, i, size, at))
+                value, at = others.without(i, num_slots - size)
+                if value > IMPOSSIBLE // 2:
+                    found.append((-value - gain, i, size, at))
     for total, i, size, at in sorted(found, key=lambda x: x[:2]):
-        first = backtrack(list(reversed(rows[:i])), before[i::-1], at)[::-1]
-        last = backtrack(rows[i + 1:], after[i + 1:], num_slots - size - at)
-        yield i, size, ((*first, size, *last), -total)
+        yield i, size, (others.vector(i, size, num_slots - size, at), -total)
 
 
 def choose(wishes: Sequence[Wish], *, num_slots: int, mtbf_gpu_s: float, transition_s: float,
@@ -184,7 +197,7 @@ def _next(wishes: Sequence[Wish], rows: Sequence[Row], num_slots: int,
     """The next best plan, and as many more as make NUM_BEATEN_MIN that were beaten."""
     chosen, *others = dict.fromkeys(plan.slots for plan in known if plan is not None)
     found: list[tuple[str, Plan | None]] = []
-    for place, (i, size, vector) in enumerate(_runners_up(rows, num_slots, chosen)):
+    for place, (i, size, vector) in enumerate(runners_up(rows, num_slots, chosen)):
         if place and len(others) >= NUM_BEATEN_MIN:
             break
         what = f"the best with {wishes[i].name} on {size}" if place else "the next best"

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .planner import (
-    IMPOSSIBLE,
-    Plan,
-    Row,
-    Table,
-    Wish,
-    backtrack,
-    gains,
-    held,
-    plan_of,
-    suffixes,
-)
+from .planner import IMPOSSIBLE, Others, Plan, Wish, gains, held, plan_of
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -31,30 +19,6 @@ class Price(Struct, frozen=True, kw_only=True):
     """At more than so many times its weight the next plan gives it slots; it may be below 1."""
     plan: Plan
     """The best plan in which it runs."""
-
-
-class _Others:
-    """The best that the rows before and after one row make of j slots, exactly."""
-
-    def __init__(self, rows: Sequence[Row], num_slots: int) -> None:
-        self.rows = rows
-        self.after: list[Table] = suffixes(rows, num_slots)
-        self.before: list[Table] = suffixes(list(reversed(rows)), num_slots)[::-1]
-
-    def without(self, i: int, left: int) -> tuple[int, int]:
-        """(the best sum within `left` slots, how many of them go to the rows before i)."""
-        value = self.before[i][: left + 1] + self.after[i + 1][: left + 1][::-1]
-        at = int(np.argmax(value))
-        return int(value[at]), at
-
-    def beside(self, i: int) -> Callable[[int], int]:
-        """The best sum of all rows but i, by the slots that are left for them."""
-        return lambda left: self.without(i, left)[0]
-
-    def vector(self, i: int, size: int, left: int, at: int) -> tuple[int, ...]:
-        """The slots behind `without`, with `size` for row i."""
-        first = backtrack(list(reversed(self.rows[:i])), self.before[i::-1], at)[::-1]
-        return (*first, size, *backtrack(self.rows[i + 1:], self.after[i + 1:], left - at))
 
 
 def prices(wishes: Sequence[Wish], plan: Plan, *, num_slots: int, mtbf_gpu_s: float,
@@ -69,19 +33,18 @@ def prices(wishes: Sequence[Wish], plan: Plan, *, num_slots: int, mtbf_gpu_s: fl
     after = [replace(wish, now=slots, hurt=False)
              for wish, slots in zip(wishes, plan.slots, strict=True)]
     rows = gains(after, num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s, transition_s=transition_s)
-    waiting = [i for i, row in enumerate(rows) if plan.slots[i] == 0
-               and any(0 < size <= num_slots and gain > 0 for size, gain in row)]
-    if not waiting:
+    options = {i: sizes for i, row in enumerate(rows) if plan.slots[i] == 0
+               and (sizes := [x for x in row if 0 < x[0] <= num_slots and x[1] > 0])}
+    if not options:
         return {}
-    free, steady = _Others(rows, num_slots), _Others(held(after, rows), num_slots)
+    free, steady = Others(rows, num_slots), Others(held(after, rows), num_slots)
     found: dict[int, Price] = {}
-    for i in waiting:
-        sizes = [x for x in rows[i] if 0 < x[0] <= num_slots and x[1] > 0]
-        options: list[tuple[int, int, int]] = []
+    for i, sizes in options.items():
+        best: list[tuple[int, int, int]] = []
         for size, gain in sizes:
             value, at = free.without(i, num_slots - size)
-            options.append((value + gain, size, at))
-        value, size, at = max(options)
+            best.append((value + gain, size, at))
+        value, size, at = max(best)
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
         assert runs is not None
         found[wishes[i].task] = Price(

@@ -47,14 +47,16 @@ def test_the_best_is_the_best(case: tuple[list[Wish], int]) -> None:
                          transition_s=TRANSITION_S)
     plans = brute_force(rows, num_slots)
     assert planner.best(rows, num_slots) == (plans[0][1], plans[0][0])
-    second = planner.second_best(rows, num_slots, plans[0][1])
+    second = next(planner.runners_up(rows, num_slots, plans[0][1]), None)
     if len(plans) == 1:
         assert second is None
     else:
         assert second is not None
-        assert second[1] == plans[1][0]
-        assert second[0] != plans[0][1]
-        assert (second[1], second[0]) in plans
+        i, size, (slots, objective) = second
+        assert objective == plans[1][0]
+        assert slots != plans[0][1]
+        assert slots[i] == size
+        assert (objective, slots) in plans
 
 
 @given(wishes())
