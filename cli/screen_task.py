@@ -21,6 +21,7 @@ from .figures import (
     scaled,
     span,
     table,
+    way_to_act,
 )
 from .history import History, TaskHistory, slot_s
 
@@ -102,8 +103,7 @@ def _next(task: Plain, healing: str, option: str) -> str:
     if task["state"] == "waiting" and task["weight_from"]:
         words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:
-        words.insert(0, f"unicron unfreeze{option}" if healing.startswith("frozen") else
-                     f"unicron down{option}; unicron up --act{option}")
+        words.insert(0, way_to_act(healing, option))
     if task["incident"]:
         words.insert(0, f"unicron incident {task['incident']}{option}")
     return "   ".join(map(command, words[:2]))
@@ -178,7 +178,7 @@ def _copies(task: Plain) -> list[str]:
     """Who holds the task's state, and what would be lost if they all went."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
-    lost = task["iteration"] - task["checkpoint_iteration"]
+    lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
     disk += f": {count(lost)} iterations would be lost if all went" if lost else ""
