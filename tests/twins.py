@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240.0
+RATE = 1e-4
+"""The learning rate of every small task: about what an optimizer step moves a parameter by."""
 STEP_SHARE_MAX = 0.01
 """What a model may differ by, in optimizer steps: one micro-batch left out or counted twice
 moves Adam's step by far more, rounding by far less."""
@@ -32,7 +34,7 @@ def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int
         "train": {
             "model": {"num_layers": 1, "hidden": 64, "num_heads": 2, "sequence": 64},
             "batch": {"global": 8, "micro": 2},
-            "optimizer": {"lr": 1e-4, "min_lr": 1e-4, "decay": "constant"},
+            "optimizer": {"lr": RATE, "min_lr": RATE, "decay": "constant"},
             "iterations": iterations, "seed": seed, "checkpoint_every": checkpoint_every,
             "output": str(output / name),
         },
@@ -52,18 +54,17 @@ class Twins:
         out = self._folder / f"{len(self._running)}-{spec['name']}"
         out.mkdir()
         file = out / "spec.json"
-        file.write_text(json.dumps({**spec, "train": {
-            **spec["train"], "output": "twin", "checkpoint_every": 0,
-            "iterations": int(ours.name.removeprefix("iter-"))}}))
+        file.write_text(json.dumps(spec))
         with (out / "log").open("wb") as log:
             self._running[out] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "unicron.workers.training.reference",
-                 "--spec", str(file), "--out", str(out)],
+                 "--spec", str(file), "--out", str(out),
+                 "--iterations", ours.name.removeprefix("iter-")],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"})
         return ours, out
 
-    def hold(self, ours: Path, out: Path, losses: list[float], rate: float = 1e-4) -> None:
+    def hold(self, ours: Path, out: Path, losses: list[float]) -> None:
         """Assert that a checkpoint and the losses that the log told until it equal the twin's."""
         from unicron.workers.training.reference import compare, read
 
@@ -81,7 +82,7 @@ class Twins:
         assert gap.loss_rel < LOSS_REL_MAX, gap
         params = [value for name, value in twin.items() if name.startswith("model.")]
         squares = sum(float(param.double().square().sum()) for param in params)
-        step_rel = rate * float(sum(param.numel() for param in params) / squares) ** 0.5
+        step_rel = RATE * float(sum(param.numel() for param in params) / squares) ** 0.5
         assert gap.param_rel < STEP_SHARE_MAX * step_rel, (gap, step_rel)
         # and the comparison can fail: the losses of a run that lost an iteration are far outside
         shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
