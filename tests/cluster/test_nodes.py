@@ -22,6 +22,9 @@ SERVER_STOPPED_S = float(os.environ.get("UNICRON_TEST_SERVER_STOPPED_S", "20"))
 """How long the log's server is stopped; a minute takes longer than all the rest."""
 AGENT_STOPPED_S = 5.0
 """Longer than `silence_s_max`, shorter than `replace_after_s`."""
+UNTOLD_S_MAX = 2.0
+"""A task tells of its iterations once a second; a cancel ends it in between, and what it told last
+may still have been on its way."""
 
 
 class Pair:
@@ -151,4 +154,4 @@ def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
     held = {task: twins.start(spec) for task, spec in pair.specs.items()}
     cluster.verify()
     for task, (ours, twin) in held.items():
-        twins.hold(ours, twin, cluster.losses(task))
+        twins.hold(ours, twin, cluster.losses(task), UNTOLD_S_MAX)
