@@ -23,14 +23,16 @@ Spec = dict[str, Any]
 def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
           rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
           checkpoint_every: int = 0) -> Spec:
-    """A tiny GPT, four micro-batches an iteration; `rates` are the TFLOP/s that it declares.
+    """A tiny GPT, four micro-batches an iteration.
 
-    Its learning rate is constant: the first K of many iterations are all of a task of K.
+    `rates` are TFLOP/s by slots; it declares those of its sizes. Its learning rate is constant:
+    the first K of many iterations are all of a task of K.
     """
     return {
         "apiVersion": "unicron/v1", "name": name, "weight": weight,
         "slots": {"min": slots[0], "max": slots[1]},
-        "throughput": {str(size): rate * 1e12 for size, rate in (rates or {}).items()},
+        "throughput": {str(size): rate * 1e12 for size, rate in (rates or {}).items()
+                       if slots[0] <= size <= slots[1]},
         "train": {
             "model": {"num_layers": 1, "hidden": 64, "num_heads": 2, "sequence": 64},
             "batch": {"global": 8, "micro": 2},

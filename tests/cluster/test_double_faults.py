@@ -13,30 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cluster_story
 import pytest
+from cluster_story import NODES, RATES
 from twins import Twins, small
 from unicron.events.records import Record
 
-NODES = ("n1", "n2", "n3")
-RATES = {1: 1.0, 2: 1.9, 3: 2.7}
 
-
-class Pair:
+class Pair(cluster_story.Pair):
     """Two equal tasks; what they went through is judged by the log alone."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
-        self.cluster = cluster
-        self.specs = {cluster.submit(spec): spec for spec in (
+        super().__init__(cluster, *(
             small(name, output, slots=(1, 3), rates=RATES, seed=seed, checkpoint_every=40)
-            for name, seed in (("one", 7), ("two", 8)))}
+            for name, seed in (("one", 7), ("two", 8))))
         self.one, self.two = self.specs
         self.held: dict[int, tuple[Path, Path]] = {}
         """What was published after the faults inside transitions, and its twin, by task."""
-        self.wait_whole()
-
-    def wait_whole(self, num: int = 3) -> None:
-        for task in self.specs:
-            self.cluster.wait_whole(task, num)
 
     def kill(self, task: int, *ranks: int) -> None:
         pids = self.cluster.pids(task)
@@ -61,7 +54,7 @@ class Pair:
         """
         for task in tasks:
             self.cluster.wait_told(after, "IncidentOpened", task=task)
-        self.wait_whole(num)
+        self.wait_whole(num, num)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
         of = {record.seq: record.body.task for record in
               self.cluster.told(after, "IncidentOpened")}

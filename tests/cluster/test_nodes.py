@@ -7,14 +7,13 @@ holds both tasks to their undisturbed twins.
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cluster_story
 import pytest
+from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
 from unicron.events import embedded
 
@@ -27,22 +26,15 @@ UNTOLD_S_MAX = 2.0
 may still have been on its way."""
 
 
-class Pair:
+class Pair(cluster_story.Pair):
     """Two tasks on three nodes of two slots: 4 and 2 slots, 3 and 1 when a node is lost."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
-        self.cluster = cluster
-        heavy = small("heavy", output, weight=2.0, checkpoint_every=40,
-                      rates={1: 1.0, 2: 1.9, 3: 2.7, 4: 3.2})
-        light = small("light", output, slots=(1, 2), seed=8, checkpoint_every=40,
-                      rates={1: 2.0, 2: 2.9})
-        self.heavy, self.light = cluster.submit(heavy), cluster.submit(light)
-        self.specs = {self.heavy: heavy, self.light: light}
-        self.wait_whole()
-
-    def wait_whole(self, heavy: int = 4, light: int = 2) -> None:
-        self.cluster.wait_whole(self.heavy, heavy)
-        self.cluster.wait_whole(self.light, light)
+        super().__init__(
+            cluster, small("heavy", output, weight=2.0, checkpoint_every=40, rates=RATES),
+            small("light", output, slots=(1, 2), seed=8, checkpoint_every=40,
+                  rates={1: 2.0, 2: 2.9}))
+        self.heavy, self.light = self.specs
 
     def generations(self) -> list[int]:
         return [self.cluster.task(task)["generation"] for task in self.specs]
@@ -53,19 +45,9 @@ def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(three, tmp_path_factory.mktemp("out"))
 
 
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process does nothing meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     cluster, heavy, light = pair.cluster, pair.heavy, pair.light
-    node = next(node for node in ("n1", "n2", "n3")
+    node = next(node for node in NODES
                 if cluster.on(heavy, node) and not cluster.on(light, node))
     hurt, before = cluster.on(heavy, node), {task: cluster.pids(task) for task in pair.specs}
     after = cluster.seq()
@@ -148,9 +130,7 @@ def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     for task in pair.specs:
         cluster.wait_told(after, "CheckpointPublished", task=task)
-        cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    for task in pair.specs:
-        assert cluster.wait_ended(task)["state"] == "cancelled", cluster.endings(task)
+    pair.cancel()
     held = {task: twins.start(spec) for task, spec in pair.specs.items()}
     cluster.verify()
     for task, (ours, twin) in held.items():

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_story import NODES, RATES
 from twins import small
 from unicron.events.records import Record
 
-NODES = ("n1", "n2", "n3")
-RATES = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.2}
 NO_FAULT = ("IncidentOpened", "RankErrored", "CollectiveFailed")
 
 
@@ -106,7 +105,7 @@ def test_a_task_that_loses_all_slots_is_saved_and_goes_on_at_its_iteration(one: 
         after = one.drain(node, num)
         one.nothing_lost(after)
     urgent = cluster.submit(small("urgent", one.output, weight=100.0, slots=(2, 2),
-                                  rates={2: 1.9}, iterations=20))
+                                  rates=RATES, iterations=20))
     order = cluster.wait_told(urgent, "Quiesce", task=task).body
     assert order.save
     waiting = cluster.wait_told(urgent, "TaskWaiting", task=task).body

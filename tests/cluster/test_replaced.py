@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
+from cluster_story import RATES, stopped
 from twins import small
 from unicron.events.embedded import start_time
 
@@ -17,9 +16,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
     task = cluster.submit(small("solo", tmp_path, slots=(1, 1), checkpoint_every=20))
     (old,) = cluster.wait_whole(task, 1)["ranks"]
     first = cluster.wait_told(0, "CheckpointPublished", task=task).seq
-    agent = cluster.agent(old["node"]).pid
-    os.kill(agent, signal.SIGSTOP)
-    try:
+    with stopped(cluster.agent(old["node"]).pid):
         lost = cluster.wait_told(first, "IncidentOpened", task=task).body
         assert (lost.severity, lost.node) == ("SEV1", old["node"])
         assert "the whole task on it" in lost.why
@@ -31,8 +28,6 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         # both train at once: nobody could tell the old one, and it saves what it likes
         cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
             x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))
-    finally:
-        os.kill(agent, signal.SIGCONT)
     heard = cluster.wait_told(again, "NodeHeard", node=old["node"]).seq
     cluster.wait_told(heard - 1, "StopRank", task=task, rank=old["rank"], attempt=old["attempt"])
     cluster.wait(lambda: start_time(old["pid"]) == "" or None, "the old rank is gone")
@@ -61,7 +56,7 @@ def test_a_task_that_lost_both_its_nodes_goes_on_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
     """And the log says what that cost."""
     cluster = three
-    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates={1: 1.0, 2: 1.9},
+    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES,
                                 checkpoint_every=20))
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
     assert len(nodes) == 2

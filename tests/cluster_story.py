@@ -1,0 +1,47 @@
+"""What the stories on three nodes share: their nodes, what tasks declare to earn, and the tasks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from twins import Spec
+
+NODES = ("n1", "n2", "n3")
+RATES = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.2}
+"""TFLOP/s by slots that a task declares: each further slot earns less."""
+
+
+class Pair:
+    """Two tasks on one cluster, that a module's tests share."""
+
+    def __init__(self, cluster: Any, *specs: Spec) -> None:
+        self.cluster = cluster
+        self.specs: dict[int, Spec] = {cluster.submit(spec): spec for spec in specs}
+        self.wait_whole()
+
+    def wait_whole(self, *nums: int) -> None:
+        """Until each steps with so many members, none given: as many as it has when all is well."""
+        wanted = nums or tuple(spec["slots"]["max"] for spec in self.specs.values())
+        for task, num in zip(self.specs, wanted, strict=True):
+            self.cluster.wait_whole(task, num)
+
+    def cancel(self) -> None:
+        """Both, and until they have ended."""
+        for task in self.specs:
+            self.cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+        for task in self.specs:
+            assert self.cluster.wait_ended(task)["state"] == "cancelled", self.cluster.endings(task)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
