@@ -130,8 +130,11 @@ def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     on = {node: cluster.on(pair.one, node) for node in NODES}
     node = next(node for node in NODES if len(on[node]) == 2)
-    pair.kill(pair.one, on[node][0])
+    victim = cluster.pids(pair.one)[on[node][0]]
+    os.kill(victim, signal.SIGKILL)
+    pair.gone(pair.one, victim, after)  # else the agent dies before it tells: one fault, not two
     cluster.kill_agent(node)
+    cluster.wait_told(after, "IncidentEscalated", node=node, severity="SEV1")
     pair.healed(after, pair.one, num=2)
     back = cluster.seq()
     cluster.start_agent(node)
