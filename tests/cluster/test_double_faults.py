@@ -15,7 +15,7 @@ from typing import Any
 
 import cluster_story
 import pytest
-from cluster_story import NODES, RATES
+from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
 from unicron.events.records import Record
 
@@ -78,12 +78,14 @@ def test_two_ranks_of_two_nodes_and_a_survivor_that_has_quiesced(pair: Pair) -> 
     ranks = {rank["node"]: rank["rank"] for rank in cluster.task(pair.two)["ranks"]}
     assert len(ranks) == 2
     pair.kill(pair.two, *ranks.values())
-    victim, *_ = before[pair.one]
-    pair.kill(pair.one, victim)
-    second = pair.rank_when(pair.one, after, "Quiesced", lambda body: body.rank != victim)
-    os.kill(before[pair.one][second], signal.SIGKILL)
-    pair.gone(pair.one, before[pair.one][second], after)
-    pair.healed(after, pair.one, pair.two)
+    victim, second, third = before[pair.one]
+    with stopped(before[pair.one][third]):  # it does not answer: the task goes on quiescing
+        pair.kill(pair.one, victim)
+        cluster.wait_told(after, "Quiesced", task=pair.one, rank=second)
+        os.kill(before[pair.one][second], signal.SIGKILL)
+        pair.gone(pair.one, before[pair.one][second], after)
+        assert not cluster.told(after, "Reconfigure", task=pair.one)
+    assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
     for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
@@ -103,7 +105,7 @@ def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pa
     struck = cluster.pids(pair.two)[newcomer]
     os.kill(struck, signal.SIGKILL)
     pair.gone(pair.two, struck, after)
-    pair.healed(after, pair.one, pair.two)
+    assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
@@ -117,6 +119,8 @@ def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
     line = cluster.wait_traced(pair.one, event="forward", pid=started.pid)
     os.kill(line["pid"], signal.SIGKILL)
     pair.gone(pair.one, line["pid"], after)
+    assert len({line["iteration"] for line in cluster.traced(pair.one)
+                if line["pid"] == started.pid}) <= 2, "it was struck late"
     pair.healed(after, pair.one)
     assert cluster.kept(pair.one, before) == set(before) - {victim}
     assert cluster.task(pair.two)["generation"] == calm
