@@ -19,6 +19,9 @@ from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
 from unicron.events.records import Record
 
+PAUSE_S_MAX = 30.0
+"""Nobody holds until a deadline of a minute for who is dead or silent."""
+
 
 class Pair(cluster_story.Pair):
     """Two equal tasks; what they went through is judged by the log alone."""
@@ -64,6 +67,7 @@ class Pair(cluster_story.Pair):
             body: Any = record.body
             assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
                 "healed", 0, False), self.cluster.tail(after)
+            assert body.pause_s < PAUSE_S_MAX, self.cluster.tail(after)
         return closed
 
 
