@@ -163,9 +163,6 @@ def test_two_nodes_of_three_and_both_tasks_live_on_the_third(pair: Pair) -> None
     for task in pair.specs:
         assert set(cluster.pids(task).values()) < set(before[task].values())
         assert cluster.losses(task)
-    for node in lost:
-        cluster.start_agent(node)
-    pair.wait_whole()
 
 
 def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
