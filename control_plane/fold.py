@@ -16,7 +16,7 @@ from ..events.records import Record
 from .calibration import keep_times
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
-from .fold_requests import REQUESTS, acts_again
+from .fold_requests import REQUESTS, acts_again, forget_requests
 from .folding import (
     arm,
     await_silent,
@@ -54,6 +54,8 @@ def fold(state: ClusterState, record: Record) -> None:
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
     if record.source_seq > state.sources.get(record.source, 0):
         state.sources[record.source] = record.source_seq
+        if record.source.startswith("operator/"):
+            forget_requests(state)
     handler = HANDLERS.get(type(record.body))
     if handler is not None:
         handler(state, record, record.body)

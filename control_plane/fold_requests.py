@@ -12,11 +12,17 @@ from ..events.spec import WEIGHT_RATIO_MAX
 from .state import NUM_REQUESTS_MAX, ClusterState, Task
 
 
+def forget_requests(state: ClusterState) -> None:
+    """Whose repetition is not recognised any more: all but the newest."""
+    requests = [source for source in state.sources if source.startswith("operator/")]
+    for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
+        del state.sources[source]
+
+
 def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
     state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
                                    submitted_s=record.at_s, since_s=record.at_s)
     state.replan = f"task {body.spec.name} submitted"
-    _forget_requests(state)
 
 
 def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
@@ -27,7 +33,6 @@ def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelReq
         task.ending, task.withheld = "cancelled", ""
         task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
         task.since_s = record.at_s
-    _forget_requests(state)
 
 
 def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
@@ -36,19 +41,16 @@ def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> N
     if task is not None and task.phase != "ended" and usable and task.weight != body.weight:
         task.weight = body.weight
         state.replan = f"task {task.spec.name} has weight {body.weight:g}"
-    _forget_requests(state)
 
 
 def _healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
     state.frozen = body.reason or "no reason given"
-    _forget_requests(state)
 
 
 def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
     if state.frozen:
         state.frozen = ""
         acts_again(state)
-    _forget_requests(state)
 
 
 def acts_again(state: ClusterState) -> None:
@@ -64,7 +66,6 @@ def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> N
         if not node.drained:
             state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
-    _forget_requests(state)
 
 
 def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) -> None:
@@ -72,22 +73,11 @@ def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) 
     if node is not None and node.drained:
         node.drained, node.drain_reason = False, ""
         state.replan = f"node {node.name} undrained"
-    _forget_requests(state)
-
-
-def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
-    _forget_requests(state)
-
-
-def _forget_requests(state: ClusterState) -> None:
-    requests = [source for source in state.sources if source.startswith("operator/")]
-    for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
-        del state.sources[source]
 
 
 REQUESTS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.TaskSubmitted: _task_submitted, r.TaskCancelRequested: _cancel_requested,
     r.TaskWeightSet: _weight_set, r.HealingFrozen: _healing_frozen,
     r.HealingResumed: _healing_resumed, r.NodeDrained: _node_drained,
-    r.NodeUndrained: _node_undrained, r.FaultRequested: _fault_requested,
+    r.NodeUndrained: _node_undrained,
 }
