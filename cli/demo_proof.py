@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import history
 from .demo_stage import BrokenError, Stage
-from .figures import BLOCKS, ms, ranks, scaled, table
+from .figures import curve, ms, ranks, scaled, table
 from .history import IncidentHistory
 from .screens import loss_curve
 
@@ -71,8 +70,7 @@ def timeline(stage: Stage) -> None:
     """The incidents' phases, since the fault itself; the control plane's has but its own end."""
     stage.say("timeline", "since the kill; from the log's records")
     rows = [_phases(stage, one) for one in stage.told.incidents.values()]
-    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "0.0",
-                 "0"])
+    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "0.0", "0"])
     for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "STEPPED",
                        "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
         stage.note(None, line)
@@ -100,21 +98,15 @@ def waf(stage: Stage) -> None:
     told = history.waf(stage.told, WAF_COLUMNS)
     mean = math.fsum(told.achieved) / len(told.achieved)
     stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")
-    stage.note(None, f"achieved {_bars(told.achieved, max(told.achieved))} "
+    stage.note(None, f"achieved {curve(told.achieved, WAF_COLUMNS, 0.0)} "
                      f"mean {scaled(mean, 'FLOP/s')}")
     stage.note(None, "         measured: FLOP of an iteration x iterations done first, weighted; "
                      "two cores")
     for what, values in (("plan", told.planned), ("ideal", told.ideal)):
-        stage.note(None, f"{what:<8} {_bars(values, max(told.ideal))} "
+        stage.note(None, f"{what:<8} {curve(values, WAF_COLUMNS, 0.0, max(told.ideal))} "
                          f"max {scaled(max(values), 'FLOP/s')}")
     stage.note(None, f"         {', '.join(told.origins)} in the specs; the ideal is the best "
                      "plan with all slots")
-
-
-def _bars(values: Sequence[float], top: float) -> str:
-    """Blocks from 0 to `top`."""
-    return "".join(BLOCKS[round(max(value, 0.0) / max(top, 1.0) * (len(BLOCKS) - 1))]
-                   for value in values)
 
 
 def loss(stage: Stage, task: int) -> None:

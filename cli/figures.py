@@ -61,10 +61,12 @@ def ranks(numbers: Iterable[int]) -> str:
     return "ranks " + " ".join(map(str, sorted_))
 
 
-def curve(values: Sequence[float], width: int, floor: float | None = None) -> str:
+def curve(values: Sequence[float], width: int, floor: float | None = None,
+          top: float | None = None) -> str:
     """The values as text blocks, at most `width` wide (means of equal shares).
 
-    The lowest value is `▁`, or `floor` where that is given.
+    The lowest value is `▁`, or `floor` where that is given; the highest `█`, or `top`, which no
+    value is above.
     """
     if not values:
         return ""
@@ -72,7 +74,7 @@ def curve(values: Sequence[float], width: int, floor: float | None = None) -> st
     shares = [values[i * len(values) // width : (i + 1) * len(values) // width]
               for i in range(width)]
     means = [math.fsum(share) / len(share) for share in shares]
-    low, high = min(means) if floor is None else floor, max(means)
+    low, high = min(means) if floor is None else floor, max(means) if top is None else top
     if high == low:
         return BLOCKS[0] * width
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))]
@@ -99,6 +101,13 @@ def labelled(label: str, text: str, indent: int = 11) -> list[str]:
 def command(words: str) -> str:
     """What a person may type, so that `labelled` does not break it over two lines."""
     return words.replace(" ", UNBROKEN)
+
+
+def way_to_act(healing: str, option: str) -> str:
+    """What to type so that a cluster that is frozen, or only observes, heals."""
+    if healing.startswith("frozen"):
+        return f"unicron unfreeze{option}"
+    return f"unicron down{option}; unicron up --act{option}"
 
 
 def number_of(num: int, word: str) -> str:

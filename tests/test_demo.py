@@ -125,6 +125,12 @@ def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
     assert seating.nodes(task) == "n1 n2"
 
 
+def test_two_curves_with_one_top_can_be_compared():
+    assert figures.curve([0.0, 7.0], 2, 0.0) == "▁█"
+    assert figures.curve([0.0, 7.0], 2, 0.0, 14.0) == "▁▅"
+    assert figures.curve([0.0, 0.0], 2, 0.0, 0.0) == "▁▁"
+
+
 class PlayedLog:
     """A control plane of which the log is known: `told` records of it so far."""
 
