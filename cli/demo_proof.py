@@ -70,7 +70,7 @@ def timeline(stage: Stage) -> None:
     """The incidents' phases, since the fault itself; the control plane's has but its own end."""
     stage.say("timeline", "since the kill; from the log's records")
     rows = [_phases(stage, one) for one in stage.told.incidents.values()]
-    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "0.0", "0"])
+    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-"])
     for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "STEPPED",
                        "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
         stage.note(None, line)
@@ -88,7 +88,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
         return "-" if at_s is None else ms(at_s - killed_s)
 
     what = f"{one.severity} {stage.name(one.task)}'s {ranks(one.ranks)}"
-    return [f"inc-{one.id}", what, since(one.fault_s), since(one.decided_s),
+    return [f"inc-{one.id}", what, since(one.detected_s), since(one.decided_s),
             since(one.rebuilt_s), since(one.stepped_s),
             f"{one.slot_s:.1f}", str(one.iterations_lost)]
 

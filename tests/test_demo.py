@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unicron.cli import demo, demo_acts, demo_nodes, demo_twins, figures
+from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, figures
 from unicron.cli.demo_seating import Seating
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
@@ -129,6 +129,22 @@ def test_two_curves_with_one_top_can_be_compared():
     assert figures.curve([0.0, 7.0], 2, 0.0) == "▁█"
     assert figures.curve([0.0, 7.0], 2, 0.0, 14.0) == "▁▅"
     assert figures.curve([0.0, 0.0], 2, 0.0, 0.0) == "▁▁"
+
+
+def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, capsys):
+    stage = Stage(tmp_path)
+    for record in PLAIN:
+        stage.told.add(record)
+    (one,) = stage.told.incidents.values()
+    stage.struck[one.id] = one.fault_s - 0.5
+    one.detected_s = one.fault_s + 0.25
+    demo_proof.timeline(stage)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (told,) = [row for row in rows if row[0] == f"inc-{one.id}"]
+    (control,) = [row for row in rows if row[1:2] == ["control"]]
+    assert told[5:7] == ["750", "ms"]
+    assert control[-2:] == ["-", "-"]
+    assert not stage.broken
 
 
 class PlayedLog:
