@@ -302,7 +302,6 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
         return
     task.loss, task.rate_flops, task.micro_batches = (
         body.losses[-1], body.rate_flops, body.micro_batches)
-    earned(state, task, body.first_iteration + len(body.losses))
     keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]
@@ -316,11 +315,11 @@ def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite)
         return
     if task.phase != "reconfiguring":
         task.loss = None
-        earned(state, task, body.iteration + 1)
         _stepped_to(state, task, body.iteration + 1)
 
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
+    earned(state, task, iteration)
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     task.furthest = max(task.furthest, iteration)
