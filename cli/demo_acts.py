@@ -78,16 +78,21 @@ def start(stage: Stage, alpha: Player, beta: Player) -> None:
     ready = stage.all("RankReady")
     body = ready[0]["body"]
     for player in (alpha, beta):
-        stage.say("ranks", f"{player.name}: {len(stage.seating.members(player.task))} on "
-                           f"{stage.seating.nodes(player.task)}")
+        stage.say("ranks", f"{player.name}: {len(stage.members(player.task))} on "
+                           f"{nodes(stage, player.task)}")
     stage.note(None, f"each a GPT of {scaled(body['num_params'], ' parameters')}, "
                      f"{scaled(body['state_bytes'], 'B')} of state, "
                      f"data {body['data_digest'].removeprefix('sha256:')[:12]}")
 
 
+def nodes(stage: Stage, task: int) -> str:
+    """The nodes of its seats, in words."""
+    return " ".join(sorted(set(stage.seats(task).values())))
+
+
 def full(stage: Stage, want: dict[int, int]) -> bool | None:
     """Whether each of these tasks steps with that many ranks, all on the seats it was given."""
-    return all(stage.seating.is_full(task, num) for task, num in want.items()) or None
+    return all(stage.is_full(task, num) for task, num in want.items()) or None
 
 
 # --- a rank is killed ---------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def kill_control_plane(stage: Stage, players: list[Player]) -> None:
 
 def _member_pids(stage: Stage, task: int) -> dict[int, int]:
     pids = stage.trace.pids(task)
-    return {rank: pids[rank] for rank in stage.seating.members(task)}
+    return {rank: pids[rank] for rank in stage.members(task)}
 
 
 def _adopted(stage: Stage, cluster: Plain, pids: dict[int, dict[int, int]], at_s: float) -> None:

@@ -15,6 +15,7 @@ from .demo_acts import (
     Player,
     from_memory,
     full,
+    nodes,
     promise_from_memory,
     same_pids,
     say_plan,
@@ -34,11 +35,11 @@ FINISH_S_MAX = 300.0
 def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
     """SIGKILL to an agent, and so to its ranks; one plan for both tasks heals it."""
     pids = {player.task: stage.trace.pids(player.task) for player in (hurt, other)}
-    members = stage.seating.members(hurt.task)
+    members = stage.members(hurt.task)
     gone = sorted(rank for rank, node in members.items() if node == NODE)
     left = sorted(rank for rank in members if rank not in gone)
     stage.promise(bool(gone) and bool(left) and NODE not in
-                  stage.seating.members(other.task).values(),
+                  stage.members(other.task).values(),
                   f"{hurt.name} has ranks on {NODE} and elsewhere, {other.name} none there")
     agent = stage.process(agent_name(NODE))
     seq = stage.told.seq
@@ -64,7 +65,7 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
                   "the plan names what it beat")
     stage.wait(lambda: full(stage, want), RETURN_S_MAX, "both tasks step on four slots")
     say_moves(stage, seq)
-    kept = sorted(stage.seating.members(other.task))
+    kept = sorted(stage.members(other.task))
     stage.promise(same_pids(stage, hurt.task, pids[hurt.task], left)
                   and same_pids(stage, other.task, pids[other.task], kept),
                   "all survivors kept their processes")
@@ -170,8 +171,8 @@ def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
                        f"{player.name}'s first step")
     say_moves(stage, seq)
     stage.note(began["at_s"] - stage.told.tasks[player.task].submitted_s,
-               f"{player.name} steps, {len(stage.seating.members(player.task))} ranks on "
-               f"{stage.seating.nodes(player.task)}")
+               f"{player.name} steps, {len(stage.members(player.task))} ranks on "
+               f"{nodes(stage, player.task)}")
     finish(stage, player)
     ended = stage.find("TaskEnded", task=player.task)
     assert ended is not None

@@ -18,7 +18,6 @@ from ..events.errors import UnicronError, UsageError
 from ..events.reports import Policy
 from . import local_cluster, processes, say
 from .client import Client, Interrupted, Unable, Unreachable
-from .demo_seating import Seating
 from .demo_trace import Trace
 from .figures import ms, span
 from .history import History
@@ -51,7 +50,6 @@ class Stage:
         self.broken: list[str] = []
         self.told = History()
         self.records: list[Plain] = []
-        self.seating = Seating()
         self.trace = Trace(folder / "trace")
         self.num_kills = 0
         self.struck: dict[int, float] = {}
@@ -165,7 +163,6 @@ class Stage:
             return []
         for record in new:
             self.told.add(record)
-            self.seating.add(record)
         self.records += new
         for record in new:
             if record["kind"] == "RankReady":
@@ -193,11 +190,35 @@ class Stage:
         """The first record of that kind behind `after` whose body says so."""
         return next(iter(self.all(kind, after=after, **wanted)), None)
 
+    def last(self, kind: str, **wanted: object) -> Plain | None:
+        """The last record of that kind whose body says so."""
+        return next(reversed(self.all(kind, after=0, **wanted)), None)
+
     def all(self, kind: str, *, after: int = 0, **wanted: object) -> list[Plain]:
         """All records of that kind behind `after` whose bodies say so."""
         return [record for record in self.records
                 if record["kind"] == kind and record["seq"] > after
                 and all(record["body"].get(key) == value for key, value in wanted.items())]
+
+    # --- where ranks are ------------------------------------------------------------------------
+    def members(self, task: int) -> dict[int, str]:
+        """Of its newest generation, by rank: the node that it is on."""
+        order = self.last("Reconfigure", task=task)
+        return {} if order is None else {one["rank"]: one["node"]
+                                         for one in order["body"]["members"]}
+
+    def seats(self, task: int) -> dict[int, str]:
+        """Of its newest placement, by rank: the node of its seat."""
+        placed = self.last("TaskPlaced", task=task)
+        return {} if placed is None else {one["rank"]: one["slot"]["node"]
+                                          for one in placed["body"]["seats"]}
+
+    def is_full(self, task: int, num: int) -> bool:
+        """Whether it steps with exactly these seats, `num` of them."""
+        members, order = self.members(task), self.last("Reconfigure", task=task)
+        return (order is not None and members == self.seats(task) and len(members) == num
+                and self.find("TaskProgressed", task=task,
+                              generation=order["body"]["generation"]) is not None)
 
     def _give_way(self, ready: Plain) -> None:
         """A rank that is ready gives way to those that prepare: all share two cores here."""
@@ -223,7 +244,7 @@ class Stage:
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
-                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.seating.members(task.id))}"
+                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.id))}"
                  for task in self.told.tasks.values() if task.losses and not task.outcome]
         if parts:
             self.say("train", "    ".join(parts))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, figures
-from unicron.cli.demo_seating import Seating
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
 from unicron.control_plane import planner, throughput
@@ -112,17 +111,19 @@ def test_a_transition_counts_before_its_first_step_is_told():
     assert grown.still_s > 0.0
 
 
-def test_a_task_is_full_only_when_it_steps_with_all_its_seats():
-    seating = Seating()
+def test_a_task_is_full_only_when_it_steps_with_all_its_seats(tmp_path):
+    stage = Stage(tmp_path)
     task = next(record["seq"] for record in PLAIN if record["kind"] == "TaskSubmitted")
     full: list[bool] = []
     for record in PLAIN:
-        seating.add(record)
+        stage.records.append(record)
         if record["kind"] in ("Reconfigure", "TaskProgressed"):
-            full.append(seating.is_full(task, 4))
+            full.append(stage.is_full(task, 4))
     changes = [now for before, now in zip([False, *full], full, strict=False) if before != now]
     assert changes == [True, False, True]
-    assert seating.nodes(task) == "n1 n2"
+    assert not stage.is_full(task, 3)
+    assert demo_acts.nodes(stage, task) == "n1 n2"
+    assert stage.members(task) == stage.seats(task) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 
 
 def test_two_curves_with_one_top_can_be_compared():
