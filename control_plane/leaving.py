@@ -12,7 +12,7 @@ def leaves(state: ClusterState, task: Task) -> bool:
     return bool(task.members) and (not task.target or _traded(state, task))
 
 
-def saver(state: ClusterState, task: Task) -> Rank | None:
+def saver(task: Task) -> Rank | None:
     """The member to write the checkpoint, None where nobody can or it is too late.
 
     Whoever was told, unless all have told their steps and another has taken more.
@@ -32,17 +32,16 @@ def all_quiesced(task: Task) -> bool:
     return all(rank.quiesced == task.generation for rank in task.living_members())
 
 
-def unasked(state: ClusterState, task: Task) -> bool:
-    """It leaves, and whoever could save what it holds was not told to."""
-    told = saver(state, task) if leaves(state, task) and not done(state, task) else None
-    return told is not None and told.rank != task.saver
+def save_unasked(state: ClusterState, task: Task) -> bool:
+    """It is to leave, and nobody who lives was told to save what it holds."""
+    first = saver(task) if leaves(state, task) and not done(state, task) else None
+    return first is not None and first.rank != task.saver
 
 
 def done(state: ClusterState, task: Task) -> bool:
-    """Whether its processes may end: what they hold is published, or will never be."""
-    if task.phase != "quiescing" or not leaves(state, task):
-        return task.phase in ("idle", "starting")
-    return saver(state, task) is None or (all_quiesced(task) and num_unsaved(task) == 0)
+    """Whether its members may end: what they hold is published, or will never be."""
+    return task.phase == "quiescing" and leaves(state, task) and (
+        saver(task) is None or (all_quiesced(task) and num_unsaved(task) == 0))
 
 
 def num_unsaved(task: Task) -> int:

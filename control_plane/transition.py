@@ -24,7 +24,7 @@ from ..events.orders import (
 from ..events.reports import Body
 from . import command
 from .incidents import close_incident, end_incident, network_incident, open_incidents
-from .leaving import all_quiesced, coming, done, leaves, num_unsaved, saver, unasked
+from .leaving import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
 from .processes import slot_free, start_rank, stop_pending, stop_rank
 from .state import ClusterState, Phase, Rank, Task
 from .withhold import withhold
@@ -82,11 +82,6 @@ def no_slots(state: ClusterState, task: Task) -> bool:
     return leaves(state, task) and task.failed_s < 0 and not _unreachable(state, task)
 
 
-def save_unasked(state: ClusterState, task: Task) -> bool:
-    """It is to leave, and nobody who lives was told to save what it holds."""
-    return unasked(state, task)
-
-
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
     """The iteration's end will not come: a member is gone or its collective failed."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
@@ -135,7 +130,7 @@ def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
     """To all living members; who is to save comes first."""
-    first = saver(state, task) if leaves(state, task) else None
+    first = saver(task) if leaves(state, task) else None
     living = sorted(task.living_members(), key=lambda rank: rank is not first)
     return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
                    generation=task.generation, mode=mode, save=first is not None,
@@ -298,7 +293,7 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """What was saved is published by the first member's node; if that is gone, by another."""
+    """What was saved is published by the node of who saved it; if that is gone, by another."""
     if task.spec.train is None:
         return
     output = task.spec.train.output
