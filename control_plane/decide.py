@@ -54,23 +54,25 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     slots = usable_slots(state)
     open_tasks: list[Task] = []
-    held: list[Slot] = []
+    theirs: list[Slot] = []
     for task in live_tasks(state):
         if task.ending or _pinned(state, task):
-            held += [rank.slot for rank in task.ranks.values()]
-            held += [seat.slot for seat in task.target]
+            theirs += [rank.slot for rank in task.ranks.values()]
+            theirs += [seat.slot for seat in task.target]
         else:
             open_tasks.append(task)
     given = {seat.slot for task in open_tasks for seat in task.target}
-    taken, usable = set(held) - given, set(slots)
+    taken, usable = set(theirs) - given, set(slots)
     slots = [slot for slot in slots if slot not in taken]
     policy = state.policy
-    wishes = [_wish(task, usable) for task in open_tasks]
+    every = {task.id: _wish(task, usable) for task in live_tasks(state) if not task.ending}
+    wishes = [every[task.id] for task in open_tasks]
     choice = planner.choose(wishes, num_slots=len(slots), mtbf_gpu_s=policy.mtbf_gpu_s,
                             transition_s=policy.transition_s, gain_min=policy.gain_min)
     yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
                      waf=choice.plan.waf, objective=choice.plan.objective,
-                     alternatives=choice.alternatives, ideal_waf=_ideal_waf(state, usable))
+                     alternatives=choice.alternatives,
+                     ideal_waf=_ideal_waf(state, list(every.values())))
     if not state.held:
         yield from _place(open_tasks, choice.plan.slots, slots)
     told = pricing.prices(wishes, choice.plan, num_slots=len(slots), gain_min=policy.gain_min,
@@ -84,17 +86,16 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
             yield from waiting.wait_for_healing(state, task)
 
 
-def _ideal_waf(state: ClusterState, usable: set[Slot]) -> float:
+def _ideal_waf(state: ClusterState, wishes: list[planner.Wish]) -> float:
     """What the best plan would earn with every slot of every node that has not left."""
     num_slots = sum(node.num_slots for node in state.nodes.values() if node.health != "left")
-    wishes = [_wish(task, usable) for task in live_tasks(state) if not task.ending]
     return planner.ideal_waf(wishes, num_slots)
 
 
 def _pinned(state: ClusterState, task: Task) -> bool:
     """It has ranks on a node that is silent: nothing is known of it, so nothing is changed."""
-    return any((node := state.nodes.get(rank.slot.node)) is not None
-               and node.health in ("unreachable", "lost") for rank in task.ranks.values())
+    return any((node := state.nodes.get(rank.slot.node)) is not None and node.silent
+               for rank in task.ranks.values())
 
 
 def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
