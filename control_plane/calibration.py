@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from statistics import median
 
 from ..events.orders import ThroughputSet
 from ..events.reports import Body, TaskProgressed
@@ -67,7 +68,7 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
     num = _num_times(state)
     if not num or task.iteration_flops <= 0:
         return {}
-    return {size: min(task.iteration_flops / _median(task.times_s[size]), RATE_FLOPS_MAX)
+    return {size: min(task.iteration_flops / median(task.times_s[size]), RATE_FLOPS_MAX)
             for size in sorted(task.times_s) if len(task.times_s[size]) >= num}
 
 
@@ -94,9 +95,3 @@ def differs(new: float, old: float, least: float) -> bool:
 
 def _num_times(state: ClusterState) -> int:
     return min(max(state.policy.calibrate_iterations, 0), NUM_TIMES_MAX)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

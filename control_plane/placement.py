@@ -9,6 +9,7 @@ as few as it takes. Apart from it every seat that can be kept is kept, and few n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..events.orders import Seat, Slot
@@ -90,7 +91,7 @@ def _choose(free: Sequence[Slot], own: Sequence[Slot], count: int) -> list[Slot]
         chosen.append(best)
         left.remove(best)
         room[best.node] -= 1
-        nodes[best.node] = nodes.get(best.node, 0) + 1
+        nodes[best.node] += 1
     return chosen
 
 
@@ -152,7 +153,7 @@ def _path(first: int, tasks: dict[int, Task], taken: Taken,
         moved = [move[0] for move in path]
         for key in [key for key in tasks if node in on[key] and key not in moved]:
             most = len(taken[key]) - 1 if tasks[key].is_train and len(taken[key]) > 1 else None
-            for other in [x for x in room if most is None or on[key].get(x, 0) < most]:
+            for other in [x for x in room if most is None or on[key][x] < most]:
                 step = cost + _cost(tasks[key], taken[key], node, other)
                 if other != node and (other not in best or step < best[other][0]):
                     best[other] = step, [*path, (key, node, other)]
@@ -189,18 +190,15 @@ def _at(task: Task) -> list[Slot]:
     return [rank.slot for rank in task.ranks.values()]
 
 
-def _by_node(slots: Iterable[Slot]) -> dict[str, int]:
-    on: dict[str, int] = {}
-    for slot in slots:
-        on[slot.node] = on.get(slot.node, 0) + 1
-    return on
+def _by_node(slots: Iterable[Slot]) -> Counter[str]:
+    return Counter(slot.node for slot in slots)
 
 
 def why_placed(task: Task, seats: Sequence[Seat]) -> str:
     """What a person should know of this placement, and what the loss of a node would cost."""
-    nodes = list(_by_node(seat.slot for seat in sorted(seats)))
+    nodes = sorted({seat.slot.node for seat in seats})
     if not task.is_train or len(nodes) > 1:
-        return f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(sorted(nodes))}"
+        return f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
     num, since = task.unsaved, "checkpoint" if task.saved_iteration else "start"
     lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
     what = "one seat" if len(seats) == 1 else f"all {len(seats)} seats"
