@@ -90,9 +90,9 @@ def nodes(stage: Stage, task: int) -> str:
     return " ".join(sorted(set(stage.seats(task).values())))
 
 
-def full(stage: Stage, want: dict[int, int]) -> bool | None:
+def full(stage: Stage, want: dict[int, int]) -> bool:
     """Whether each of these tasks steps with that many ranks, all on the seats it was given."""
-    return all(stage.is_full(task, num) for task, num in want.items()) or None
+    return all(stage.is_full(task, num) for task, num in want.items())
 
 
 # --- a rank is killed ---------------------------------------------------------------------------
@@ -100,8 +100,11 @@ class Strike(Struct):
     """The kill of a rank, and where it struck."""
 
     at_s: float
-    pid: int
     event: Plain
+
+    @property
+    def pid(self) -> int:
+        return int(self.event["pid"])
 
     @property
     def iteration(self) -> int:
@@ -111,7 +114,7 @@ class Strike(Struct):
 def kill_rank(stage: Stage, player: Player) -> None:
     """SIGKILL in the middle of an iteration; until it is stepped and the rank is back."""
     task = player.task
-    stage.wait(lambda: stage.trace.iteration(task) >= STRIKE_ITERATION_NUM or None, STRIKE_S_MAX,
+    stage.wait(lambda: stage.trace.iteration(task) >= STRIKE_ITERATION_NUM, STRIKE_S_MAX,
                f"iteration {STRIKE_ITERATION_NUM}")
     pids = stage.trace.pids(task)
     strike = _strike(stage, task)
@@ -134,7 +137,7 @@ def kill_rank(stage: Stage, player: Player) -> None:
                f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
                f"rank {VICTIM_NUM} restarts on its slot")
     told = stage.told.incidents[opened["seq"]]
-    stage.wait(lambda: told.stepped_s is not None or None, HEAL_S_MAX, "the next step")
+    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
     _healed(stage, player, strike, opened["seq"], pids)
     _return(stage, player, strike)
 
@@ -153,7 +156,7 @@ def _strike(stage: Stage, task: int) -> Strike:
                 at_s = time.time()
                 os.kill(event["pid"], signal.SIGKILL)
                 stage.num_kills += 1
-                return Strike(at_s=at_s, pid=event["pid"], event=event)
+                return Strike(at_s=at_s, event=event)
         time.sleep(GLANCE_S)
     raise BrokenError(f"rank {VICTIM_NUM} was never in the middle of an iteration")
 
@@ -242,8 +245,8 @@ def promise_from_memory(stage: Stage, body: Plain) -> None:
 def kill_control_plane(stage: Stage, players: list[Player]) -> None:
     """SIGKILL, a while without it, and what the next one finds."""
     before = {player.task: stage.trace.iteration(player.task) for player in players}
-    stage.wait(lambda: all(stage.trace.iteration(task) > at for task, at in before.items())
-               or None, HEAL_S_MAX, "a step")
+    stage.wait(lambda: all(stage.trace.iteration(task) > at for task, at in before.items()),
+               HEAL_S_MAX, "a step")
     pids = {player.task: _member_pids(stage, player.task) for player in players}
     control = stage.process(CONTROL_PLANE)
     cluster = stage.client.get("/v1/state")["cluster"]

@@ -95,7 +95,7 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
     stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
                                       "the second source, lost")
     stage.note(opened["at_s"] - at_s, f"{told.severity}: {told.why}")
-    stage.wait(lambda: told.stepped_s is not None or None, HEAL_S_MAX, "the next step")
+    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
     assert told.stepped_s is not None
     batch = hurt.train.num_micro_batches
     stage.note(told.stepped_s - at_s,
@@ -132,8 +132,7 @@ def _order(stage: Stage, body: Plain) -> Plain:
 def _prepared(stage: Stage, body: Plain) -> str:
     """How long the newcomer took to be ready, and what its task did meanwhile."""
     ready = stage.find("RankReady", task=body["task"], rank=body["rank"], attempt=body["attempt"])
-    if ready is None:
-        return ""
+    assert ready is not None, "no member before it was ready"
     stage.trace.look()
     begin_s, end_s = _order(stage, body)["at_s"], ready["at_s"]
     stepped = {one["iteration"] for one in stage.trace.events
@@ -176,7 +175,7 @@ def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
     finish(stage, player)
     ended = stage.find("TaskEnded", task=player.task)
     assert ended is not None
-    _grow(stage, others, ended["seq"] - 1)
+    _grow(stage, others, ended["seq"])
 
 
 # --- ends ---------------------------------------------------------------------------------------

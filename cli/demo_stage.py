@@ -16,6 +16,7 @@ from typing import IO, Any, TypeVar
 
 from ..events.errors import UnicronError, UsageError
 from ..events.reports import Policy
+from ..workers.agent.agent import BEAT_S
 from . import local_cluster, processes, say
 from .client import Client, Interrupted, Unable, Unreachable
 from .demo_trace import Trace
@@ -30,8 +31,6 @@ T = TypeVar("T")
 LOOK_S = 0.05
 PROGRESS_S = 3.0
 NUM_AGENTS, NUM_SLOTS = 3, 2
-BEAT_S = 0.5
-"""An agent's, workers/agent/agent.py."""
 NICE_NUM = 10
 SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
 """A lost node is told sooner than by default; a peer's word of it waits until it can be."""
@@ -82,8 +81,8 @@ class Stage:
         self.state.create()
         self._lock = self.state.lock()
 
-    def start(self) -> list[Process]:
-        """Server, control plane, agents; all but the server are returned."""
+    def start(self) -> None:
+        """Server, control plane, agents."""
         cluster = self.cluster
         self._policy.write_text(f"silence_s_max: {SILENCE_S_MAX}\n"
                                 f"evidence_s_max: {EVIDENCE_S_MAX}\n")
@@ -103,7 +102,6 @@ class Stage:
                         "first on two cores")
         self.note(None, f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
                         f"{Policy().silence_s_max:g}, is suspect; agents beat every {BEAT_S:g} s")
-        return started
 
     def close(self, *, keep: bool = False) -> None:
         """Stop all that was started, unless it is to be kept; free the folder."""
@@ -147,12 +145,11 @@ class Stage:
         say.out(f"{'':9}{'' if since_s is None else ms(max(since_s, 0.0)):>8} {text}".rstrip())
         self._said_s = time.monotonic()
 
-    def promise(self, holds: bool, what: str) -> bool:
+    def promise(self, holds: bool, what: str) -> None:
         """Keep account of what was promised; a broken one is said at once."""
         if not holds:
             self.broken.append(what)
             self.say("BROKEN", what)
-        return holds
 
     # --- the log --------------------------------------------------------------------------------
     def look(self) -> list[Plain]:
@@ -170,10 +167,10 @@ class Stage:
         return new
 
     def wait(self, attempt: Callable[[], T | None], limit_s: float, what: str) -> T:
-        """Look until it answers, saying how the training goes. Raises BrokenError."""
+        """Look until it answers what is true, saying how the training goes. Raises BrokenError."""
         deadline_s = time.monotonic() + limit_s
         self.look()
-        while (answer := attempt()) is None:
+        while not (answer := attempt()):
             ended = next((task for key in sorted(self.live)
                           if (task := self.told.tasks.get(key)) and task.outcome), None)
             if ended is not None:
