@@ -12,6 +12,7 @@ import msgspec
 from ..events.errors import UsageError
 from . import say, screen_incident
 from .client import connect
+from .figures import way_to_act
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .record_line import essentials
 from .state_dir import StateDir
@@ -76,10 +77,10 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 
 
 def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
-         view: Plain, now_s: float, log: str, as_json: bool, option: str = "") -> None:
+         view: Plain, now_s: float, log: str, as_json: bool, option: str) -> None:
     """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
     found = story(one, read((one.first_seq or one.id) - 1))
-    facts = facts_of(told, found, view, now_s=now_s)
+    facts = facts_of(told, found, view, now_s=now_s, option=option)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
     if as_json:
@@ -89,7 +90,8 @@ def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Pla
         say.out(line)
 
 
-def facts_of(told: History, found: Story, view: Plain, *, now_s: float) -> Plain:
+def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
+             option: str = "") -> Plain:
     """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
     one = found.incident
     task = told.tasks.get(one.task)
@@ -114,7 +116,7 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float) -> Plain
         "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
         "effects": [_hurt(told, found, now_s), *(_other(told, key, found) for key in found.others)],
         "timeline": [_event(told, one, x) for x in found.records],
-        "left": left(one, task, found, view),
+        "left": left(one, task, found, view, option),
     }
 
 
@@ -230,7 +232,8 @@ def _other(told: History, task: int, found: Story) -> Plain:
             "iterations_lost": lost, "slot_s": None if waits else pause_s * before}
 
 
-def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Plain) -> list[str]:
+def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Plain,
+         option: str) -> list[str]:
     """What a person has to do, as things are now; empty: nothing."""
     words: list[str] = []
     evidence = [x for x in found.records if x["seq"] in one.evidence]
@@ -246,9 +249,11 @@ def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Pla
                          "node's agent again")
     healing = view["cluster"]["healing"]
     if one.outcome == "open" and healing != "on":
-        words.append(f"healing is {healing}: unicron unfreeze" if healing.startswith("frozen")
-                     else "Unicron only observes: what would be done is in unicron status")
+        what = (f"healing is {healing}" if healing.startswith("frozen") else
+                "Unicron only observes: what would be done is in "
+                f"unicron status{option}, to have it done")
+        words.append(f"{what}: {way_to_act(healing, option)}")
     if one.outcome == "failed" and task is not None:
-        words.append(f"{task.name} failed ({task.why}): unicron logs {task.id}, mend it, submit it "
-                     "again")
+        words.append(f"{task.name} failed ({task.why}): unicron logs {task.id}{option}, mend it, "
+                     "submit it again")
     return words

@@ -10,7 +10,7 @@ from typing import Any
 from ..events.errors import UnicronError, UsageError
 from . import say
 from .client import Client, connect
-from .figures import number_of, span
+from .figures import number_of, span, way_to_act
 from .followed import Followed, followed_by, plan_lines
 from .state_dir import StateDir
 from .tasks import option_for, pick
@@ -94,7 +94,8 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
     running = {int(one["rank"]): one for one in found["ranks"] if one["pid"]}
     members = [number for number, one in running.items() if one["state"] == "member"]
     if not running:
-        raise UsageError(f"{_who(found)} runs no rank", f"unicron status {found['id']}")
+        raise UsageError(f"{_who(found)} runs no rank",
+                         f"unicron status {found['id']}{option_for(state)}")
     number = max(members or running) if rank is None else rank
     followed = _ask(client, "/v1/inject", {
         "what": "rank" if stop_s is None else "stop", "task": found["id"], "rank": number,
@@ -132,10 +133,8 @@ def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str
         say.out(line)
     held = view["cluster"]["healing"]
     if held != "on":
-        option = option_for(state)
-        way = (f"unicron down{option}, then unicron up --act{option}" if held == "observing"
-               else f"unicron unfreeze{option}")
-        say.out(f"held     {held}; planned, and nothing ordered. To act: {way}")
+        say.out(f"held     {held}; planned, and nothing ordered. To act: "
+                + way_to_act(held, option_for(state)))
     _next(state, undo)
 
 

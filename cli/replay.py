@@ -56,8 +56,9 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
     records = read()
     try:
         if incident is not None:
-            log = f"--live{option_for(state)}" if path is None else str(path)
-            _incident(read, incident, log=log, as_json=as_json)
+            option = option_for(state)
+            log = f"--live{option}" if path is None else str(path)
+            _incident(read, incident, log=log, option=option, as_json=as_json)
         elif verify:
             _verify(records, complete=until is None, as_json=as_json)
         elif step:
@@ -73,7 +74,7 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
                          "export the log again") from None
 
 
-def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str,
+def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
               as_json: bool) -> None:
     """The page of one incident as the log knew it at its end."""
     from ..control_plane.fold import fold
@@ -90,7 +91,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str,
     if one is None:  # `--incident ""`: the newest, of none
         raise UsageError("the log has no incident", "nothing had failed so far")
     incident.show(told, one, lambda after: (codec.to_plain(x) for x in read() if x.seq > after),
-                  view=view(state), now_s=told.at_s, log=log, as_json=as_json)
+                  view=view(state), now_s=told.at_s, log=log, option=option, as_json=as_json)
 
 
 def _live(state: StateDir, url: str | None) -> Iterator[Record]:

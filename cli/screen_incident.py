@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .figures import (
@@ -24,6 +25,8 @@ BAR_COLUMNS = 40
 WHO_COLUMNS = 10
 WHAT_COLUMNS = 24
 WHY_COLUMNS = 36
+TYPED = re.compile(r"unicron [a-z][^,:]*")
+"""What a person may type, within a sentence."""
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
                       "StartRank", "StopRank", "RankExited")
 """Kinds that every rank tells, or is told: one line for those of a task that stand together."""
@@ -47,7 +50,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         lines += labelled("plan", "the same slots: nothing was to be planned")
     lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
     for words in facts["left"]:
-        lines += labelled("you", words)
+        lines += labelled("you", TYPED.sub(lambda typed: command(typed[0]), words))
     if not facts["left"]:
         lines += labelled("you", "nothing is left to do" if facts["outcome"] != "open"
                           else "it is not over: wait, or look with "

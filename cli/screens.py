@@ -22,6 +22,7 @@ from .figures import (
     scaled,
     span,
     table,
+    way_to_act,
 )
 from .screen_nodes import nodes, slot_use
 from .screen_task import ENDED, lag_s, loss_curve, task_status, waits
@@ -65,12 +66,11 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
 def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     healing: str = view["cluster"]["healing"]
     words: list[str] = []
-    if healing.startswith("frozen"):
-        words.append(f"healing is {healing}: faults are told, not healed: "
-                     + command(f"unicron unfreeze{option}"))
-    elif healing != "on":
-        words.append("observing: all is decided and logged, nothing is done; to have it done: "
-                     + command(f"unicron down{option}; unicron up --act{option}"))
+    if healing != "on":
+        what = (f"healing is {healing}: faults are told, not healed"
+                if healing.startswith("frozen") else
+                "observing: all is decided and logged, nothing is done; to have it done")
+        words.append(f"{what}: {command(way_to_act(healing, option))}")
     for node in view["nodes"]:
         words += _node_news(node, now_s, option)
     for task in view["tasks"]:

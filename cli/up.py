@@ -23,10 +23,12 @@ from ..events.errors import ServerError, UnicronError, UsageError
 from ..events.spec import NAME
 from . import local_cluster, processes, say
 from .client import connect
+from .figures import way_to_act
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
 from .processes import Process
 from .screens import ENDED
-from .state_dir import StateDir, default
+from .state_dir import StateDir
+from .tasks import option_for
 
 WATCH_S = 0.1
 BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
@@ -80,7 +82,8 @@ class Asked(Struct, frozen=True, kw_only=True):
         down = f"unicron down --state {where}, then up"
         if self.observe and not before.observe:
             raise UsageError(f"--observe: what runs on {where} began to act",
-                             f"unicron freeze holds its healing; or {down} --observe")
+                             f"unicron freeze --state {where} holds its healing; or {down} "
+                             "--observe")
         if self.observe is False and before.observe:
             raise UsageError(f"--act: what runs on {where} began to observe", f"{down} --act")
         if self.allow_inject and not before.allow_inject:
@@ -161,7 +164,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     client = cluster.wait_control_plane()
     process, adopted = started[CONTROL_PLANE]
     say.out(_line("control", client.url, process.pid, adopted))
-    for line in _mode(client.get("/v1/state")["cluster"]):
+    for line in _mode(client.get("/v1/state")["cluster"], option_for(state)):
         say.out(line)
     for node in cluster.nodes:
         process, adopted = started[agent_name(node)]
@@ -169,22 +172,22 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     cluster.wait_agents(client)
 
 
-def _mode(told: dict[str, Any]) -> list[str]:
+def _mode(told: dict[str, Any], option: str) -> list[str]:
     """Whether the cluster heals: what an operator must not have to guess."""
-    if told["healing"] == "on":
+    healing: str = told["healing"]
+    if healing == "on":
         lines = ["healing  on"]
-    elif told["healing"] == "observing":
-        lines = ["healing  OBSERVING: decides and logs, acts on nothing; "
-                 "to act: unicron down, unicron up --act"]
     else:
-        lines = [f"healing  {told['healing'].replace('frozen', 'FROZEN', 1)}; unicron unfreeze"]
+        what = ("OBSERVING: decides and logs, acts on nothing; to act:" if healing == "observing"
+                else f"{healing.replace('frozen', 'FROZEN', 1)};")
+        lines = [f"healing  {what} {way_to_act(healing, option)}"]
     if told["allow_inject"]:
         lines.append("faults   allowed on purpose: unicron inject --help")
     return lines
 
 
 def _say_next(state: StateDir) -> None:
-    option = "" if state.path == default() else f" --state {shown(state.path)}"
+    option = option_for(state)
     say.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
     say.out(f"look     unicron status -w{option}        unicron tail -f{option}")
     say.out(f"stop     Ctrl-C, or unicron down{option}")

@@ -192,6 +192,10 @@ def test_one_that_is_open_says_so() -> None:
     told = facts(plain(d))
     check("incident-frozen", page(told), columns_max=100)
     assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
+    option = " --state /srv/clusters/the one of the third floor"
+    told = facts(plain(d), option=option)
+    assert told["left"] == [f"healing is frozen: a change of switches: unicron unfreeze{option}"]
+    assert any(line.endswith(f" unicron unfreeze{option}") for line in page(told))
     d.now_s += 8.0
     carry_out(d, d.tell("operator/unfreeze", r.HealingResumed(reason="done")))
     lengths = {x["name"]: x["length_s"] for x in facts(plain(d))["phases"]}

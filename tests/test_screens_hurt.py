@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 from heart_driver import Driver, spec
 from test_screens import check
-from two_tasks import carry_out, gives, plain, seen, train, two_tasks, waits
-from unicron.cli import screens
+from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
+from unicron.cli import screens, up
 from unicron.cli.history import History, history
+from unicron.cli.screen_incident import page
 from unicron.control_plane.view import view
 from unicron.events import reports as r
 
@@ -73,6 +74,25 @@ def test_a_node_that_has_left_has_no_slots() -> None:
     told = screens.status(seen(d), cluster="test", now_s=d.now_s)
     (line,) = [x for x in told if x.startswith("slots")]
     assert line == "slots  4 train, 0 idle, 0 out     nodes  2 healthy, 1 left"
+
+
+@pytest.mark.parametrize("option", ["", " --state /srv/x"])
+@pytest.mark.parametrize(("held", "way"), [
+    (r.PolicySet(policy=r.Policy(observe=True)), "unicron down{0}; unicron up --act{0}"),
+    (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}"),
+])
+def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
+        held: r.PolicySet | r.HealingFrozen, way: str, option: str) -> None:
+    d, alpha, _ = two_tasks({2: 2e12})
+    d.tell("leader/abc" if isinstance(held, r.PolicySet) else "operator/freeze", held)
+    d.exit(alpha, 2)
+    told = view(d.state)
+    task = next(x for x in told["tasks"] if x["id"] == alpha)
+    found = facts(plain(d), option=option)
+    for screen in (screens.status(seen(d), cluster="test", now_s=d.now_s, option=option),
+                   screens.task_status(told, task, History(), now_s=d.now_s, option=option),
+                   found["left"], page(found), up._mode(told["cluster"], option)):
+        assert any(way.format(option) in line for line in screen), screen
 
 
 # --- what is no news, and what is ---------------------------------------------------------------

@@ -86,12 +86,13 @@ def plain(d: Driver) -> list[Plain]:
     return [to_plain(record) for record in d.log]
 
 
-def facts(records: list[Plain], which: str = "") -> Plain:
+def facts(records: list[Plain], which: str = "", *, option: str = "") -> Plain:
     told = history(records)
     one = incident.pick(told, which)
     assert one is not None
     state = replay(map(from_plain, records))
-    return {**incident.facts_of(told, story(one, records), view(state), now_s=told.at_s),
+    return {**incident.facts_of(told, story(one, records), view(state), now_s=told.at_s,
+                                option=option),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
 
 
