@@ -47,9 +47,8 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
     What the first measured task tells of one slot goes into all modelled tables. Asked again in
     the same state this tells nothing.
     """
-    size, table = len(task.members), task.throughput
-    rates = measured(state, task) if task.throughput is not None and not task.ending else {}
-    if table is None or size not in rates or size not in table.sizes:
+    size, table, rates = len(task.members), task.throughput, measured(state, task)
+    if table is None or task.ending or size not in rates or size not in table.sizes:
         return
     least = state.policy.calibrate_min
     if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):

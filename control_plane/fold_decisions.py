@@ -128,11 +128,11 @@ def _throughput_set(state: ClusterState, record: Record, body: o.ThroughputSet) 
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
-    known, task.throughput = task.throughput is not None, body
+    task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
-    if known:  # also where it changes no counts, what the plan earns is to be told anew
-        state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
+    # Also where it changes no counts, what the plan earns is to be told anew.
+    state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
 
 def _plan_chosen(state: ClusterState, record: Record, body: o.PlanChosen) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelReq
 
 def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
     task = state.tasks.get(body.task)
-    usable = math.isfinite(body.weight) and 1 / WEIGHT_RATIO_MAX <= body.weight <= WEIGHT_RATIO_MAX
+    usable = 1 / WEIGHT_RATIO_MAX <= body.weight <= WEIGHT_RATIO_MAX
     if task is not None and task.phase != "ended" and usable and task.weight != body.weight:
         task.weight = body.weight
         state.replan = f"task {task.spec.name} has weight {body.weight:g}"

@@ -226,7 +226,7 @@ def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.is_train and task.finished:
         yield from _finish(state, task)
     else:
-        if task.is_train and task.phase != "training":
+        if task.is_train:
             yield from _transition(state, task)
         yield from withhold(state, task, _next_orders(state, task))
     if not task.outcome:

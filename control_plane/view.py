@@ -81,8 +81,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "iterations": spec.train.iterations if spec.train is not None else 0,
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
-        "throughput": (msgspec.to_builtins(task.throughput, str_keys=True)
-                       if task.throughput is not None else None),
+        "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": task.iterations_lost,
         "incident": task.incident, "why": task.why, "needs": task.needs,

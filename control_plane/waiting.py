@@ -25,7 +25,7 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
                                    f"{state.num_slots_max}")
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
-    elif low > num_slots or price is None:
+    elif price is None:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
         away = [f"{num_out} out"] if num_out else []
         drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
