@@ -82,7 +82,7 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
             continue
         if count == 0:
             yield from waiting.wait(state, task, len(slots), told.get(task.id))
-        elif task.why:  # held, it has no seats yet
+        elif state.held:  # it has no seats yet
             yield from waiting.wait_for_healing(state, task)
 
 

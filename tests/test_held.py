@@ -76,7 +76,9 @@ def test_a_new_task_is_planned_and_waits(d: Driver) -> None:
     assert the(o.OrderWithheld, told).what == "from 0 to 4 slots, by the plan"
     assert orders(told) == []
     assert "TaskPlaced" not in kinds(told)
+    assert the(o.TaskWaiting, told).why == "frozen: a change of switches"
     assert orders(thaw(d)) == ["StartRank"] * 4
+    assert task_of(d, told[0].seq).why == ""
     at_rest(d)
 
 
