@@ -66,7 +66,7 @@ class Coordinator:
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy | None = None, jitter: random.Random | None = None,
+                 policy: Policy, jitter: random.Random | None = None,
                  limits: Limits | None = None) -> None:
         self._log = log
         self._limits = limits or Limits()

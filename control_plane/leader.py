@@ -33,7 +33,7 @@ class Leader:
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy | None = None) -> None:
+                 policy: Policy) -> None:
         self._log, self._clock, self._code, self._policy = log, clock, code, policy
         self._ahead_s = 0.0
         self.source = f"leader/{nonce}"
@@ -82,9 +82,8 @@ class Leader:
         """What an epoch begins with, in one append: a log without its policy cannot be."""
         first = self.state.seq == 0
         yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=HEART))
-        policy = self._policy or (Policy() if first else self.state.policy)
-        if first or policy != self.state.policy:
-            yield self.report(PolicySet(policy=policy))
+        if first or self._policy != self.state.policy:
+            yield self.report(PolicySet(policy=self._policy))
 
     async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> Committed:
         """Decide upon each report in order, then append all in one write.

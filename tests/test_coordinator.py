@@ -31,6 +31,7 @@ from unicron.events.reports import (
 from unicron.workers import virtual_time
 
 START_S = 1_700_000_000.0
+POLICY = Policy()
 ITERATIONS = {"iterations": 3, "output": "/out"}
 
 
@@ -54,7 +55,7 @@ def virtual_clock() -> float:
 
 @asynccontextmanager
 async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
-                  policy: Policy | None = None) -> AsyncIterator[Coordinator]:
+                  policy: Policy = POLICY) -> AsyncIterator[Coordinator]:
     """A coordinator that leads; it is cancelled at the end, as a dying process would be."""
     coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy)
     task = asyncio.create_task(coordinator.run())
@@ -102,15 +103,15 @@ async def test_an_empty_log_gets_its_policy(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_the_logs_policy_stands_unless_another_is_given(log: MemoryLog) -> None:
-    async with leading(log, "a", policy=Policy(silence_s_max=7.0)):
-        pass
-    async with leading(log, "b") as second:
-        assert (await second.settled()).policy.silence_s_max == 7.0
-    async with leading(log, "c", policy=Policy(silence_s_max=9.0)) as third:
-        assert (await third.settled()).policy.silence_s_max == 9.0
+async def test_the_leaders_policy_is_in_force_whatever_the_log_had(log: MemoryLog) -> None:
+    for nonce, silence_s in (("a", 7.0), ("b", 7.0), ("c", 9.0)):
+        async with leading(log, nonce, policy=Policy(silence_s_max=silence_s)) as leader:
+            assert (await leader.settled()).policy.silence_s_max == silence_s
+    async with leading(log, "d") as leader:
+        assert (await leader.settled()).policy == Policy()
     assert kinds(await log.read(after=0, num_max=9)) == [
-        "EpochStarted", "PolicySet", "EpochStarted", "EpochStarted", "PolicySet"]
+        "EpochStarted", "PolicySet", "EpochStarted", "EpochStarted", "PolicySet",
+        "EpochStarted", "PolicySet"]
 
 
 @virtual
@@ -142,7 +143,7 @@ async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
 
 @virtual
 async def test_a_rival_fences(log: MemoryLog) -> None:
-    first = Coordinator(log, clock=virtual_clock, nonce="a", code="test")
+    first = Coordinator(log, clock=virtual_clock, nonce="a", code="test", policy=POLICY)
     task = asyncio.create_task(first.run())
     await first.settled()
     async with leading(log, "b") as second:

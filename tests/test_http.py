@@ -19,6 +19,7 @@ from unicron.events.memory_log import MemoryLog
 from unicron.events.records import Report
 from unicron.events.reports import Body, NodeJoined, NodeLeft, Policy, RankStarted
 
+POLICY = Policy()
 JOB: dict[str, Any] = {
     "apiVersion": spec.API_VERSION, "name": "job",
     "train": {"iterations": 3, "output": "/out"},
@@ -81,7 +82,7 @@ class Site:
 
 
 @asynccontextmanager
-async def serving(policy: Policy | None = None) -> AsyncIterator[Site]:
+async def serving(policy: Policy = POLICY) -> AsyncIterator[Site]:
     log = MemoryLog(time.monotonic)
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
                               limits=Limits(call_s_max=0.5))
@@ -104,7 +105,7 @@ async def serving(policy: Policy | None = None) -> AsyncIterator[Site]:
 Test = Callable[[Site], Coroutine[Any, Any, None]]
 
 
-def real(test: Test, policy: Policy | None = None) -> Callable[[], None]:
+def real(test: Test, policy: Policy = POLICY) -> Callable[[], None]:
     def run() -> None:
         async def main() -> None:
             async with asyncio.timeout(20), serving(policy) as site:
