@@ -52,8 +52,11 @@ class Twins:
         self._folder = folder
         self._running: dict[Path, subprocess.Popen[bytes]] = {}
 
-    def start(self, spec: Spec) -> tuple[Path, Path]:
-        """Train the twin of what the task has published until now: its checkpoint, the twin's."""
+    def start(self, spec: Spec, *options: str) -> tuple[Path, Path]:
+        """Train the twin of what the task has published until now: its checkpoint, the twin's.
+
+        `options` are the reference's own.
+        """
         ours = (Path(spec["train"]["output"]) / "latest").resolve()
         out = self._folder / f"{len(self._running)}-{spec['name']}"
         out.mkdir()
@@ -63,11 +66,16 @@ class Twins:
             self._running[out] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "unicron.workers.training.reference",
                  "--spec", str(file), "--out", str(out),
-                 "--iterations", ours.name.removeprefix("iter-")],
+                 "--iterations", ours.name.removeprefix("iter-"), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"})
         _give_way(self._running[out].pid)
         return ours, out
+
+    def trained(self, out: Path) -> Path:
+        """Where a twin's final state lies, when it has been trained."""
+        assert self._running[out].wait(LIMIT_S) == 0, (out / "log").read_text()[-2000:]
+        return out / "final"
 
     def hold(self, ours: Path, out: Path, losses: list[float], untold_s_max: float = 0.0) -> None:
         """Assert that a checkpoint and the losses that the log told until it equal the twin's.
@@ -77,9 +85,8 @@ class Twins:
         """
         from unicron.workers.training.reference import compare, read
 
-        assert self._running[out].wait(LIMIT_S) == 0, (out / "log").read_text()[-2000:]
-        gap = compare(ours, out / "final")
-        twin = read(out / "final")
+        final = self.trained(out)
+        gap, twin = compare(ours, final), read(final)
         wanted = list(twin["numbers.losses"])
         # Not bit by bit: members may sum the same parts in another order, and another may tell.
         saved = read(ours)

@@ -6,49 +6,38 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from twins import Twins
+from unicron.workers.training.reference import compare, read
 
 ITERATION = 3
 VICTIM = 2
 
 
-def parameters(output: str) -> dict[str, Any]:
-    """Every tensor of the published checkpoint, read by torch's own reader."""
+def apart(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def apart_most(left: dict[str, Any], right: dict[str, Any]) -> float:
+    """The largest difference between any two tensors of two checkpoints."""
     import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    file = Path(output) / "whole.pt"
-    dcp_to_torch_save(str(Path(output) / "latest"), str(file))
-    found: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[prefix] = value
-        elif isinstance(value, dict):
-            for key in value:
-                walk(f"{prefix}/{key}", value[key])
-    walk("", torch.load(file, weights_only=False))
-    return {name: value for name, value in found.items() if value.is_floating_point()}
-
-
-def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:
-    assert left.keys() == right.keys()
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
+    names = {name for name, value in left.items()
+             if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    assert names == {name for name, value in right.items()
+                     if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return max(float((left[name] - right[name]).abs().max()) for name in names)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
-                                       dropout: float) -> None:
-    calm = spec("calm", dropout=dropout)
-    other = spec("reordered", dropout=dropout, slots=3)
+                                       twins: Twins, dropout: float) -> None:
     struck = spec("struck", dropout=dropout)
-
     struck_task = cluster.submit(struck)
     line = cluster.wait_traced(struck_task, rank=VICTIM, iteration=ITERATION, event="backward")
-    before = {rank["rank"]: rank["pid"] for rank in cluster.task(struck_task)["ranks"]}
+    before = cluster.pids(struck_task)
     os.kill(line["pid"], signal.SIGKILL)
     ended = cluster.wait_ended(struck_task)
     assert ended["state"] == "finished", ended
@@ -88,22 +77,22 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
                   for traced in cluster.traced(struck_task) if traced["pid"] == line["pid"])
     assert again == (set() if stepped else begun)
 
-    calm_task, other_task = cluster.submit(calm), None
-    assert cluster.wait_ended(calm_task)["state"] == "finished"
-    other_task = cluster.submit(other)
-    assert cluster.wait_ended(other_task)["state"] == "finished"
+    told = cluster.losses(struck_task)
+    cluster.stop()  # the twins have the cores
+    ours, calm = twins.start(struck)
+    _, other = twins.start(struck, "--reversed")
+    twin, reordered = twins.trained(calm), twins.trained(other)
 
-    losses = {task: cluster.losses(task) for task in (struck_task, calm_task, other_task)}
-    assert len(losses[struck_task]) == 40
-
-    def apart(left: int, right: int) -> float:
-        return max(abs(a - b) for a, b in zip(losses[left], losses[right], strict=True))
-
-    noise = max(apart(calm_task, other_task), 1e-7)
-    assert apart(calm_task, struck_task) <= 3 * noise
-    left, right = parameters(calm["train"]["output"]), parameters(struck["train"]["output"])
-    noise = max(largest_difference(left, parameters(other["train"]["output"])), 1e-8)
-    assert largest_difference(left, right) <= 3 * noise
+    # everything that was told and saved, optimizer and all: equal to what was never struck
+    wanted, noisy, found = read(twin), read(reordered), read(ours)
+    losses = wanted["numbers.losses"]
+    assert len(told) == len(losses) == len(found["numbers.losses"]) == 40
+    noise = max(apart(losses, noisy["numbers.losses"]), 1e-7)
+    assert apart(losses, told) <= 3 * noise
+    assert apart(losses, found["numbers.losses"]) <= 3 * noise
+    noise = max(apart_most(wanted, noisy), 1e-8)
+    assert apart_most(wanted, found) <= 3 * noise
+    noise_rel = max(compare(reordered, twin).param_rel, 1e-8)
+    assert compare(ours, twin).param_rel <= 3 * noise_rel
     # and the comparison can fail: a run that lost one iteration is far outside
-    assert max(abs(a - b) for a, b in zip(losses[calm_task][1:], losses[calm_task], strict=False)
-               ) > 1000 * noise
+    assert apart(losses[1:], losses[:-1]) > 1000 * noise
