@@ -12,6 +12,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .on_purpose import OnPurpose
+
 Plain = dict[str, Any]
 
 
@@ -151,6 +153,7 @@ class History(Struct):
     """(at_s, occurred_s) of what may be evidence, by seq."""
     work: list[Work] = field(default_factory=list[Work])
     plans: list[Planned] = field(default_factory=list[Planned])
+    on_purpose: OnPurpose = field(default_factory=OnPurpose)
 
     def add(self, record: Plain) -> None:
         """Read the next record."""
@@ -169,6 +172,7 @@ class History(Struct):
                     _phase(incident, record)
         _task(self, record)
         _planned(self, record)
+        self.on_purpose.add(record)
 
 
 def history(records: Iterable[Plain]) -> History:

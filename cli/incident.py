@@ -110,6 +110,9 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
                                    and x["at_s"] <= one.detected_s), default=0.0),
                          held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
                                   for x in found.records)),
+        "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
+            task=one.task, ranks=one.ranks, node=one.node,
+            first_seq=one.first_seq or one.id, last_seq=max([one.id, *one.evidence]))],
         "evidence": [_event(told, one, x) for x in evidence],
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],

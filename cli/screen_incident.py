@@ -39,6 +39,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
             f"{_fault(facts)}  {who}")
     lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), ""]
+    for one in facts["on_purpose"]:
+        lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     for one in facts["evidence"]:
         lines += labelled("evidence", f"{one['who']}: {_what(one, 1)} (seq {one['seq']})")
     for one in facts["decisions"]:

@@ -214,6 +214,55 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
         "slot 0 of n2 is out: repair it and start the node's agent again"]
 
 
+# --- on purpose ---------------------------------------------------------------------------------
+def asked(d: Driver, **what: Any) -> int:
+    """A fault that is asked for, and ordered; the request's seq."""
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(allow_inject=True)))
+    told = d.tell("operator/c", r.FaultRequested(reason="by ops", **what))
+    assert any(isinstance(x.body, o.InjectFault) for x in told)
+    return told[0].seq
+
+
+def on_purpose(d: Driver, which: str = "") -> list[str]:
+    return [line for line in page(facts(plain(d), which)) if line.startswith("on purpose")]
+
+
+def test_a_rank_that_was_killed_on_purpose() -> None:
+    d = Driver()
+    task = d.running()
+    seq = asked(d, what="rank", task=task, rank=2)
+    carry_out(d, d.exit(task, 2))
+    told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
+    assert on_purpose(d) == told
+    first = max(history(plain(d)).incidents)
+    d.now_s += 60
+    carry_out(d, d.exit(task, 2))
+    assert on_purpose(d) == [], "its next process ended by itself"
+    assert on_purpose(d, str(first)) == told
+
+
+def test_a_stop_that_went_by_explains_nothing_later() -> None:
+    d = Driver()
+    task = d.running()
+    asked(d, what="stop", task=task, rank=2, stop_s=2.0)
+    d.now_s += 5
+    d.progress(task)
+    carry_out(d, d.exit(task, 2))
+    assert on_purpose(d) == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_node_that_was_broken_on_purpose(again: bool) -> None:
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    seq = asked(d, what="node", node="n2")
+    if again:
+        carry_out(d, d.join("n2", incarnation=2))
+    else:
+        lose(d, "n2", alpha)
+    assert on_purpose(d) == [f"on purpose kill the agent of n2 and its ranks: by ops (seq {seq})"]
+
+
+# --- other pages --------------------------------------------------------------------------------
 def test_the_bar_is_in_proportion() -> None:
     (line,) = bar([{"name": "detect", "length_s": 0.1}, {"name": "step", "length_s": 0.2}])
     assert line == f"detect 100 ms {'█' * 10}▏step 200 ms {'█' * 20}"
