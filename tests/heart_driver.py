@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from unicron.control_plane.heart import HEART, advance
@@ -169,13 +170,15 @@ class Driver:
             step_version=self.steps.get(order.task, 0), kept=(0, 1), todo=(2,), dealt=(2,),
             source=rank, received_bytes=0, down_s=0.01, up_s=0.01, settle_s=0.01))
 
-    def progress(self, task: int, num: int = 1) -> list[Record]:
-        it = self.state.tasks[task]
-        first = self.steps.get(task, 0)
+    def progress(self, task: int, num: int = 1, *,
+                 times_s: Sequence[float] = ()) -> list[Record]:
+        """The task tells of `num` iterations, or of as many as there are times."""
+        it, times_s = self.state.tasks[task], tuple(times_s) or (0.2,) * num
+        first, num = self.steps.get(task, 0), len(times_s)
         self.steps[task] = first + num
         return self.tell(self.source(it.members[0].node), r.TaskProgressed(
             task=task, generation=it.generation, first_iteration=first,
-            losses=(2.5,) * num, step_s=(0.2,) * num, rate_flops=1e9, micro_batches=12))
+            losses=(2.5,) * num, step_s=times_s, rate_flops=1e9, micro_batches=12))
 
     def running(self, job: JobSpec | None = None) -> int:
         """A task that trains."""
@@ -195,6 +198,11 @@ def the(kind: type[T], records: list[Record]) -> T:
     found = [record.body for record in records if isinstance(record.body, kind)]
     assert len(found) == 1, kinds(records)
     return found[0]
+
+
+def only(kind: type[r.Body], records: list[Record]) -> list[Any]:
+    """The records of this kind."""
+    return [record for record in records if isinstance(record.body, kind)]
 
 
 def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> list[Record]:

@@ -185,5 +185,3 @@ class SecondFault(World):
         until_s = self.loop.time() + PATIENCE_S
         while not there() and self.loop.time() < until_s:
             await asyncio.sleep(0.05)
-
-

@@ -11,31 +11,13 @@ from unicron.control_plane import calibration, throughput
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
-from unicron.events.records import Record
-
-FLOPS = 1e9
-"""Of one iteration, as the driver's ranks tell."""
 
 
 @pytest.fixture
-def d() -> Driver:
-    return Driver(nodes=3)
-
-
-@pytest.fixture(autouse=True)
-def _at_rest(d: Driver) -> Iterator[None]:
-    yield
-    at_rest(d)
-
-
-def took(d: Driver, task: int, *times_s: float) -> list[Record]:
-    """The task tells of iterations that took so long."""
-    it = task_of(d, task)
-    first = d.steps.get(task, 0)
-    d.steps[task] = first + len(times_s)
-    return d.tell(d.source(it.members[0].node), r.TaskProgressed(
-        task=task, generation=it.generation, first_iteration=first, losses=(2.5,) * len(times_s),
-        step_s=times_s, rate_flops=FLOPS / times_s[-1], micro_batches=12))
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
 
 
 def rates(d: Driver, task: int) -> dict[int, float]:
@@ -51,32 +33,32 @@ def count_only(d: Driver, num: int) -> None:
 
 def test_enough_undisturbed_iterations_are_a_measurement(d: Driver) -> None:
     task = d.running()  # iteration 0 is told, which does not count; nor does 1
-    assert kinds(took(d, task, 9.0, *[0.25] * 19)) == []
-    new = took(d, task, 0.25)
+    assert kinds(d.progress(task, times_s=[9.0, *[0.25] * 19])) == []
+    new = d.progress(task, times_s=[0.25])
     assert kinds(new) == ["ThroughputSet", "PlanChosen"]
     table = the(o.ThroughputSet, new)
     assert (table.origin, table.sizes) == ("measured", (1, 2, 3, 4))
     assert table.rates_flops == (1e9, 2e9, 3e9, 4e9), "12 micro-batches: the model's shape"
     assert the(o.PlanChosen, new).waf == the(o.PlanChosen, new).ideal_waf == 4e9
     assert view(d.state)["tasks"][0]["throughput"]["origin"] == "measured"
-    assert kinds(took(d, task, *[0.26] * 40)) == [], "4 % are no news"
-    assert kinds(took(d, task, *[0.5] * 9)) == [], "the median does not see them"
-    slower = took(d, task, *[0.5] * 2)
+    assert kinds(d.progress(task, times_s=[0.26] * 40)) == [], "4 % are no news"
+    assert kinds(d.progress(task, times_s=[0.5] * 9)) == [], "the median does not see them"
+    slower = d.progress(task, times_s=[0.5] * 2)
     assert the(o.ThroughputSet, slower).rates_flops[3] == 2e9
 
 
 def test_what_was_interrupted_does_not_count(d: Driver) -> None:
     task = d.running()
-    took(d, task, *[0.2] * 11)
+    d.progress(task, times_s=[0.2] * 11)
     assert len(task_of(d, task).times_s[4]) == 10
     d.obey(d.exit(task, 2))
     assert len(task_of(d, task).members) == 4
-    took(d, task, 7.0, 0.3, 0.2)  # it heals by these
+    d.progress(task, times_s=[7.0, 0.3, 0.2])  # it heals by these
     assert len(task_of(d, task).times_s[4]) == 10
-    took(d, task, 0.2)
+    d.progress(task, times_s=[0.2])
     assert task_of(d, task).times_s == {4: [*[0.2] * 10, 0.2]}
     late = d.exit(task, 2)
-    took(d, task, 0.2)  # told while survivors are quiesced
+    d.progress(task, times_s=[0.2])  # told while survivors are quiesced
     assert len(task_of(d, task).times_s[4]) == 11
     d.obey(late)
 
@@ -84,11 +66,11 @@ def test_what_was_interrupted_does_not_count(d: Driver) -> None:
 def test_a_size_that_is_only_passed_through_does_not_count(d: Driver) -> None:
     """Three of four on two cores may be faster than four: the lost rank comes back all the same."""
     task = d.running()
-    took(d, task, *[0.25] * 21)
+    d.progress(task, times_s=[0.25] * 21)
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     assert len(task_of(d, task).members) == 3
-    assert kinds(took(d, task, *[0.1] * 40)) == []
+    assert kinds(d.progress(task, times_s=[0.1] * 40)) == []
     assert set(rates(d, task)) == {1, 2, 3, 4}
     assert rates(d, task)[3] == 3e9
     d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
@@ -98,25 +80,25 @@ def test_a_size_that_is_only_passed_through_does_not_count(d: Driver) -> None:
 
 def test_measured_sizes_stand_for_themselves(d: Driver) -> None:
     task = d.running()
-    took(d, task, *[0.25] * 21)
+    d.progress(task, times_s=[0.25] * 21)
     for node in ("n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
     assert len(task_of(d, task).members) == 2
-    took(d, task, *[0.25] * 22)
+    d.progress(task, times_s=[0.25] * 22)
     assert rates(d, task) == {1: 2e9, 2: 4e9, 3: 4e9, 4: 4e9}, "3 earns no more than 4"
     assert d.state.slot_flops == 2e9, "of the smallest that was measured"
 
 
 def test_a_declared_table_is_never_overridden(d: Driver) -> None:
     task = d.running(spec(throughput={2: 2e9, 4: 3e9}))
-    assert kinds(took(d, task, *[0.7] * 100)) == []
+    assert kinds(d.progress(task, times_s=[0.7] * 100)) == []
     assert task_of(d, task).times_s == {}
 
 
 def test_calibration_can_be_off(d: Driver) -> None:
     count_only(d, 0)
     task = d.running()
-    assert kinds(took(d, task, *[0.7] * 100)) == []
+    assert kinds(d.progress(task, times_s=[0.7] * 100)) == []
     table = task_of(d, task).throughput
     assert table is not None
     assert table.origin == "modelled"
@@ -129,12 +111,12 @@ def test_the_first_measured_task_sets_the_scale_for_all(d: Driver) -> None:
     beta = d.running(spec(name="beta", slots=small))
     other = d.submit(spec(name="gamma", train=None, command=["true"], slots=small))
     d.obey(d.log[-4:])
-    first = took(d, alpha, *[0.25] * 21)
+    first = d.progress(alpha, times_s=[0.25] * 21)
     assert kinds(first) == ["ThroughputSet"] * 3 + ["PlanChosen"]
     assert the(o.PlanChosen, first).trigger == "throughput of alpha measured"
     assert rates(d, alpha) == rates(d, beta) == rates(d, other) == {1: 2e9, 2: 4e9}
-    assert kinds(took(d, beta, *[0.26] * 21)) == [], "as the others, as far as one can tell"
-    second = took(d, beta, *[0.5] * 21)
+    assert kinds(d.progress(beta, times_s=[0.26] * 21)) == [], "as the others, one cannot tell"
+    second = d.progress(beta, times_s=[0.5] * 21)
     assert kinds(second) == ["ThroughputSet", "PlanChosen"]
     assert rates(d, beta) == {1: 1e9, 2: 2e9}
     assert rates(d, other) == {1: 2e9, 2: 4e9}, "alpha keeps the word while it lives"
@@ -156,7 +138,7 @@ def test_noise_moves_nobody(d: Driver, seed: int) -> None:
     begun = len(d.log)
     for at in range(0, 300, 5):
         for task, times_s in zip(both, noise, strict=True):
-            took(d, task, *(0.3 * x for x in times_s[at: at + 5]))
+            d.progress(task, times_s=[0.3 * x for x in times_s[at: at + 5]])
     told = kinds(d.log[begun:])
     assert "TaskPlaced" not in told
     assert told.count("ThroughputSet") == 2, "alpha's, and beta's by alpha's scale"
@@ -166,9 +148,9 @@ def test_a_task_that_is_worth_more_than_modelled_gets_more(d: Driver) -> None:
     alpha = d.running(spec(slots={"min": 1, "max": 4}))
     beta = d.running(spec(name="beta", slots={"min": 1, "max": 4}))
     assert [len(task_of(d, task).target) for task in (alpha, beta)] == [4, 2]
-    took(d, alpha, *[0.25] * 21)
+    d.progress(alpha, times_s=[0.25] * 21)
     assert rates(d, beta) == rates(d, alpha)
-    new = took(d, beta, *[0.1] * 21)
+    new = d.progress(beta, times_s=[0.1] * 21)
     assert kinds(new)[:3] == ["ThroughputSet", "PlanChosen", "TaskPlaced"]
     assert [len(task_of(d, task).target) for task in (alpha, beta)] == [2, 4]
     d.obey(new)
@@ -180,7 +162,7 @@ def test_a_task_that_is_worth_more_than_modelled_gets_more(d: Driver) -> None:
 def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
     count_only(d, 10_000)
     task = d.running(spec(slots={"min": 1, "max": 6}))
-    took(d, task, *[0.25] * 400)
+    d.progress(task, times_s=[0.25] * 400)
     assert len(task_of(d, task).times_s[6]) == calibration.NUM_TIMES_MAX
     table = task_of(d, task).throughput
     assert table is not None
@@ -189,7 +171,7 @@ def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
 
 def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver) -> None:
     task = d.running()
-    took(d, task, *[0.25] * 9)
+    d.progress(task, times_s=[0.25] * 9)
     d.obey(d.tell("operator/cancel", r.TaskCancelRequested(task=task)))
     assert task_of(d, task).outcome == "cancelled"
     assert task_of(d, task).times_s == {}

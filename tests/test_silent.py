@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from heart_driver import Driver, at_rest, failed, kinds, spec, task_of, the
+from heart_driver import Driver, at_rest, failed, kinds, only, spec, task_of, the
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.records import Record
@@ -56,7 +56,7 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, first: str) ->
     assert lasts_s(d, f"silent/{task}/1") <= d.state.policy.evidence_s_max
     late = d.due(f"silent/{task}/1")
     assert kinds(late)[:2] == ["IncidentEscalated"] * 2
-    assert [x.body.why for x in late if isinstance(x.body, o.IncidentEscalated)][1] == (
+    assert [x.body.why for x in only(o.IncidentEscalated, late)][1] == (
         "node n3 is silent; rank 2 did not quiesce in time")
     d.obey(late)
     assert [x.rank for x in task_of(d, task).members] == [0]
@@ -98,7 +98,7 @@ def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver) -> None:
     assert lasts_s(d, f"quiesce/{task}/1") > 59
     d.obey(d.due(f"silent/{task}/1"))
     assert [x.rank for x in task_of(d, task).members] == [1]
-    d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
+    d.obey(only(o.StartRank, lost))
     d.progress(task)
     assert [x.rank for x in task_of(d, task).members] == [1, 0]
     assert task_of(d, task).iterations_lost == 0
@@ -170,7 +170,7 @@ def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
     silence(d, home)
-    assert kinds(d.obey([x for x in moved if isinstance(x.body, o.StartRank)])) == []
+    assert kinds(d.obey(only(o.StartRank, moved))) == []
     new = d.due(f"replace/{home}")
     assert kinds(new) == ["IncidentOpened", "Reconfigure", "PlanChosen"]
     d.steps[task] = 0
@@ -206,7 +206,7 @@ def test_where_every_newcomer_has_an_error_there_is_no_generation(d: Driver) -> 
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
     silence(d, home)
-    d.obey([x for x in moved if isinstance(x.body, o.StartRank)])
+    d.obey(only(o.StartRank, moved))
     errored(d, task, 1)
     d.join(home, incarnation=2, slots=1)
     assert task_of(d, task).phase == "starting"

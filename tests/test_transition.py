@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from heart_driver import Driver, at_rest, failed, kinds, spec, task_of, the
+from heart_driver import Driver, at_rest, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.state import open_orders
 from unicron.control_plane.transition import TABLE
 from unicron.control_plane.view import view
@@ -15,14 +15,10 @@ from unicron.events.records import Record
 
 
 @pytest.fixture
-def d() -> Driver:
-    return Driver()
-
-
-@pytest.fixture(autouse=True)
-def _at_rest(d: Driver) -> Iterator[None]:
-    yield
-    at_rest(d)
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
 
 
 # --- the first start ----------------------------------------------------------------------------
@@ -237,7 +233,7 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver) -> None:
     assert task_of(d, task).phase == "starting"
     d.steps[task] = 1
     starts = [x for x in records if x.kind == "StartRank"]
-    read = {x.body.checkpoint for x in starts if isinstance(x.body, o.StartRank)}
+    read = {x.body.checkpoint for x in only(o.StartRank, starts)}
     assert read == {"gen-1/iter-1"}
     order = the(o.Reconfigure, d.obey(starts))
     assert order.checkpoint == "gen-1/iter-1"
