@@ -183,7 +183,7 @@ class PaperAgent:
     # --- orders ----------------------------------------------------------------------------------
     def _carry_out(self, sent: SentOrder) -> None:
         seq, body = sent.record.seq, sent.record.body
-        if seq in self._seen:
+        if not self.alive or seq in self._seen:
             return
         self._seen.add(seq)
         if isinstance(body, StartRank):
@@ -302,7 +302,7 @@ class PaperCluster:
         incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
         agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
                            num_slots=num_slots, clock=self._clock,
-                           fall=lambda: self._fall(node, incarnation))
+                           fall=lambda: self.crash(node))
         self.agents[node] = agent
         self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
 
@@ -310,10 +310,6 @@ class PaperCluster:
         """The node is gone with all that runs on it."""
         self.agents[node].crash()
         self._running.pop(node).cancel()
-
-    def _fall(self, node: str, incarnation: int) -> None:
-        if self.is_up(node) and self.agents[node].incarnation == incarnation:
-            self.crash(node)
 
     def is_up(self, node: str) -> bool:
         return node in self._running
