@@ -23,7 +23,7 @@ from .join import join
 from .link import backoff_s
 from .outbox import Forgotten
 from .pid_file import PidFile
-from .ranks import RANK_ARGV, Node
+from .ranks import MARK, RANK_ARGV, Node, mark
 from .spool import Spool, load
 
 CONNECT_S_MAX = 60.0
@@ -85,8 +85,7 @@ async def _run(options: Options, incarnation: int) -> int:
     stop = asyncio.Event()
     signals = _Signals(stop)
     state_dir = options.state_dir.absolute()
-    mark = f"UNICRON_PROCESS={state_dir}:{options.node}/"
-    for proc in linux.end_marked(mark.encode()):
+    for proc in linux.end_marked(f"{MARK}={mark(state_dir, options.node)}".encode()):
         _log.warning("ended what a predecessor's rank left running", pid=proc.pid)
     linux.adopt_orphans()
     try:

@@ -36,6 +36,8 @@ STOP_GRACE_S = 5.0
 REAP_S_MAX = 5.0
 """Until RankExited is told although something of the rank still lives; its slot stays taken."""
 PUBLISH_S_MAX = 60.0
+MARK = "UNICRON_PROCESS"
+"""In the environment of everything that an agent starts: whose it is."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
@@ -64,8 +66,12 @@ class Node(Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> str:
-        """Begins the UNICRON_PROCESS of everything that any incarnation of this node starts."""
-        return f"{self.state_dir}:{self.name}/"
+        return mark(self.state_dir, self.name)
+
+
+def mark(state_dir: Path, node: str) -> str:
+    """Begins the MARK of everything that any incarnation of this node starts."""
+    return f"{state_dir}:{node}/"
 
 
 class _Rank:
@@ -239,7 +245,7 @@ class Ranks:
 
     def _die(self) -> NoReturn:
         """As a node that is lost: everything at once, and nothing is told."""
-        linux.end_marked(f"UNICRON_PROCESS={self._node.mark}".encode())
+        linux.end_marked(f"{MARK}={self._node.mark}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("it lives after SIGKILL")
 
@@ -264,11 +270,11 @@ class Ranks:
             pipe = Pipe(lambda frame: self._heard(rank, frame),
                         lambda why: self._broken(rank, why))
             argv = (*node.rank_argv, "--fd", str(pipe.theirs.fileno()))
-        mark = f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}"
+        whose = f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}"
         try:
             process = Process.start(
                 argv, env=environment(order, node, os.environ), log_path=log_path,
-                marker=("UNICRON_PROCESS", mark),
+                marker=(MARK, whose),
                 pass_fds=(pipe.theirs.fileno(),) if pipe is not None else ())
         except (OSError, ValueError) as error:
             if pipe is not None:
