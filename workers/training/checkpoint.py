@@ -63,9 +63,9 @@ def save(folder: Path, trainee: Trainee, step_version: int, history: History) ->
         return sum(file.stat().st_size for file in folder.iterdir())
     except (OSError, CheckpointException) as error:
         # Below torch's own error lies the one that says why.
-        cause = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
-        why = _of_the_disk(cause)
-        if why is None:
+        why = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
+        # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
+        if not isinstance(why, (OSError, RuntimeError)):
             raise
     shutil.rmtree(partial, ignore_errors=True)
     raise NotSaved(f"{folder}: {why}")
@@ -79,14 +79,6 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         shutil.rmtree(old)
     else:
         partial.rename(folder)
-
-
-def _of_the_disk(error: BaseException) -> Exception | None:
-    """The error if it says why nothing was written; None for a fault of ours.
-
-    torch writes in C++ too, and tells of a full disk by a RuntimeError there.
-    """
-    return error if isinstance(error, (OSError, RuntimeError)) else None
 
 
 def load(folder: Path, trainee: Trainee, history: History) -> int:
