@@ -91,7 +91,7 @@ def _take_out(state: ClusterState, task: Task, number: int) -> None:
     node = state.nodes.get(slot.node) if slot is not None else None
     if node is None or slot is None:
         return
-    if node.health in ("unreachable", "lost"):
+    if node.silent:
         if node.health == "unreachable":
             node.health, node.since_s = "lost", state.at_s
         state.replan = f"node {node.name} lost"
