@@ -238,6 +238,8 @@ class _Watch:
             for name in self._cluster.names():
                 self._look(name)
             time.sleep(WATCH_S)
+        for line in _unfinished(self._cluster.state):
+            say.talk(line)
         say.talk("stopping: agents, control plane, server")
         self._cluster.stop(grace=stop.asked < 2)
         say.talk("stopped; the log stays")
@@ -321,7 +323,8 @@ def _raise_as(said: str, code: int) -> None:
 def down(state: StateDir) -> None:
     """Stop `up` and all that it watches over, also when `up` itself is gone."""
     watching = processes.find(state, UP)
-    cut_short = _unfinished(state)
+    for line in _unfinished(state):
+        say.out(line)
     has_server = embedded.adopt(state.server) is not None
     with_it = [name for name in processes.names(state)
                if name != UP and processes.find(state, name) is not None]
@@ -331,23 +334,26 @@ def down(state: StateDir) -> None:
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
     if stopped:
         say.out("stopped " + ", ".join(stopped))
-        for line in cut_short:
-            say.out(line)
     else:
         say.out(f"nothing runs on {shown(state.path)}")
 
 
 def _unfinished(state: StateDir) -> list[str]:
-    """What stopping now costs each live task, a line each; empty when nobody can tell."""
+    """What stopping now costs each live task, a line each, then how to avoid it.
+
+    Empty when nobody can tell.
+    """
     try:
         tasks = connect(state).get("/v1/state")["tasks"]
     except UnicronError:
         return []
+    live = [task for task in tasks if task["state"] not in ENDED and task["iterations"]]
     lines: list[str] = []
-    for task in tasks:
-        if task["state"] in ENDED or not task["iterations"]:
-            continue
+    for task in live:
         again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"
         lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
                      f"iterations; the next up starts it again {again}")
+    if any(task["unsaved"] for task in live):
+        lines.append("to lose nothing: unicron drain every node first, then down; unicron undrain "
+                     "each after the next up")
     return lines

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from unicron.cli import local_cluster, processes
-from unicron.cli.local_cluster import CONTROL_PLANE, UP, agent_name
+from unicron.cli import up as command
+from unicron.cli.local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
 from unicron.cli.processes import Process
 from unicron.cli.state_dir import StateDir
 from unicron.events import embedded
@@ -120,6 +122,40 @@ def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
     assert cluster.pids() == {}
     assert not any(embedded.start_time(pid) for pid in adopted.values())
     assert "nothing runs on" in cluster("down").stdout
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_what_is_unfinished_is_told_before_anything_is_stopped(
+        tmp_path, monkeypatch, capsys, by_signal):
+    state = StateDir(tmp_path / "state")
+    state.create()
+    agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
+    task = {"state": "running", "iterations": 60, "checkpoint": "", "iteration": 40, "unsaved": 40}
+    tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"}]
+
+    class Asked:
+        def get(self, path: str) -> dict[str, Any]:
+            assert processes.alive(agent), f"{path} is asked too late"
+            return {"tasks": tasks}
+
+    monkeypatch.setattr(command, "connect", lambda state: Asked())
+    if by_signal:
+        stop = mock.Mock(asked=1)
+        command._Watch(LocalCluster(state, Wanted(num_agents=1))).run(stop)
+    else:
+        command.down(state)
+    assert not processes.alive(agent)
+    told = capsys.readouterr()
+    lines = (told.err if by_signal else told.out).splitlines()
+    assert lines[:2] == [
+        "unfinished alpha, 40 of 60 iterations; the next up starts it again from iteration 0",
+        "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
+        "the next up"]
+    assert lines[2].startswith("stopp")
+    tasks[:1] = [{**tasks[0], "unsaved": 0}]
+    agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
+    command.down(state)
+    assert "to lose nothing" not in capsys.readouterr().out
 
 
 def test_what_dies_is_started_again_and_down_works_without_up(cluster):
