@@ -165,8 +165,9 @@ class PaperAgent:
             try:
                 found = await self.port.orders(self.node, after=cursor, wait_s=ORDERS_WAIT_S)
                 await self._goes_on.wait()
+                again = cursor == "0-0"
                 for sent in found:
-                    self._carry_out(sent)
+                    self._carry_out(sent, again=again)
                     cursor = sent.cursor
             except (Unavailable, Ambiguous):
                 await asyncio.sleep(self.net.rng.uniform(0.1, 0.5))
@@ -181,7 +182,7 @@ class PaperAgent:
             await asyncio.sleep(BEAT_S)
 
     # --- orders ----------------------------------------------------------------------------------
-    def _carry_out(self, sent: SentOrder) -> None:
+    def _carry_out(self, sent: SentOrder, *, again: bool) -> None:
         seq, body = sent.record.seq, sent.record.body
         if not self.alive or seq in self._seen:
             return
@@ -193,7 +194,7 @@ class PaperAgent:
         elif isinstance(body, StopRank):
             self._stop(seq, body)
         elif isinstance(body, PublishCheckpoint):
-            self._publish(seq, body)
+            self._publish(seq, body, again=again)
         elif isinstance(body, InjectFault):
             if body.incarnation == self.incarnation:
                 self._inject(body)
@@ -255,11 +256,12 @@ class PaperAgent:
         self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
                        lambda: self._exit(process, exit_code=None, signal=signal))
 
-    def _publish(self, seq: int, order: PublishCheckpoint) -> None:
+    def _publish(self, seq: int, order: PublishCheckpoint, *, again: bool) -> None:
         latest, path_before = self.net.latest.get(order.output, ((0, 0), ""))
         path = order.path.removeprefix(order.output).lstrip("/")
         if (order.generation, seq) < latest:
-            self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
+            if not again:
+                self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
             return
         if (order.output, path) not in self.net.files:
             self.net.never(f"{order.path} was published, and is not there")
