@@ -282,7 +282,10 @@ def run_command(arguments: Sequence[str]) -> int:
         wrong_input = isinstance(error, UsageError)
         return EXIT_USAGE if wrong_input else EXIT_FAILED
     except TyperException as error:
-        say.error(error.format_message().rstrip("."), _help_of(error))
+        if _is_negative_weight(error):
+            say.error(operator_commands.WEIGHT, operator_commands.WEIGHT_HINT)
+        else:
+            say.error(error.format_message().rstrip("."), _help_of(error))
         return EXIT_USAGE
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
@@ -296,6 +299,13 @@ def run_command(arguments: Sequence[str]) -> int:
                   "check the path and its rights")
         return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_DONE
+
+
+def _is_negative_weight(error: TyperException) -> bool:
+    """Whether a number below 0 was read as an option that there is not."""
+    option = str(getattr(error, "option_name", ""))
+    return (getattr(getattr(error, "ctx", None), "info_name", "") == "set-weight"
+            and option[:1] == "-" and option[1:2] in tuple("0123456789."))
 
 
 def _help_of(error: TyperException) -> str:

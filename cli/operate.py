@@ -12,6 +12,7 @@ from . import say
 from .client import Client, connect
 from .figures import number_of, span, way_to_act
 from .followed import Followed, followed_by, plan_lines
+from .operator_commands import WEIGHT, WEIGHT_HINT
 from .state_dir import StateDir
 from .tasks import option_for, pick
 
@@ -27,8 +28,8 @@ def _ask(client: Client, path: str, body: Plain) -> Followed:
 def set_weight(state: StateDir, url: str | None, task: str, weight: float, reason: str, *,
                as_json: bool) -> None:
     """Make a task worth more or less."""
-    if not math.isfinite(weight):
-        raise UsageError(f"{weight} is not a weight", "for example unicron set-weight alpha 2")
+    if not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{weight:g} is not a weight: {WEIGHT}", WEIGHT_HINT)
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     found = pick(view["tasks"], task)

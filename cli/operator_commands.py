@@ -12,6 +12,7 @@ app = typer.Typer()
 inject = typer.Typer(help="Break something on purpose (up --allow-inject).")
 app.add_typer(inject, name="inject")
 
+WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 RankArg = Annotated[int | None, typer.Argument(
     min=0, metavar="RANK", help="Its rank [the highest that trains].", show_default=False)]
 
