@@ -34,13 +34,15 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     """Print one incident's page, the newest without `which`, or the list. Raises UsageError."""
     if which and every:
         raise UsageError("an ID and --all do not go together", "give one of the two")
-    if which:
-        incident_id(which)  # nonsense is told before anybody is asked
+    option = option_for(state)
+    if which:  # nonsense, or a task's name, is told before anybody is asked
+        incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
+                           f"--all{option}")
     client = connect(state, url)
     told = History()
     for record in client.records(0, follow=False):
         told.add(record)
-    option, now_s = option_for(state), time.time()
+    now_s = time.time()
     if every:
         say_all(told, now_s=now_s, as_json=as_json, option=option)
         return

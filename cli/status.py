@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from ..events.errors import UsageError
 from . import say, screens
 from .client import Client, Interrupted, Unable, Unreachable, connect
 from .history import History
@@ -53,6 +54,7 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
         return ([json.dumps(view["nodes"])] if as_json
                 else screens.nodes(view, now_s=now_s, option=option))
     if what:
+        _refuse_node(view, what, option)
         task = pick(view["tasks"], what)
         if as_json:
             return [json.dumps(task)]
@@ -63,3 +65,10 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
         return [json.dumps(view)]
     cluster = client.get("/v1/health")["cluster"]
     return screens.status(view, cluster=cluster, now_s=now_s, option=option)
+
+
+def _refuse_node(view: Plain, what: str, option: str) -> None:
+    """Raises UsageError for a node's name that is no task's: nodes have one screen."""
+    if (what in [node["id"] for node in view["nodes"]]
+            and what not in [task["name"] for task in view["tasks"]]):
+        raise UsageError(f"{what!r} is a node, not a task", f"unicron status nodes{option}")

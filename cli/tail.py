@@ -38,11 +38,11 @@ class Filter(Struct, frozen=True, kw_only=True):
                       incident=None if incident is None else incident_id(incident))
 
 
-def incident_id(text: str) -> int:
+def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
     """`41` or `inc-41`. Raises UsageError."""
     digits = text.removeprefix("inc-")
     if not digits.isdecimal():
-        raise UsageError(f"{text!r} is not an incident", "for example 41 or inc-41")
+        raise UsageError(f"{text!r} is not an incident", hint)
     return int(digits)
 
 

@@ -164,6 +164,12 @@ def test_what_needs_a_running_cluster_says_how_to_start_one(tmp_path):
         assert "hint: unicron up" in unicron(*command, folder=tmp_path).stderr
 
 
+def test_a_name_where_an_incident_is_asked_for_is_told_where_the_names_are(tmp_path):
+    assert unicron("incident", "alpha", folder=tmp_path).stderr.splitlines() == [
+        "error: 'alpha' is not an incident",
+        "hint: for example inc-41; all, and whose they are: unicron incident --all"]
+
+
 def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
     for text in ("silence_s_may: 3", "observe: true", "allow_inject: true"):
         (tmp_path / "policy.yaml").write_text(text)

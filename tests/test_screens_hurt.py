@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from unittest import mock
+
 import pytest
 from heart_driver import Driver, spec
 from test_screens import check
 from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
-from unicron.cli import screens, up
+from unicron.cli import screens, status, up
 from unicron.cli.history import History, history
 from unicron.cli.screen_incident import page
+from unicron.cli.state_dir import StateDir
 from unicron.control_plane.view import view
 from unicron.events import reports as r
+from unicron.events.errors import UsageError
 
 
 # --- the screens after such faults --------------------------------------------------------------
@@ -93,6 +98,19 @@ def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
                    screens.task_status(told, task, History(), now_s=d.now_s, option=option),
                    found["left"], page(found), up._mode(told["cluster"], option)):
         assert any(way.format(option) in line for line in screen), screen
+
+
+def test_a_node_where_a_task_is_asked_for_is_told_where_nodes_are(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    d, _, _ = gives()
+    client = mock.Mock(get=lambda path: seen(d))
+    monkeypatch.setattr(status, "connect", lambda state, url: client)
+    with pytest.raises(UsageError, match="'n2' is a node") as error:
+        status.status(StateDir(tmp_path), None, "n2", watch=False, as_json=False)
+    assert error.value.hint == f"unicron status nodes --state {tmp_path}"
+    with pytest.raises(UsageError, match="no task 'n9'") as error:
+        status.status(StateDir(tmp_path), None, "n9", watch=False, as_json=False)
+    assert error.value.hint == "there is alpha, beta"
 
 
 # --- what is no news, and what is ---------------------------------------------------------------
