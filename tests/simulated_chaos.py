@@ -123,7 +123,7 @@ class Chaos:
 
     async def blip(self) -> None:
         for task in self.world.tasks_running():
-            self.world.cluster.blip(task)
+            self.world.cluster.cut(task)
 
     async def aim(self) -> None:
         """Strike when a record of a kind is appended next."""

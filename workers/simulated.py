@@ -321,21 +321,13 @@ class PaperCluster:
         return [(self.agents[node], self.agents[node].processes[slot])
                 for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]
 
-    def blip(self, task: int) -> None:
-        """The network hiccups: a collective fails under every rank of the task that is in one."""
-        for _, process in self.running():
-            rank = process.rank
-            if rank and rank.task == task and rank.phase == "reducing" and rank.group:
-                rank.group.hiccup(rank)
-
     def cut(self, task: int) -> bool:
         """The connections of the task's generation are gone: its next collective, or the one that
         is going on, fails under every member. Whether there was such a generation."""
-        groups = {id(p.rank.group): p.rank for _, p in self.running()
+        groups = {p.rank.group: None for _, p in self.running()
                   if p.rank and p.rank.task == task and p.rank.group and not p.rank.group.broken}
-        for rank in groups.values():
-            assert rank.group is not None
-            rank.group.hiccup(rank)
+        for group in groups:
+            group.hiccup()
         return bool(groups)
 
     def stop(self) -> None:

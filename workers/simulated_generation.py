@@ -73,22 +73,22 @@ class PaperGeneration:
 
     def lose(self, rank: PaperRank) -> None:
         """A member died or left: whoever waits for it fails."""
+        self._forget(rank)
+        self.hiccup()
+
+    def hiccup(self) -> None:
+        """The connections are gone: who is in a collective fails, the others in their next one."""
+        self.broken = True
+        for each in self.ranks:
+            if each.phase in ("reducing", "meeting") and each.group is self:
+                self._forget(each)
+                self._notice(each)
+
+    def _forget(self, rank: PaperRank) -> None:
+        """It takes no step any more."""
         pending = self._pending.pop(rank.key, None)
         if pending:
             pending.cancel()
-        self.broken = True
-        for each in self.ranks:
-            if each is not rank and each.phase in ("reducing", "meeting") and each.group is self:
-                stopped = self._pending.pop(each.key, None)
-                if stopped:
-                    stopped.cancel()
-                self._notice(each)
-
-    def hiccup(self, rank: PaperRank) -> None:
-        """The connections are gone: who is in a collective fails, the others in their next one."""
-        self.lose(rank)
-        if rank.phase in ("reducing", "meeting"):
-            self._notice(rank)
 
     def _stepper(self, rank: PaperRank, batch: tuple[int, ...], stop: bool) -> Callable[[], None]:
         def step() -> None:
