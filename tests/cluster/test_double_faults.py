@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ class Pair(cluster_story.Pair):
     def gone(self, task: int, pid: int, after: int) -> None:
         """Until the log knows of a kill: before that the task still looks whole."""
         self.cluster.wait_told(after, "RankExited", task=task, pid=pid)
-
-    def rank_when(self, task: int, after: int, kind: str, fits: Callable[[Any], bool]) -> int:
-        """The rank of the first such record behind `after`."""
-        def look() -> int | None:
-            return next((record.body.rank for record in self.cluster.told(after, kind, task=task)
-                         if fits(record.body)), None)
-        return int(self.cluster.wait(look, f"{kind} of task {task} behind {after}"))
 
     def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
         """Both whole again; only `tasks` had incidents, lost nothing and read nothing.
@@ -104,11 +96,12 @@ def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pa
     os.kill(before[pair.one][second], signal.SIGKILL)
     first, *_ = before[pair.two]
     pair.kill(pair.two, first)
-    newcomer = pair.rank_when(pair.two, after, "Reconfigured",
-                              lambda body: body.attempt > 1 and body.received_bytes > 0)
-    struck = cluster.pids(pair.two)[newcomer]
-    os.kill(struck, signal.SIGKILL)
-    pair.gone(pair.two, struck, after)
+    newcomer = cluster.wait_told(after, "RankStarted", task=pair.two).body
+    joined = cluster.wait_told(after, "Reconfigured", task=pair.two, rank=newcomer.rank,
+                               attempt=newcomer.attempt).body
+    os.kill(newcomer.pid, signal.SIGKILL)
+    assert joined.received_bytes > 0
+    pair.gone(pair.two, newcomer.pid, after)
     assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
