@@ -33,7 +33,8 @@ Plain = dict[str, Any]
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
 NAME_LENGTH_MAX = 24
-FAILED_SHOWN_S = 24 * 3600.0
+NEWS_S = 24 * 3600.0
+"""What ended longer ago is no news."""
 
 
 def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
@@ -122,14 +123,18 @@ def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
     """Those that are news: not old, and no later task of the name took their place."""
     last = {task["name"]: task["id"] for task in tasks}
     return [task for task in tasks if task["state"] == "failed"
-            and task["id"] == last[task["name"]] and now_s - task["since_s"] < FAILED_SHOWN_S]
+            and task["id"] == last[task["name"]] and now_s - task["since_s"] < NEWS_S]
 
 
 def _healed(view: Plain, now_s: float, option: str) -> list[str]:
+    """The newest that were healed of late, and every one that is open."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
     lines: list[str] = []
-    newest = sorted(view["incidents"], key=lambda one: -int(one["id"]))[:INCIDENTS_SHOWN_NUM]
-    for one in newest:
+    news = sorted((one for one in view["incidents"]
+                   if not one["outcome"] or now_s - one["closed_s"] < NEWS_S),
+                  key=lambda one: -int(one["id"]))
+    for one in [one for index, one in enumerate(news)
+                if index < INCIDENTS_SHOWN_NUM or not one["outcome"]]:
         who = names.get(one["task"], one["node"] or "cluster")
         what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
                 f"{ranks(one['ranks'])}, {one['status']}")

@@ -151,6 +151,26 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None
     assert not news(1)
 
 
+def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
+    d = Driver()
+    task = d.running()
+
+    def news(after_s: float) -> list[str]:
+        lines = screens.status(seen(d), cluster="test", now_s=d.now_s + after_s)
+        return [line.split()[0] for line in lines if line.startswith(("HEALED", "HEALING"))]
+
+    carry_out(d, d.exit(task, 2))
+    assert (news(23 * 3600), news(25 * 3600)) == (["HEALED"], [])
+    d.exit(task, 2)
+    assert news(25 * 3600) == ["HEALING"]
+    one = view(d.state)["incidents"][-1]
+    told = seen(d)
+    told["incidents"] += [{**told["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s}
+                          for n in range(1, 5)]
+    lines = screens.status(told, cluster="test", now_s=d.now_s + 1)
+    assert [line.split()[0] for line in lines[1:9:2]] == ["HEALED"] * 3 + ["HEALING"]
+
+
 def test_the_running_span_counts_only_so_far() -> None:
     d = Driver()
     task = d.running()
