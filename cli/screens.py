@@ -222,12 +222,12 @@ def _plan(view: Plain) -> list[str]:
 
 # --- the table ----------------------------------------------------------------------------------
 def _task_row(task: Plain) -> list[str]:
-    slots = task["slots"]
-    now = (f"{slots['now']}" if slots["now"] == slots["target"]
-           else f"{slots['now']} of {slots['target']}")
+    now, target = task["slots"]["now"], task["slots"]["target"]
+    slots = str(now) if now == target else f"{now} of {target}" if now < target else (
+        f"{now} -> {target}")
     done = (f"{count(task['iteration'])}/{count(task['iterations'])}" if task["iterations"]
             else "-")
-    return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), now,
+    return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), slots,
             task["layout"] or "-",
             f"{task['weight']:g}", done, f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",

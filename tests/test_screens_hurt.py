@@ -171,6 +171,18 @@ def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
     assert [line.split()[0] for line in lines[1:9:2]] == ["HEALED"] * 3 + ["HEALING"]
 
 
+@pytest.mark.parametrize(("now", "target", "words"), [
+    (3, 3, "3"), (3, 4, "3 of 4"), (4, 3, "4 -> 3"), (2, 0, "2 -> 0")])
+def test_slots_that_are_given_away_are_no_part_of_the_rest(
+        now: int, target: int, words: str) -> None:
+    d = Driver()
+    d.running()
+    told = seen(d)
+    told["tasks"][0]["slots"] |= {"now": now, "target": target}
+    row = screens.status(told, cluster="test", now_s=d.now_s)[-1]
+    assert f"  {words}  " in row
+
+
 def test_the_running_span_counts_only_so_far() -> None:
     d = Driver()
     task = d.running()
