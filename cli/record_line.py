@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from statistics import median
 from typing import Any
 
-from .figures import ms, ranks, rfc3339, scaled, span
+from .figures import clipped, ms, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -19,9 +19,7 @@ ESSENTIALS_LENGTH_MAX = 160
 def line(record: Plain) -> str:
     """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
     body: Plain = record["body"]
-    told = ESSENTIALS.get(record["kind"], _anything)(body)
-    if len(told) > ESSENTIALS_LENGTH_MAX:
-        told = told[: ESSENTIALS_LENGTH_MAX - 3] + "..."
+    told = clipped(essentials(record["kind"], body), ESSENTIALS_LENGTH_MAX)
     cause = f"  <{record['cause']}" if record["cause"] else ""
     return f"{record['seq']:>6} {rfc3339(record['at_s'])} {record['kind']:<17} {told}{cause}"
 
@@ -35,9 +33,16 @@ def _anything(body: Plain) -> str:
     return " ".join(f"{key}={json.dumps(value)}" for key, value in body.items())
 
 
-def _one_line(text: str) -> str:
+def _last_line(text: str) -> str:
+    """Of a traceback or of what a process printed: what it came to."""
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[-1].split()) if lines else ""
+
+
+def _first_line(text: str) -> str:
+    """Of an error's own words: what it is, without the advice and the frames below."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " ".join(lines[0].split()) if lines else ""
 
 
 def _because(why: str) -> str:
@@ -68,7 +73,7 @@ def _ready(body: Plain) -> str:
 def _exited(body: Plain) -> str:
     how = (f"signal {body['signal']}" if body["signal"] is not None
            else f"exit code {body['exit_code']}")
-    tail = _one_line(body["tail"]) if body["exit_code"] else ""
+    tail = _last_line(body["tail"]) if body["exit_code"] else ""
     return f"{_who(body)} pid {body['pid']} {how}" + (f": {tail}" if tail else "")
 
 
@@ -171,13 +176,14 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
     "RankReady": _ready,
     "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}: "
-                             f"{_one_line(b['text'])}",
+                             f"{_last_line(b['text'])}",
     "RankExited": _exited,
-    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: {_one_line(b['error'])}",
+    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: "
+                                  f"{_first_line(b['error'])}",
     "Quiesced": _quiesced,
     "Reconfigured": _reconfigured,
     "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: "
-                                   f"{_one_line(b['error'])}",
+                                   f"{_first_line(b['error'])}",
     "TaskProgressed": _progressed,
     "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
     "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "

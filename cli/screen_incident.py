@@ -25,6 +25,7 @@ BAR_COLUMNS = 40
 WHO_COLUMNS = 10
 WHAT_COLUMNS = 24
 WHY_COLUMNS = 36
+EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
 """What a person may type, within a sentence."""
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
@@ -42,7 +43,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     for one in facts["on_purpose"]:
         lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     for one in facts["evidence"]:
-        lines += labelled("evidence", f"{one['who']}: {_what(one, 1)} (seq {one['seq']})")
+        what = clipped(_what(one, 1), EVIDENCE_LENGTH_MAX)
+        lines += labelled("evidence", f"{one['who']}: {what} (seq {one['seq']})")
     for one in facts["decisions"]:
         lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
                                      f"{one['rule']})")

@@ -170,6 +170,24 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
     assert one.detected_s - one.fault_s == pytest.approx(0.52)
 
 
+def test_a_long_error_takes_two_lines_of_the_page() -> None:
+    """Its first line says what it is; the log has the rest."""
+    d = Driver()
+    task = d.running()
+    why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
+    member = d.state.tasks[task].members[0]
+    d.tell(d.source(member.node), r.CollectiveFailed(
+        task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why))
+    d.now_s += 2.0
+    d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
+    told = page(facts(plain(d)))
+    at = next(index for index, line in enumerate(told) if line.startswith("evidence"))
+    assert told[at].endswith("RuntimeError: Connection closed by peer")
+    assert "..." in told[at + 1]
+    assert told[at + 2].startswith("decided")
+    assert "advice" not in " ".join(told)
+
+
 def test_one_that_got_worse_is_named_by_why() -> None:
     """A peer's collective failed first; then an agent that started again tells the cause."""
     d = Driver()
