@@ -184,7 +184,7 @@ def test_a_long_error_takes_two_lines_of_the_page() -> None:
     at = next(index for index, line in enumerate(told) if line.startswith("evidence"))
     assert told[at].endswith("RuntimeError: Connection closed by peer")
     assert "..." in told[at + 1]
-    assert told[at + 2].startswith("decided")
+    assert told[at + 2].startswith("evidence   leader: DeadlineReached")
     assert "advice" not in " ".join(told)
 
 
