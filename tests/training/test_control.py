@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+
+from unicron.workers.wire import Unpacker
 
 PROGRAM = """
 import os, socket, threading, time
@@ -72,3 +75,30 @@ def test_a_wait_that_nothing_ends_is_left_behind() -> None:
                           timeout=60, check=False)
     assert done.stdout == "went on\n", done.stderr
     assert done.returncode == 0
+
+
+LAST_WORDS = """
+import os, signal, socket, sys, time
+from unicron.events.reports import RankFinished
+from unicron.workers.training.control import Control
+from unicron.workers.wire import Unpacker
+
+control = Control(socket.socket(fileno=int(sys.argv[1])), 0, Unpacker())
+for number in range(50):
+    control.tell(RankFinished(task=1, rank=0, attempt=1, generation=1, step_version=number,
+                              forward_calls=0))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_told_is_told_whatever_becomes_of_the_rank() -> None:
+    """The agent has it, in order, when `tell` returns: no thread has to live to hand it over."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", LAST_WORDS, str(theirs.fileno())],
+                       pass_fds=[theirs.fileno()], timeout=60, check=False)
+        theirs.close()
+        unpacker, told = Unpacker(), []
+        while data := ours.recv(1 << 16):
+            told += [frame.body.step_version for frame in unpacker.feed(data)]
+    assert told == list(range(50))
