@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 240.0
-NICE_NUM = 19
+LIMIT_S = 600.0
+"""A twin gives way; where other work has the cores, it takes minutes."""
+NICE_NUM = 10
+"""Enough to starve nobody; at the least priority it was hardly trained on a busy machine."""
 RATE = 1e-4
 """The learning rate of every small task: about what an optimizer step moves a parameter by."""
 STEP_SHARE_MAX = 0.01
