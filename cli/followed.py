@@ -6,6 +6,7 @@ import json
 from itertools import takewhile
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from .client import Client
@@ -28,7 +29,7 @@ class Followed(Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> str:
         """One JSON object."""
-        return json.dumps({name: getattr(self, name) for name in self.__struct_fields__})
+        return json.dumps(msgspec.structs.asdict(self))
 
 
 def followed_by(client: Client, seq: int) -> Followed:

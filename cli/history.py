@@ -12,6 +12,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ..control_plane.severity import worse
+from ..events.orders import Severity
 from .on_purpose import OnPurpose
 
 Plain = dict[str, Any]
@@ -23,10 +25,11 @@ class IncidentHistory(Struct, kw_only=True):
     id: int
     task: int
     node: str
-    severity: str
+    severity: Severity
     status: str
     ranks: tuple[int, ...]
     why: str
+    """Of the gravest that was told of it, as severity and status are."""
     fault_s: float
     detected_s: float
     """The first evidence is in the log."""
@@ -42,15 +45,13 @@ class IncidentHistory(Struct, kw_only=True):
     """The iteration that was interrupted."""
     kept: int = 0
     dealt: int = 0
-    todo: int = 0
-    """Micro-batches run after it to complete that iteration."""
     iterations_lost: int = 0
     ckpt_read: bool = False
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
     """Seqs, also of what escalated it."""
-    first_seq: int = 0
+    first_seq: int
     """The first sign of it: evidence, or a peer's collective that failed before."""
     closed_s: float | None = None
     closed_seq: int = 0
@@ -192,7 +193,7 @@ def slot_s(told: History, incident: IncidentHistory, at_s: float) -> float:
     return incident.slot_s + still * max(at_s - incident.counted_s, 0.0)
 
 
-def waf(told: History | Iterable[Plain], num_buckets: int) -> Waf:
+def waf(it: History, num_buckets: int) -> Waf:
     """WAF over time, from the first submission to the last record, in equal buckets.
 
     `achieved`: FLOP of an iteration (RankReady) x iterations done for the first time x the weight
@@ -201,7 +202,6 @@ def waf(told: History | Iterable[Plain], num_buckets: int) -> Waf:
     """
     if num_buckets < 1:
         raise ValueError("at least one bucket")
-    it = told if isinstance(told, History) else history(told)
     from_s = min((task.submitted_s for task in it.tasks.values()), default=it.at_s)
     bucket_s = max(it.at_s - from_s, 1e-3) / num_buckets
     edges = [from_s + bucket_s * index for index in range(num_buckets + 1)]
@@ -270,12 +270,13 @@ def _incident(told: History, record: Plain) -> None:
             id=record["seq"], task=body["task"], node=body["node"], severity=body["severity"],
             status=body["status"], ranks=tuple(body["ranks"]), why=body["why"],
             fault_s=min((one[1] for one in evidence), default=first[1]), detected_s=first[0],
-            decided_s=record["at_s"], evidence=list(body["evidence"]), counted_s=record["at_s"])
+            decided_s=record["at_s"], evidence=list(body["evidence"]), counted_s=record["at_s"],
+            first_seq=min([record["seq"], *body["evidence"]]))
         task = told.tasks.get(body["task"])
         if task is not None:
             incident.num_slots = task.num_seats
             failed = [task.failed_seq] if task.failed_seq else []
-            incident.first_seq = min([incident.id, *incident.evidence, *failed])
+            incident.first_seq = min([incident.first_seq, *failed])
             incident.fault_s = min([incident.fault_s, *(told.stamps[seq][1] for seq in failed)])
             if not task.stepping_num:
                 incident.counted_s = max(task.stopped_s, min(
@@ -290,11 +291,10 @@ def _incident(told: History, record: Plain) -> None:
 def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentEscalated":
-        if body["severity"] < incident.severity:  # SEV1 is the gravest
-            incident.severity = body["severity"]
+        if worse(incident.severity, body["severity"]) != incident.severity:
+            incident.severity, incident.why = body["severity"], body["why"]
             incident.status = body.get("status") or incident.status
             incident.node = body.get("node") or incident.node
-        incident.why = body["why"]
         incident.ranks = tuple(sorted({*incident.ranks, *body["ranks"]}))
         incident.evidence += body["evidence"]
         return
@@ -349,13 +349,12 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
         return
     if kind == "Reconfigure":
         incident.rebuilt_s = incident.resumed_s = None
-        incident.kept = incident.dealt = incident.todo = 0
+        incident.kept = incident.dealt = 0
     elif kind == "Reconfigured":
         incident.rebuilt_s = at_s
         incident.iteration = body["step_version"]
         incident.kept += len(body["kept"])
         incident.dealt += len(body["dealt"])
-        incident.todo += len(body["todo"])
     elif kind == "Resume":
         incident.resumed_s = at_s
     elif (kind == "TaskProgressed" and incident.resumed_s is not None

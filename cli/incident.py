@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident
 from .client import connect
@@ -81,7 +82,7 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
          view: Plain, now_s: float, log: str, as_json: bool, option: str) -> None:
     """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
-    found = story(one, read((one.first_seq or one.id) - 1))
+    found = story(one, read(one.first_seq - 1))
     facts = facts_of(told, found, view, now_s=now_s, option=option)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
@@ -114,7 +115,7 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
                                   for x in found.records)),
         "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
             task=one.task, ranks=one.ranks, node=one.node,
-            first_seq=one.first_seq or one.id, last_seq=max([one.id, *one.evidence]))],
+            first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
         "evidence": [_event(told, one, x) for x in evidence],
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
@@ -144,12 +145,10 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) 
 
 def rule(record: Plain) -> str:
     """Why a decision has the severity that it has."""
-    from ..control_plane.severity import TABLE
-
     body = record["body"]
     if record["kind"] == "IncidentEscalated":
         return "more of the same incident"
-    by_table = TABLE.get(body["status"], "SEV2")
+    by_table = severity_of(body["status"])
     if by_table == body["severity"]:
         return f"{body['status']!r} is {by_table}"
     return (f"{body['status']!r} is {by_table}, but a process ended or reattempts did not help: "

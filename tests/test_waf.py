@@ -6,14 +6,14 @@ import math
 
 import pytest
 from heart_driver import Driver, finish, spec
-from unicron.cli.history import history, waf
+from unicron.cli.history import History, history, waf
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.codec import to_plain
 
 
 def earned(d: Driver, num_buckets: int = 10) -> float:
-    told = waf(map(to_plain, d.log), num_buckets)
+    told = waf(history(map(to_plain, d.log)), num_buckets)
     return math.fsum(told.achieved) * told.bucket_s
 
 
@@ -38,7 +38,7 @@ def test_a_pause_is_seen_where_it_was():
     train(d, task, 10)
     d.now_s += 10
     train(d, task, 10)
-    rates = waf(map(to_plain, d.log), 30).achieved
+    rates = waf(history(map(to_plain, d.log)), 30).achieved
     assert min(rates[:9]) > 4e9
     assert max(rates[11:19]) == 0
     assert min(rates[21:]) > 4e9
@@ -87,7 +87,7 @@ def test_plans_are_steps_and_end_with_the_last_task():
     train(d, task, 10)
     plans = [x.body.waf for x in d.log if isinstance(x.body, o.PlanChosen)]
     assert plans == [9.0, 7.0]
-    told = waf(map(to_plain, d.log), 20)
+    told = waf(history(map(to_plain, d.log)), 20)
     assert told.origins == ("declared",)
     assert told.planned[1:9] == pytest.approx((9.0,) * 8)
     assert told.planned[11:] == pytest.approx((7.0,) * 9)
@@ -98,7 +98,7 @@ def test_plans_are_steps_and_end_with_the_last_task():
 
 
 def test_an_empty_log_earns_nothing():
-    told = waf([], 3)
+    told = waf(History(), 3)
     assert (told.achieved, told.planned, told.origins) == ((0, 0, 0), (0, 0, 0), ())
     with pytest.raises(ValueError, match="bucket"):
-        waf([], 0)
+        waf(History(), 0)
