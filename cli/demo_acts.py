@@ -232,6 +232,8 @@ def _return(stage: Stage, player: Player, strike: Strike) -> None:
 
 def from_memory(body: Plain) -> str:
     """Where a newcomer's state came from, in words; `body` is its Reconfigured."""
+    if body["source"] < 0:
+        return "its state from no replica's memory"
     return f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s memory"
 
 
