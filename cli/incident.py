@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from . import say, screen_incident
 from .client import connect
 from .figures import way_to_act
 from .history import History, IncidentHistory, TaskHistory, slot_s
+from .moves import moves
 from .record_line import essentials
 from .state_dir import StateDir
 from .story import Story, story
@@ -51,9 +53,8 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     if one is None:
         say.out(json.dumps(None) if as_json else "no incidents: nothing has failed so far")
         return
-    show(told, one, lambda after: client.records(after, follow=False),
-         view=client.get("/v1/state"), now_s=now_s, log=f"--live{option}", option=option,
-         as_json=as_json)
+    show(told, one, client.records(0, follow=False), view=client.get("/v1/state"), now_s=now_s,
+         log=f"--live{option}", option=option, as_json=as_json)
 
 
 def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
@@ -79,10 +80,10 @@ def pick(told: History, which: str) -> IncidentHistory | None:
                      else "there are none: nothing has failed so far")
 
 
-def show(told: History, one: IncidentHistory, read: Callable[[int], Iterable[Plain]], *,
-         view: Plain, now_s: float, log: str, as_json: bool, option: str) -> None:
-    """Print the page. `read(seq)` gives the log's records behind seq; `log` is how to name it."""
-    found = story(one, read(one.first_seq - 1))
+def show(told: History, one: IncidentHistory, records: Iterable[Plain], *, view: Plain,
+         now_s: float, log: str, as_json: bool, option: str) -> None:
+    """Print the page. `records` is the log once more, from its start; `log` is how to name it."""
+    found = story(one, records)
     facts = facts_of(told, found, view, now_s=now_s, option=option)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
@@ -214,26 +215,21 @@ def _hurt(told: History, found: Story, now_s: float) -> Plain:
 
 
 def _other(told: History, task: int, found: Story) -> Plain:
-    """What the story cost a task that no fault had hurt: from left to told to train again."""
+    """What the story cost a task that no fault had hurt; while it waits, that is not known yet."""
     records = [x for x in found.records if x["body"].get("task") == task]
     placed = [len(x["body"]["seats"]) for x in records if x["kind"] == "TaskPlaced"]
     given = [x for record in found.records if record["kind"] == "PlanChosen"
              for x in record["body"]["allocations"] if x["task"] == task]
-    before = given[0]["slots_before"] if given else 0
-    pause_s, lost, stopped_s, steps = 0.0, 0, None, list[int]()
-    for record in records:
-        if record["kind"] == "Quiesced":
-            stopped_s = record["at_s"] if stopped_s is None else stopped_s
-            steps.append(record["body"]["step_version"])
-        elif record["kind"] == "Reconfigured" and steps:
-            lost = max(lost, max(steps) - record["body"]["step_version"])
-        elif record["kind"] == "Resume" and stopped_s is not None:
-            pause_s += record["at_s"] - stopped_s
-            stopped_s = None
-    waits = stopped_s is not None  # until later plans give it slots
-    return {"task": name_of(told, task), "hurt": False, "slots_before": before,
-            "slots": placed[-1] if placed else before, "pause_s": None if waits else pause_s,
-            "iterations_lost": lost, "slot_s": None if waits else pause_s * before}
+    slots_before = given[0]["slots_before"] if given else 0
+    mine = moves([*found.before.get(task, []), *records])
+    left_seq, resumed_seq = (max((x["seq"] for x in records if x["kind"] == kind), default=0)
+                             for kind in ("Quiesced", "Resume"))
+    waits = left_seq > resumed_seq  # until later plans give it slots
+    pause_s = None if waits else math.fsum(one.still_s for one in mine)
+    return {"task": name_of(told, task), "hurt": False, "slots_before": slots_before,
+            "slots": placed[-1] if placed else slots_before, "pause_s": pause_s,
+            "iterations_lost": max((one.lost for one in mine), default=0),
+            "slot_s": None if pause_s is None else pause_s * slots_before}
 
 
 def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Plain,

@@ -90,8 +90,8 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
     one = incident.pick(told, which)
     if one is None:  # `--incident ""`: the newest, of none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    incident.show(told, one, lambda after: (codec.to_plain(x) for x in read() if x.seq > after),
-                  view=view(state), now_s=told.at_s, log=log, option=option, as_json=as_json)
+    incident.show(told, one, map(codec.to_plain, read()), view=view(state), now_s=told.at_s,
+                  log=log, option=option, as_json=as_json)
 
 
 def _live(state: StateDir, url: str | None) -> Iterator[Record]:

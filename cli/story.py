@@ -31,6 +31,10 @@ class Story(Struct, kw_only=True):
     """Task -> the step version that its newest generation went on from."""
     resumed: set[int] = field(default_factory=set[int])
     """Tasks told to train that have told no step yet."""
+    before: dict[int, list[Plain]] = field(default_factory=dict[int, list[Plain]])
+    """Task -> the Reconfigure and the Resume by which it trained when the story reached it."""
+    ordered: dict[int, Plain] = field(default_factory=dict[int, Plain])
+    """Task -> its last Reconfigure."""
     plan: Plain | None = None
     """The last plan that was read, as long as nothing made it part of the story."""
 
@@ -39,6 +43,7 @@ class Story(Struct, kw_only=True):
         task = record["body"].get("task", 0)
         if record["kind"] == "PlanChosen":
             self.plan = record
+        self._train(record, task)
         own = self._is_own(record)
         if own:
             self.causes |= {record["seq"], record["cause"]} - {0}
@@ -49,6 +54,12 @@ class Story(Struct, kw_only=True):
             self.others[task] = "moves" if record["body"]["seats"] else "leaves"
         if record["kind"] != "PlanChosen" and not self._is_old_progress(record, task):
             self.records.append(record)
+
+    def _train(self, record: Plain, task: int) -> None:
+        if record["kind"] == "Reconfigure":
+            self.ordered[task] = record
+        elif record["kind"] == "Resume" and task in self.ordered and task not in self.others:
+            self.before[task] = [self.ordered[task], record]
 
     def _is_old_progress(self, record: Plain, task: int) -> bool:
         """Follow whether the task steps: only its first progress after a Resume counts."""
@@ -95,7 +106,7 @@ class Story(Struct, kw_only=True):
 
 
 def story(incident: IncidentHistory, records: Iterable[Plain]) -> Story:
-    """Read the log, from the first evidence on or from its start, until the story is over."""
+    """Read the log from its start, until the story is over."""
     told = Story(incident=incident)
     for record in records:
         told.add(record)

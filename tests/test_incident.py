@@ -97,11 +97,12 @@ def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
 
 
 def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
-    """Its pause is from the first member that left to the order to train."""
+    """It stands from when its last member has left to the order to train: the demo's ruler."""
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, o.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
-    left = next(x.at_s for x in own if isinstance(x.body, r.Quiesced))
+    left = max(x.occurred_s for x in own if isinstance(x.body, r.Quiesced)
+               and x.body.generation == 1)
     again = next(x.at_s for x in own if isinstance(x.body, o.Resume))
     assert facts(plain(d))["effects"][1]["pause_s"] == pytest.approx(again - left)
 

@@ -48,7 +48,7 @@ def test_screens_of_any_moment(seed: int) -> None:
         for task in seen["tasks"]:
             lines += screens.task_status(seen, task, told, now_s=now_s)
         for one in told.incidents.values():
-            found = story(one, plain[one.first_seq - 1:cut])
+            found = story(one, plain[:cut])
             facts = {**incident.facts_of(told, found, seen, now_s=now_s),
                      "verify": "unicron replay"}
             lines += screen_incident.page(facts)
