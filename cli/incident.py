@@ -18,6 +18,7 @@ from .figures import way_to_act
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
 from .record_line import essentials
+from .screen_incident import name_of
 from .state_dir import StateDir
 from .story import Story, story
 from .tail import incident_id
@@ -51,7 +52,7 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
         return
     one = pick(told, which)
     if one is None:
-        say.out(json.dumps(None) if as_json else "no incidents: nothing has failed so far")
+        say.out(json.dumps(None) if as_json else screen_incident.NONE)
         return
     show(told, one, client.records(0, follow=False), view=client.get("/v1/state"), now_s=now_s,
          log=f"--live{option}", option=option, as_json=as_json)
@@ -193,15 +194,6 @@ def _by(beaten: Plain, plan: Plain) -> str:
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
     return "earns less" if beaten["waf"] < plan["waf"] else "its changes cost more than they earn"
-
-
-def name_of(told: History, task: int) -> str:
-    """The task's name, with its id where another has the same."""
-    if task not in told.tasks:
-        return f"task {task}"
-    name = told.tasks[task].name
-    alone = sum(1 for one in told.tasks.values() if one.name == name) == 1
-    return name if alone else f"{name} ({task})"
 
 
 def _hurt(told: History, found: Story, now_s: float) -> Plain:

@@ -18,7 +18,7 @@ from .figures import (
     span,
     table,
 )
-from .history import History, slot_s
+from .history import History, IncidentHistory, slot_s
 
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
@@ -28,6 +28,8 @@ WHY_COLUMNS = 36
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
 """What a person may type, within a sentence."""
+NONE = "no incidents: nothing has failed so far"
+HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
                       "StartRank", "StopRank", "RankExited")
 """Kinds that every rank tells, or is told: one line for those of a task that stand together."""
@@ -150,13 +152,25 @@ def _after(after_s: float) -> str:
 def every(told: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one a line, the newest last."""
     if not told.incidents:
-        return ["no incidents: nothing has failed so far"]
-    names = {task.id: task.name for task in told.tasks.values()}
-    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
-             names.get(one.task, "-"), clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS),
-             one.outcome, ms(one.pause_s), str(one.iterations_lost),
-             f"{slot_s(told, one, now_s):.1f}"]
-            for one in told.incidents.values()]
-    return [*table(("INCIDENT", "DETECTED", "SEV", "TASK", "WHAT", "OUTCOME", "PAUSE", "LOST",
-                    "SLOT-S"), rows, right=(6, 7, 8)),
+        return [NONE]
+    rows = [row(told, one, WHAT_COLUMNS, now_s) for one in told.incidents.values()]
+    for cells, one in zip(rows, told.incidents.values(), strict=True):
+        cells.insert(3, name_of(told, one.task) if one.task else "-")
+    return [*table((*HEAD[:3], "TASK", *HEAD[3:]), rows, right=(6, 7, 8)),
             "", f"next       unicron incident {max(told.incidents)}{option}"]
+
+
+def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
+    """One incident in the columns of `HEAD`."""
+    return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
+            clipped(f"{ranks(one.ranks)}, {one.status}", what_columns), one.outcome,
+            ms(one.pause_s), str(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
+
+
+def name_of(told: History, task: int) -> str:
+    """The task's name, with its id where another has the same."""
+    if task not in told.tasks:
+        return f"task {task}"
+    name = told.tasks[task].name
+    alone = sum(1 for one in told.tasks.values() if one.name == name) == 1
+    return name if alone else f"{name} ({task})"

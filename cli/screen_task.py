@@ -6,6 +6,7 @@ import math
 from statistics import median
 from typing import Any
 
+from . import screen_incident
 from .figures import (
     SCREEN_COLUMNS,
     clipped,
@@ -14,7 +15,6 @@ from .figures import (
     curve,
     labelled,
     marks,
-    ms,
     number_of,
     ranks,
     rfc3339,
@@ -23,7 +23,7 @@ from .figures import (
     table,
     way_to_act,
 )
-from .history import History, TaskHistory, slot_s
+from .history import History, TaskHistory
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
@@ -195,11 +195,6 @@ def _copies(task: Plain) -> list[str]:
 
 
 def _incidents(task: Plain, told: History, now_s: float) -> list[str]:
-    rows = [[f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
-             clipped(f"{ranks(one.ranks)}, {one.status}", WHAT_COLUMNS), one.outcome,
-             ms(one.pause_s), str(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
+    rows = [screen_incident.row(told, one, WHAT_COLUMNS, now_s)
             for one in told.incidents.values() if one.task == task["id"]]
-    if not rows:
-        return []
-    return ["", *table(("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST",
-                        "SLOT-S"), rows, right=(5, 6, 7))]
+    return ["", *table(screen_incident.HEAD, rows, right=(5, 6, 7))] if rows else []

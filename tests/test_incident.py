@@ -337,4 +337,9 @@ def test_a_log_without_incidents() -> None:
 
 def test_the_list() -> None:
     d, _, _ = gives()
-    check("incident-all", every(history(plain(d)), now_s=d.now_s), columns_max=100)
+    told = history(plain(d))
+    check("incident-all", every(told, now_s=d.now_s), columns_max=100)
+    for task in told.tasks.values():
+        task.name = "alpha"
+    (one,) = told.incidents.values()
+    assert f"  alpha ({one.task})  " in every(told, now_s=d.now_s)[1]
