@@ -19,6 +19,7 @@ from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
 from .record_line import essentials
 from .screen_incident import name_of
+from .screen_nodes import node_trouble
 from .state_dir import StateDir
 from .story import Story, story
 from .tail import incident_id
@@ -230,15 +231,8 @@ def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Pla
     words: list[str] = []
     evidence = [x for x in found.records if x["seq"] in one.evidence]
     touched = {one.node, *(x["body"].get("node", _who(x)) for x in evidence)}
-    for node in view["nodes"]:
-        if node["id"] not in touched:
-            continue
-        if node["health"] in ("lost", "unreachable"):
-            words.append(f"{node['id']} is {node['health']}: repair it and start its agent")
-        out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
-        if out and node["health"] == "healthy":
-            words.append(f"slot {' '.join(out)} of {node['id']} is out: repair it and start the "
-                         "node's agent again")
+    words += [f"{node['id']} {trouble}" for node in view["nodes"]
+              if node["id"] in touched and (trouble := node_trouble(node))]
     healing = view["cluster"]["healing"]
     if one.outcome == "open" and healing != "on":
         what = (f"healing is {healing}" if healing.startswith("frozen") else

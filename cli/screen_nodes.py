@@ -40,16 +40,36 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
 
 
 def _reasons(nodes: list[Plain], option: str) -> list[str]:
-    """Why nodes are not given tasks, and what ends that."""
+    """Why nodes, or slots of theirs, are not given tasks, and what ends that."""
     lines: list[str] = []
     for node in nodes:
         if node["drained"]:
             why = node["drain_reason"] or "no reason given"
             lines += labelled(node["id"], f"drained: {why}: "
                               + command(f"unicron undrain {node['id']}{option}"))
-        if node["health"] == "lost":
-            lines += labelled(node["id"], "lost: repair it, then start its agent")
+        if trouble := node_trouble(node):
+            lines += labelled(node["id"], trouble)
     return ["", *lines] if lines else []
+
+
+def node_trouble(node: Plain, since: str = "") -> str:
+    """What is wrong with a node, and what a person is to do; empty where nothing is.
+
+    `since`: words for how long its health has been so.
+    """
+    if node["health"] == "unreachable":
+        return f"unreachable{since}: look at its machine and network"
+    if node["health"] == "lost":
+        return f"lost{since}: repair it and start its agent, it is given tasks at once"
+    out = _slots_out(node)
+    if out and node["health"] == "healthy":
+        return (f"slot{'s' * (len(out) > 1)} {' '.join(out)} out: repair, then start its agent "
+                "again")
+    return ""
+
+
+def _slots_out(node: Plain) -> list[str]:
+    return [str(slot["index"]) for slot in node["slots"] if slot["out"]]
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:
@@ -83,7 +103,7 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 def _scheduling(node: Plain) -> str:
     """eligible, drained, or which of its slots are out."""
-    out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
+    out = _slots_out(node)
     if node["health"] != "healthy":
         return "out, drained" if node["drained"] else "out"
     word = "drained" if node["drained"] else "eligible"

@@ -24,7 +24,7 @@ from .figures import (
     table,
     way_to_act,
 )
-from .screen_nodes import nodes, slot_use
+from .screen_nodes import node_trouble, nodes, slot_use
 from .screen_task import ENDED, lag_s, loss_curve, task_status, waits
 
 __all__ = ["ENDED", "loss_curve", "nodes", "status", "task_status"]
@@ -91,19 +91,9 @@ def _because(reason: str) -> str:
 
 
 def _node_news(node: Plain, now_s: float, option: str) -> list[str]:
-    for_s = span(max(now_s - node["since_s"], 0.0))
+    trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}")
     look = command(f"unicron status nodes{option}")
-    if node["health"] == "unreachable":
-        return [f"{node['id']} unreachable for {for_s}: look at its machine and network; "
-                f"{look}"]
-    if node["health"] == "lost":
-        return [f"{node['id']} lost for {for_s}: repair it and start its agent, it is given tasks "
-                f"at once; {look}"]
-    out = [str(slot["index"]) for slot in node["slots"] if slot["out"]]
-    if out and node["health"] == "healthy":
-        return [f"{node['id']} slot{'s' * (len(out) > 1)} {' '.join(out)} out: repair, then start "
-                f"its agent again; {look}"]
-    return []
+    return [f"{node['id']} {trouble}; {look}"] if trouble else []
 
 
 def _task_news(task: Plain, now_s: float, option: str) -> list[str]:

@@ -47,7 +47,8 @@ def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
     assert (other["task"], other["slots_before"], other["slots"]) == ("beta", 2, 1)
     assert other["iterations_lost"] == 0
     assert 0 < other["pause_s"] < 1
-    assert told["left"] == ["n2 is lost: repair it and start its agent"]
+    assert told["left"] == [
+        "n2 lost: repair it and start its agent, it is given tasks at once"]
     (plan,) = told["plans"]
     assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
 
@@ -229,8 +230,9 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
             carry_out(d, d.exit(task, 2))
     out = [node.slots_out for node in d.state.nodes.values()]
     assert out == [[], [0]]
-    assert facts(plain(d))["left"] == [
-        "slot 0 of n2 is out: repair it and start the node's agent again"]
+    words = "slot 0 out: repair, then start its agent again"
+    assert facts(plain(d))["left"] == [f"n2 {words}"]
+    assert f"n2         {words}" in screens.nodes(view(d.state), now_s=d.now_s)
 
 
 # --- on purpose ---------------------------------------------------------------------------------
