@@ -15,7 +15,7 @@ from . import history
 from .demo_stage import BrokenError, Stage
 from .figures import curve, ms, ranks, scaled, table
 from .history import IncidentHistory
-from .screens import loss_curve
+from .screen_task import loss_curve
 
 Plain = dict[str, Any]
 COMPARE_S_MAX = 60.0

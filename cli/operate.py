@@ -147,11 +147,11 @@ def _tell_fault(state: StateDir, followed: Followed, head: str, look: str, *,
         say.out(followed.as_json())
         return
     say.out(f"{head} (seq {followed.seq})")
-    say.out(f"look     {look}{option_for(state)}   unicron status -w{option_for(state)}")
+    _next(state, look=f"{look}{option_for(state)}   ")
 
 
-def _next(state: StateDir, undo: str) -> None:
-    say.out(f"look     unicron status -w{option_for(state)}")
+def _next(state: StateDir, undo: str = "", *, look: str = "") -> None:
+    say.out(f"look     {look}unicron status -w{option_for(state)}")
     if undo:
         say.out(undo)
 

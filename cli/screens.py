@@ -24,10 +24,8 @@ from .figures import (
     table,
     way_to_act,
 )
-from .screen_nodes import node_trouble, nodes, slot_use
-from .screen_task import ENDED, lag_s, loss_curve, task_status, waits
-
-__all__ = ["ENDED", "loss_curve", "nodes", "status", "task_status"]
+from .screen_nodes import node_trouble, slot_use
+from .screen_task import ENDED, lag_s, waits
 
 Plain = dict[str, Any]
 INCIDENTS_SHOWN_NUM = 3

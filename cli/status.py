@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ..events.errors import UsageError
-from . import say, screens
+from . import say, screen_nodes, screen_task, screens
 from .client import Client, Interrupted, Unable, Unreachable, connect
 from .history import History
 from .state_dir import StateDir
@@ -52,7 +52,7 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
     now_s = time.time()
     if what == "nodes":
         return ([json.dumps(view["nodes"])] if as_json
-                else screens.nodes(view, now_s=now_s, option=option))
+                else screen_nodes.nodes(view, now_s=now_s, option=option))
     if what:
         _refuse_node(view, what, option)
         task = pick(view["tasks"], what)
@@ -60,7 +60,7 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
             return [json.dumps(task)]
         for record in client.records(told.seq, follow=False):
             told.add(record)
-        return screens.task_status(view, task, told, now_s=now_s, option=option)
+        return screen_task.task_status(view, task, told, now_s=now_s, option=option)
     if as_json:
         return [json.dumps(view)]
     cluster = client.get("/v1/health")["cluster"]

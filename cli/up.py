@@ -26,7 +26,7 @@ from .client import connect
 from .figures import way_to_act
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
 from .processes import Process
-from .screens import ENDED
+from .screen_task import ENDED
 from .state_dir import StateDir
 from .tasks import option_for
 
@@ -280,8 +280,7 @@ def _detach(state: StateDir, asked: Asked) -> None:
     """Run `up` in a session of its own; return when it is ready, show what it said."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
-               "--cluster": asked.cluster,
-               "--policy": asked.policy}
+               "--cluster": asked.cluster, "--policy": asked.policy}
     argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
     for option, value in options.items():
         if value is not None:

@@ -14,7 +14,7 @@ import pytest
 from heart_driver import Driver, failed
 from test_screens import PLAIN, check
 from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
-from unicron.cli import incident, screens
+from unicron.cli import incident, screen_nodes, screen_task
 from unicron.cli import replay as command
 from unicron.cli.history import History, history, slot_s, waf
 from unicron.cli.screen_incident import bar, every, page
@@ -150,7 +150,7 @@ def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
     figure = f"{before + 400:.1f}"
     seen = view(d.state)
     for screen in (every(told, now_s=now_s),
-                   screens.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
+                   screen_task.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
     assert slot_s(told, one, told.at_s) == before, "to ask changes nothing"
@@ -232,7 +232,7 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
     assert out == [[], [0]]
     words = "slot 0 out: repair, then start its agent again"
     assert facts(plain(d))["left"] == [f"n2 {words}"]
-    assert f"n2         {words}" in screens.nodes(view(d.state), now_s=d.now_s)
+    assert f"n2         {words}" in screen_nodes.nodes(view(d.state), now_s=d.now_s)
 
 
 # --- on purpose ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.cli import figures, screens
+from unicron.cli import figures, screen_nodes, screen_task, screens
 from unicron.cli.history import history
 from unicron.cli.record_line import ESSENTIALS, concerns, line
 from unicron.control_plane.replay import replay
@@ -65,7 +65,7 @@ def test_status(name, seq):
 ])
 def test_status_of_a_task(name, seq):
     told, now_s = seen(seq)
-    check(name, screens.task_status(told, told["tasks"][0], history(PLAIN[:seq]), now_s=now_s))
+    check(name, screen_task.task_status(told, told["tasks"][0], history(PLAIN[:seq]), now_s=now_s))
 
 
 @pytest.mark.parametrize(("name", "seq"), [
@@ -74,7 +74,7 @@ def test_status_of_a_task(name, seq):
 ])
 def test_status_of_nodes(name, seq):
     told, now_s = seen(seq)
-    check(name, screens.nodes(told, now_s=now_s), columns_max=100)
+    check(name, screen_nodes.nodes(told, now_s=now_s), columns_max=100)
 
 
 def test_nodes_that_are_lost_ask_for_a_person():
@@ -87,7 +87,7 @@ def test_nodes_that_are_lost_ask_for_a_person():
         "NEEDS YOU  n1 slot 1 out: repair, then start its agent again; unicron status nodes",
         "NEEDS YOU  n2 unreachable for 75 s: look at its machine and network; unicron status nodes",
         ""]
-    assert screens.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
+    assert screen_nodes.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 
 def test_the_log_as_lines():

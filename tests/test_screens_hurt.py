@@ -12,7 +12,7 @@ import pytest
 from heart_driver import Driver, spec
 from test_screens import check
 from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
-from unicron.cli import screens, status, up
+from unicron.cli import screen_nodes, screen_task, screens, status, up
 from unicron.cli.history import History, history
 from unicron.cli.screen_incident import page
 from unicron.cli.state_dir import StateDir
@@ -28,9 +28,9 @@ def test_status_after_a_lost_node() -> None:
     check("status-lost", lines, columns_max=100)
     assert lines[1].startswith("NEEDS YOU  n2 lost for")
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-shrunk", screens.task_status(view(d.state), task, history(plain(d)),
+    check("task-shrunk", screen_task.task_status(view(d.state), task, history(plain(d)),
                                              now_s=d.now_s + 0.5))
-    check("nodes-lost", screens.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
+    check("nodes-lost", screen_nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
 def test_status_while_a_task_waits() -> None:
@@ -38,7 +38,7 @@ def test_status_while_a_task_waits() -> None:
     check("status-waits", screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
     task = next(x for x in view(d.state)["tasks"] if x["id"] == beta)
-    check("task-waits", screens.task_status(view(d.state), task, history(plain(d)),
+    check("task-waits", screen_task.task_status(view(d.state), task, history(plain(d)),
                                             now_s=d.now_s + 0.5))
 
 
@@ -59,7 +59,7 @@ def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
     d, _, _ = two_tasks({2: 2e12})
     carry_out(d, d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans")))
     told = screens.status(seen(d), cluster="test", now_s=d.now_s)
-    check("nodes-drained", screens.nodes(view(d.state), now_s=d.now_s), columns_max=100)
+    check("nodes-drained", screen_nodes.nodes(view(d.state), now_s=d.now_s), columns_max=100)
     assert not any("n3 is drained" in line for line in told), "nobody waits"
     d.submit(train("gamma", 0.01, {4: 1e9}, slots={"min": 4, "max": 4}))
     told = screens.status(seen(d), cluster="test", now_s=d.now_s)
@@ -72,7 +72,7 @@ def test_a_node_that_has_left_has_no_slots() -> None:
     d.running(spec(slots={"min": 1, "max": 4}))
     d.tell(d.source("n3"), r.NodeLeft(node="n3", incarnation=d.state.nodes["n3"].incarnation,
                                       reason="SIGTERM"))
-    lines = screens.nodes(view(d.state), now_s=d.now_s)
+    lines = screen_nodes.nodes(view(d.state), now_s=d.now_s)
     assert lines[0].endswith("  2 nodes, 4 slots")
     assert lines[1] == "n1 AA   n2 AA   n3 __"
     assert lines[2].endswith("x out  _ left")
@@ -95,7 +95,7 @@ def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
     task = next(x for x in told["tasks"] if x["id"] == alpha)
     found = facts(plain(d), option=option)
     for screen in (screens.status(seen(d), cluster="test", now_s=d.now_s, option=option),
-                   screens.task_status(told, task, History(), now_s=d.now_s, option=option),
+                   screen_task.task_status(told, task, History(), now_s=d.now_s, option=option),
                    found["left"], page(found), up._mode(told["cluster"], option)):
         assert any(way.format(option) in line for line in screen), screen
 
@@ -118,8 +118,9 @@ def test_a_silent_task_is_told() -> None:
     d = Driver()
     task = d.running()
     one = view(d.state)["tasks"][0]
-    assert screens.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)[1][:4] == "next"
-    told = screens.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
+    told = screen_task.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
+    assert told[1].startswith("next")
+    told = screen_task.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
     assert told[1] == "silent     last progress 75 s ago, it trains no more or very slowly"
     (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s + 75)
                if x.startswith("NEEDS YOU")]
@@ -208,5 +209,5 @@ def test_the_normal_pace_is_that_of_those_who_train() -> None:
     d.progress(task, 9)
     one = view(d.state)["tasks"][0]
     one["ranks"] = [*one["ranks"], {**one["ranks"][0], "rank": 4, "state": "preparing"}]
-    told = screens.task_status(view(d.state), one, history(plain(d)), now_s=d.now_s)
+    told = screen_task.task_status(view(d.state), one, history(plain(d)), now_s=d.now_s)
     assert any("own normal on 4 slots 200 ms (median of 10)" in line for line in told)

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from simulated_world import World
 from simulation import simulate
-from unicron.cli import incident, screen_incident, screens
+from unicron.cli import incident, screen_incident, screen_nodes, screen_task, screens
 from unicron.cli.history import History, waf
 from unicron.cli.story import story
 from unicron.control_plane.fold import fold
@@ -44,9 +44,9 @@ def test_screens_of_any_moment(seed: int) -> None:
         done = cut
         seen, now_s = view(state), state.at_s + 0.5
         lines = [*screens.status(seen, cluster="x", now_s=now_s),
-                 *screens.nodes(seen, now_s=now_s), *screen_incident.every(told, now_s=now_s)]
+                 *screen_nodes.nodes(seen, now_s=now_s), *screen_incident.every(told, now_s=now_s)]
         for task in seen["tasks"]:
-            lines += screens.task_status(seen, task, told, now_s=now_s)
+            lines += screen_task.task_status(seen, task, told, now_s=now_s)
         for one in told.incidents.values():
             found = story(one, plain[:cut])
             facts = {**incident.facts_of(told, found, seen, now_s=now_s),
