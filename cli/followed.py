@@ -54,7 +54,7 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     plan, before = followed.plan, view["plan"]
     if plan is None:
         return ["plan     as it was"]
-    waf = f"{scaled(plan['waf'], 'FLOP/s')}"
+    waf = scaled(plan["waf"], "FLOP/s")
     was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
     beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}" for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
@@ -62,21 +62,22 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     tasks = {task["id"]: task for task in view["tasks"]}
     placed = {body["task"]: body["seats"] for body in followed.placed}
     waiting = {body["task"]: body for body in followed.waiting}
-    changed = [one["task"] for one in plan["allocations"]
+    changed = [one for one in plan["allocations"]
                if one["task"] in placed or one["slots"] != one["slots_before"]]
-    width = max([NAME_COLUMNS_MIN, *(len(tasks[number]["name"]) for number in changed)])
-    for one in plan["allocations"]:
-        if one["task"] in changed:
-            task = tasks[one["task"]]
-            lines.append(f"{task['name']:<{width}} {one['slots_before']} -> "
-                         + number_of(one['slots'], "slot")
-                         + _way(task, placed.get(one["task"]), waiting.get(one["task"])))
+    names = {one["task"]: str(tasks[one["task"]]["name"]) if one["task"] in tasks
+             else f"task {one['task']}" for one in changed}
+    width = max([NAME_COLUMNS_MIN, *map(len, names.values())])
+    for one in changed:
+        number = one["task"]
+        lines.append(f"{names[number]:<{width}} {one['slots_before']} -> "
+                     + number_of(one["slots"], "slot")
+                     + _way(tasks.get(number), placed.get(number), waiting.get(number)))
     return lines if changed else [*lines, "         no task moves"]
 
 
-def _way(task: Plain, seats: list[Plain] | None, waits: Plain | None) -> str:
-    """Where a task goes, or how it stops."""
-    if seats is None:
+def _way(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> str:
+    """Where a task goes, or how it stops; not of one that came with the request or after it."""
+    if seats is None or task is None:
         return ""
     if not seats:
         first = ("stopped" if task["tier"] == "command" else
@@ -85,6 +86,6 @@ def _way(task: Plain, seats: list[Plain] | None, waits: Plain | None) -> str:
         return f": {first}; then it waits{needs}"
     places = " ".join(f"{seat['slot']['node']}/{seat['slot']['index']}" for seat in seats)
     stays = {seat["slot"]["node"] for seat in seats}
-    leaves = sorted({str(rank["node"]) for rank in task["ranks"]} - stays)
+    leaves = " ".join(sorted({str(rank["node"]) for rank in task["ranks"]} - stays))
     again = "; it starts again" if task["tier"] == "command" and task["ranks"] else ""
-    return f": {places}{f', leaves {chr(32).join(leaves)}' if leaves else ''}{again}"
+    return f": {places}{f', leaves {leaves}' if leaves else ''}{again}"

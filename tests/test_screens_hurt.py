@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from heart_driver import Driver, spec
 from test_screens import check
 from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
 from unicron.cli import screen_nodes, screen_task, screens, status, up
+from unicron.cli.followed import Followed, plan_lines
 from unicron.cli.history import History, history
 from unicron.cli.screen_incident import page
 from unicron.cli.state_dir import StateDir
@@ -111,6 +113,17 @@ def test_a_node_where_a_task_is_asked_for_is_told_where_nodes_are(
     with pytest.raises(UsageError, match="no task 'n9'") as error:
         status.status(StateDir(tmp_path), None, "n9", watch=False, as_json=False)
     assert error.value.hint == "there is alpha, beta"
+
+
+def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> None:
+    d, _, beta = gives()
+    told = seen(d)
+    told["tasks"] = [task for task in told["tasks"] if task["id"] != beta]
+    plan = next(x["body"] for x in reversed(plain(d)) if x["kind"] == "PlanChosen")
+    found = Followed(seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[],
+                     withheld=[], orders=[])
+    assert plan_lines(found, told)[-1] == f"task {beta}  2 -> 1 slot"
+    assert json.loads(found.as_json())["placed"] == found.placed
 
 
 # --- what is no news, and what is ---------------------------------------------------------------
