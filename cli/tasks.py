@@ -22,7 +22,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     """Check the job file, then hand it in; the task's id. Raises UsageError."""
     spec = job_file.load(path)
     client = connect(state, url)
-    before: Plain = client.get("/v1/state")
+    before: Plain = {} if as_json else client.get("/v1/state")
     answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     if as_json:
         say.out(json.dumps(answer))

@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             port=last.port if self.port is None else self.port,
             cluster=last.cluster if self.cluster is None else self.cluster,
             trace_dir=last.trace_dir,
-            policy=last.policy if self.policy is None else str(state.policy),
+            policy=str(state.policy) if self.policy is not None or last.policy else "",
             observe=last.observe if self.observe is None else self.observe,
             allow_inject=self.allow_inject)
 

@@ -14,10 +14,9 @@ SPEED_TIMES = 6.0
 LINE_PX, COLUMN_PX, MARGIN_PX = 17, 7.83, 16
 COLUMNS = 100
 BEGIN, END = "<!-- demo output -->\n```\n", "```\n<!-- end of demo output -->"
-COLOURS = (("FAULT", "#ff7b72"), ("BROKEN", "#ff7b72"), ("RETURN", "#7ee787"),
-           ("SUBMIT", "#79c0ff"), ("FINISH", "#7ee787"), ("CANCEL", "#d2a8ff"),
-           ("plan", "#79c0ff"), ("verdict", "#7ee787"), ("replay", "#7ee787"),
-           ("total", "#ffffff"))
+COLOURS = {"FAULT": "#ff7b72", "BROKEN": "#ff7b72", "RETURN": "#7ee787",
+           "SUBMIT": "#79c0ff", "FINISH": "#7ee787", "CANCEL": "#d2a8ff",
+           "plan": "#79c0ff", "replay": "#7ee787", "total": "#ffffff"}
 STYLE = ("text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
          "fill:#c9d1d9;white-space:pre}"
          "@media(prefers-reduced-motion:no-preference){"
@@ -38,10 +37,9 @@ def render(readme: str) -> str:
              f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>']
     at_s = 0.0
     for number, line in enumerate(lines):
-        told = re.match(r" *(\d+\.\d) s ", line)
+        told = re.match(r" *(\d+\.\d) s +(\w*)", line)
         at_s = float(told[1]) if told else at_s
-        colour = next((code for label, code in COLOURS
-                       if re.match(rf" *[\d.]+ s +{label}\b", line)), "")
+        colour = COLOURS.get(told[2], "") if told else ""
         fill = f";fill:{colour}" if colour else ""
         y = MARGIN_PX + LINE_PX * (number + 0.75)
         parts.append(f'<text x="{MARGIN_PX}" y="{y:g}" '
