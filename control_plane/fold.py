@@ -278,6 +278,7 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.furthest)
     task.settled = body.step_version
+    await_silent(state, task)
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         incident.kept += len(body.kept)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..events.records import Record
 from ..events.reports import DeadlineReached
-from .folding import broken, fault, find, mute
+from .folding import broken, fault, find, has_settled, mute
 from .severity import TASK_HANG, network_status
 from .state import ClusterState, Rank, Task
 
@@ -34,6 +34,9 @@ def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[in
 
 
 def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    if task.phase == "reconfiguring":
+        _late_reconfigure(state, record, task, rest)
+        return
     late = [rank for rank in mute(task) if not rank.stopping]
     for rank in late:
         rank.overdue = "did not quiesce in time"
@@ -42,7 +45,7 @@ def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int
 
 
 def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = [rank for rank in task.living_members() if rank.reconfigured < task.generation]
+    late = [rank for rank in task.living_members() if not has_settled(task, rank)]
     broken(task, record, late, network_status("timeout"),
             f"{_names(late)} did not come up in generation {task.generation} in time")
 

@@ -244,6 +244,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     state.orders[record.seq] = encode_record(record)
     arm(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
     set_phase(state, task, "reconfiguring")
+    await_silent(state, task)
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         incident.kept, incident.dealt = incident.kept_before, incident.dealt_before

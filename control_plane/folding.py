@@ -125,17 +125,29 @@ def mute(task: Task) -> list[Rank]:
 def await_silent(state: ClusterState, task: Task) -> None:
     """Hold a deadline for members on silent nodes while they alone keep the others waiting.
 
-    The others have left the generation, so nobody steps in it any more; and one of them has the
-    state, so nothing is lost without the silent. Theirs is the time of any second source.
+    The others have left the generation, or cannot build the next one without them: nobody steps.
+    One of them has the state, so nothing is lost without the silent. Theirs is the time of any
+    second source.
     """
-    left = mute(task) if task.phase == "quiescing" else []
-    heard = [rank for rank in task.living_members()
-             if (node := state.nodes.get(rank.slot.node)) is not None and not node.silent]
+    heard, silent = list[Rank](), list[Rank]()
+    for rank in task.living_members():
+        node = state.nodes.get(rank.slot.node)
+        (silent if node is None or node.silent else heard).append(rank)
+    if task.phase == "quiescing":
+        left = mute(task)
+        wanted = bool(left) and not any(rank in left for rank in heard)
+    else:
+        wanted = task.phase == "reconfiguring" and any(not has_settled(task, x) for x in silent)
     name = f"silent/{task.id}/{task.generation}"
-    if not left or any(rank in left for rank in heard) or not any(x.has_state for x in heard):
+    if not wanted or not any(rank.has_state for rank in heard):
         disarm(state, name)
     elif name not in state.deadlines:
         arm(state, name, state.policy.evidence_s_max)
+
+
+def has_settled(task: Task, rank: Rank) -> bool:
+    """Whether the member has said that it is up in the current generation."""
+    return rank.reconfigured >= task.generation
 
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:

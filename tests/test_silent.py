@@ -104,6 +104,33 @@ def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_falls_silent_while_a_generation_is_built_is_not_waited_for(
+        d: Driver, is_known: bool) -> None:
+    """The others cannot build it alone. `is_known`: they have said that it did not come up."""
+    task = three(d)
+    d.exit(task, 0)
+    d.quiesced(task, 1)
+    built = d.quiesced(task, 2)
+    assert the(o.Reconfigure, built).generation == 2
+    told = silence(d, "n3")
+    assert lasts_s(d, f"reconfigure/{task}/2") > 20
+    if is_known:
+        told = d.tell(d.source("n2"), r.ReconfigureFailed(
+            task=task, rank=1, attempt=1, generation=2, error="closed by peer"))
+    else:
+        assert told == d.log[-1:]
+        assert lasts_s(d, f"silent/{task}/2") == d.state.policy.evidence_s_max
+        told = d.due(f"silent/{task}/2")
+    lost = [x.body for x in only(o.IncidentEscalated, told) if x.body.severity == "SEV1"]
+    assert [(x.node, x.ranks) for x in lost] == [("n3", (2,))]
+    d.obey(told)
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members][:1] == [1]
+    assert d.state.nodes["n3"].health == "lost"
+    assert task_of(d, task).iterations_lost == 0
+
+
 def test_one_that_is_heard_again_has_all_its_time(d: Driver) -> None:
     task = three(d)
     failed(d, task, 0)

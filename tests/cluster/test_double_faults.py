@@ -20,8 +20,6 @@ from unicron.events.records import Record
 
 PAUSE_S_MAX = 30.0
 """Nobody holds until a deadline of a minute for who is dead or silent."""
-BUILDING_S_MAX = 45.0
-"""Who falls silent after the order to build a generation is waited for until its deadline, 30 s."""
 
 
 class Pair(cluster_story.Pair):
@@ -44,8 +42,7 @@ class Pair(cluster_story.Pair):
         """Until the log knows of a kill: before that the task still looks whole."""
         self.cluster.wait_told(after, "RankExited", task=task, pid=pid)
 
-    def healed(self, after: int, *tasks: int, num: int = 3,
-               pause_s_max: float = PAUSE_S_MAX) -> list[Record]:
+    def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
         """Both whole again; only `tasks` had incidents, lost nothing and read nothing.
 
         A second strike that comes late, when the first is healed, is an incident of its own.
@@ -62,7 +59,7 @@ class Pair(cluster_story.Pair):
             body: Any = record.body
             assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
                 "healed", 0, False), self.cluster.tail(after)
-            assert body.pause_s < pause_s_max, self.cluster.tail(after)
+            assert body.pause_s < PAUSE_S_MAX, self.cluster.tail(after)
         return closed
 
 
@@ -139,7 +136,7 @@ def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
     pair.gone(pair.one, victim, after)  # else the agent dies before it tells: one fault, not two
     cluster.kill_agent(node)
     cluster.wait_told(after, "IncidentEscalated", node=node, severity="SEV1")
-    pair.healed(after, pair.one, num=2, pause_s_max=BUILDING_S_MAX)
+    pair.healed(after, pair.one, num=2)
     back = cluster.seq()
     cluster.start_agent(node)
     pair.wait_whole()
