@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def pick(tasks: list[Plain], wanted: str) -> Plain:
 
 
 def option_for(state: StateDir) -> str:
-    """` --state DIR`, where it must be typed."""
-    return "" if state.path == default() else f" --state {shown(state.path)}"
+    """` --state DIR`, where it must be typed, as a shell reads it."""
+    return "" if state.path == default() else f" --state {shlex.quote(shown(state.path))}"
 
 

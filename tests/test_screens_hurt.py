@@ -18,6 +18,7 @@ from unicron.cli.followed import Followed, plan_lines
 from unicron.cli.history import History, history
 from unicron.cli.screen_incident import page
 from unicron.cli.state_dir import StateDir
+from unicron.cli.tasks import option_for
 from unicron.control_plane.view import view
 from unicron.events import reports as r
 from unicron.events.errors import UsageError
@@ -100,6 +101,10 @@ def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
                    screen_task.task_status(told, task, History(), now_s=d.now_s, option=option),
                    found["left"], page(found), up._mode(told["cluster"], option)):
         assert any(way.format(option) in line for line in screen), screen
+
+
+def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
+    assert option_for(StateDir(tmp_path / "a b")) == f" --state '{tmp_path}/a b'"
 
 
 def test_a_node_where_a_task_is_asked_for_is_told_where_nodes_are(
