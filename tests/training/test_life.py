@@ -150,3 +150,29 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive) -> None:
     driver.form([0], progress_from=2)
     driver.finish([0])
     assert len(driver.losses()) == 6
+
+
+RAISES = """
+import sys
+from unicron.workers.training import rank
+from unicron.workers.training.iteration import Iteration
+right = Iteration._micro_batch
+def wrong(self, generation, item):
+    if self.step_version == 2:
+        raise ValueError("raised on purpose")
+    right(self, generation, item)
+Iteration._micro_batch = wrong
+rank.main()
+"""
+
+
+def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Drive) -> None:
+    driver = drive()
+    driver.argv = [sys.executable, "-c", RAISES]
+    driver.start(0)
+    driver.form([0])
+    told = driver.wait(RankErrored, 0)
+    assert (told.error, told.generation, told.iteration) == ("ValueError", 1, 2)
+    assert driver.processes[0].popen.wait(END_S) == 1
+    log = driver.processes[0].log.read_text()
+    assert "Traceback" in log and "ValueError: raised on purpose" in log

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -87,10 +88,14 @@ class Communicators:
     def up(self) -> None:
         """Build the groups, and put them where `down` took the last ones out. RuntimeError."""
         assert self.store is not None, "meet first"
+        last_words = sys.excepthook
         dist.init_process_group(
             self.backend, store=self.store, rank=self.place, world_size=self.num_members,
             timeout=datetime.timedelta(seconds=GROUP_S_MAX),
         )
+        # torch puts a hook around this one, once per generation, that holds stderr back until it
+        # returns: ours ends the process, and the traceback would never be written.
+        sys.excepthook = last_words
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
         self.groups = groups.data_parallel(COLLECTIVE_S_MAX)
         self._handles.put(groups.by_role(self.groups))
