@@ -175,4 +175,5 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
     assert (told.error, told.generation, told.iteration) == ("ValueError", 1, 2)
     assert driver.processes[0].popen.wait(END_S) == 1
     log = driver.processes[0].log.read_text()
-    assert "Traceback" in log and "ValueError: raised on purpose" in log
+    assert "Traceback" in log
+    assert "ValueError: raised on purpose" in log
