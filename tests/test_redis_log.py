@@ -172,7 +172,7 @@ def test_a_silent_server_is_given_up_in_time(
     async def test() -> None:
         async with proxied(server) as proxy, redis_log(proxy.url) as log:
             epoch = await log.start_epoch("x")
-            await log.take(after="0-0", num_max=9, wait_s=0)
+            await log.take(after="0-0", num_max=9, wait_s=0.01)
             proxy.fate = "silent"
             start = time.monotonic()
             with pytest.raises(Unavailable, match="no reply within"):
@@ -200,6 +200,22 @@ def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> 
             assert time.monotonic() - start < 8.0
 
     run(test())
+
+
+def test_a_look_at_the_intake_does_not_wait_behind_who_waits_for_it(redis_log: Any) -> None:
+    """The leader looks whether all was read before it lets time decide: else a deadline is late."""
+    async def test() -> None:
+        async with redis_log() as log:
+            await log.start_epoch("a")
+            waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
+            await asyncio.sleep(0.2)
+            for _ in range(3):
+                assert (await log.take(after="0-0", num_max=9, wait_s=0.0)).reports == ()
+            assert not waiting.done()
+            await log.send([report(1)])
+            assert len((await waiting).reports) == 1
+
+    run(asyncio.wait_for(test(), 15.0))
 
 
 def test_close_ends_a_call_that_blocks(redis_log: Any) -> None:
