@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -117,16 +116,12 @@ def connect(state: StateDir, url: str | None = None) -> Client:
     token = os.environ.get("UNICRON_TOKEN") or str(noted.get("token", ""))
     if given:
         return Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
-    start = "unicron up" + ("" if state.path == default() else f" --state {_short(state.path)}")
+    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if not noted.get("url"):
         raise Unreachable(f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up is there and starts it again: try again in a few seconds"
     return Client(str(noted["url"]), token, start)
-
-
-def _short(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _why(error: Exception) -> str:

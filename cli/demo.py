@@ -20,8 +20,8 @@ from . import demo_acts, demo_nodes, demo_proof, job_file, say, up
 from .demo_acts import Player
 from .demo_stage import BrokenError, Stage
 from .demo_twins import Twins
-from .local_cluster import shown
 from .moves import moves
+from .state_dir import shown
 
 FOLDER = Path("build") / "demo"
 EXAMPLES = Path(__file__).resolve().parent.parent / "deploy" / "examples"

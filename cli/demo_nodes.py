@@ -23,8 +23,9 @@ from .demo_acts import (
 )
 from .demo_stage import Stage
 from .figures import ms, ranks, rfc3339, scaled, span
-from .local_cluster import agent_name, shown
+from .local_cluster import agent_name
 from .moves import moves
+from .state_dir import shown
 
 Plain = dict[str, Any]
 NODE = "n2"

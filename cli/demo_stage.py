@@ -22,9 +22,9 @@ from .client import Client, Interrupted, Unable, Unreachable
 from .demo_trace import Trace
 from .figures import ms, span
 from .history import History
-from .local_cluster import CONTROL_PLANE, LocalCluster, Wanted, shown
+from .local_cluster import CONTROL_PLANE, LocalCluster, Wanted
 from .processes import Process
-from .state_dir import StateDir
+from .state_dir import StateDir, shown
 
 Plain = dict[str, Any]
 T = TypeVar("T")

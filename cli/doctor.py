@@ -17,8 +17,8 @@ from msgspec import Struct
 from ..events import embedded
 from ..events.errors import ServerError
 from . import processes, say
-from .local_cluster import CONTROL_PLANE, UP, shown
-from .state_dir import StateDir
+from .local_cluster import CONTROL_PLANE, UP
+from .state_dir import StateDir, shown
 
 ASK_S_MAX = 20.0
 FREE_BYTES_MIN = 1 << 30

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -272,8 +270,3 @@ async def _check_log(url: str, cluster: str) -> None:
         await log.check()
     finally:
         await log.close()
-
-
-def shown(path: Path) -> str:
-    """A path as a person would type it here."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,11 +20,21 @@ def default() -> Path:
     return Path(base).expanduser().absolute() / "unicron"
 
 
+def shown(path: Path) -> str:
+    """A path as a person would name it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 class StateDir:
     """Paths in one state folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
+
+    @property
+    def option(self) -> str:
+        """`--state DIR` as a shell reads it here: what a hint says to type."""
+        return f"--state {shlex.quote(shown(self.path))}"
 
     @property
     def server(self) -> Path:
@@ -92,7 +103,7 @@ class StateDir:
             holder = file.read().strip() or "another process"
             file.close()
             raise UsageError(f"{self.path} is held by {holder}",
-                             f"stop it with unicron down --state {self.path}, "
+                             f"stop it with unicron down {self.option}, "
                              "or give this one another --state") from None
         file.seek(0)
         file.truncate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from ..events.errors import UsageError
 from . import job_file, say
 from .client import Client, connect
 from .followed import followed_by, plan_lines
-from .local_cluster import shown
 from .state_dir import StateDir, default
 
 Plain = dict[str, Any]
@@ -74,6 +72,6 @@ def pick(tasks: list[Plain], wanted: str) -> Plain:
 
 def option_for(state: StateDir) -> str:
     """` --state DIR`, where it must be typed, as a shell reads it."""
-    return "" if state.path == default() else f" --state {shlex.quote(shown(state.path))}"
+    return "" if state.path == default() else f" {state.option}"
 
 

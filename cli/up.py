@@ -24,10 +24,10 @@ from ..events.spec import NAME
 from . import local_cluster, processes, say
 from .client import connect
 from .figures import way_to_act
-from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name, shown
+from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
 from .processes import Process
 from .screen_task import ENDED
-from .state_dir import StateDir
+from .state_dir import StateDir, shown
 from .tasks import option_for
 
 WATCH_S = 0.1
@@ -74,15 +74,15 @@ class Asked(Struct, frozen=True, kw_only=True):
             if asked is not None and asked != runs:
                 told = "is another" if option == "--redis" else f"{asked}, but it was {runs}"
                 raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
-                                 f"unicron down --state {shown(state.path)}, then up again")
+                                 f"unicron down {state.option}, then up again")
 
     def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
         """Raises UsageError for a policy that is not that of the control plane that runs."""
         where = shown(state.path)
-        down = f"unicron down --state {where}, then up"
+        down = f"unicron down {state.option}, then up"
         if self.observe and not before.observe:
             raise UsageError(f"--observe: what runs on {where} began to act",
-                             f"unicron freeze --state {where} holds its healing; or {down} "
+                             f"unicron freeze {state.option} holds its healing; or {down} "
                              "--observe")
         if self.observe is False and before.observe:
             raise UsageError(f"--act: what runs on {where} began to observe", f"{down} --act")

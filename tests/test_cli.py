@@ -12,11 +12,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from unicron.cli.local_cluster import Wanted
 from unicron.cli.main import run_command
 from unicron.cli.record_line import line
+from unicron.cli.state_dir import StateDir
+from unicron.cli.up import Asked
 from unicron.events import archive, codec
 from unicron.events import orders as o
 from unicron.events import reports as r
+from unicron.events.errors import UsageError
 from unicron.events.records import Record
 from unicron.events.reports import EpochStarted, Policy, PolicySet
 
@@ -185,6 +189,19 @@ def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
 def test_a_good_job_without_a_cluster(tmp_path):
     (tmp_path / "job.yaml").write_text(JOB)
     refused(unicron("submit", "job.yaml", folder=tmp_path), "no cluster runs on")
+
+
+def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
+    state = tmp_path / "a b"
+    told = unicron("status", "--state", str(state), folder=tmp_path)
+    assert told.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
+    state.mkdir()
+    with StateDir(state).lock():
+        told = unicron("up", "--state", str(state), folder=tmp_path)
+    assert "hint: stop it with unicron down --state 'a b', " in told.stderr
+    with pytest.raises(UsageError) as refusal:
+        Asked(slots=3).refuse_other(Wanted(), StateDir(state))
+    assert refusal.value.hint == f"unicron down --state '{state}', then up again"
 
 
 def test_a_state_folder_that_cannot_be(tmp_path):
