@@ -44,7 +44,7 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
     """Have tasks leave a node."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    found = _node(view, node)
+    found = pick_node(view["nodes"], node)
     followed = _ask(client, f"/v1/nodes/{node}/drain", {"reason": _reason(reason)})
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
@@ -56,7 +56,7 @@ def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json
     """Let a node have tasks again."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    _node(view, node)
+    pick_node(view["nodes"], node)
     followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": _reason(reason)})
     _tell(state, f"{node}  may have tasks again", followed, view, as_json=as_json)
 
@@ -113,7 +113,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
                 as_json: bool) -> None:
     """Kill a node's agent with all its ranks."""
     client = connect(state, url)
-    found = _node(client.get("/v1/state"), node)
+    found = pick_node(client.get("/v1/state")["nodes"], node)
     followed = _ask(client, "/v1/inject", {"what": "node", "node": node,
                                            "reason": _reason(reason)})
     num = sum(1 for slot in found["slots"] if slot["task"])
@@ -160,13 +160,13 @@ def _who(task: Plain) -> str:
     return f"{task['name']} (task {task['id']})"
 
 
-def _node(view: Plain, name: str) -> Plain:
+def pick_node(nodes: list[Plain], wanted: str) -> Plain:
     """The node of that name. Raises UsageError naming those there are."""
-    found = [node for node in view["nodes"] if node["id"] == name]
-    if found:
-        return dict(found[0])
-    names = ", ".join(str(node["id"]) for node in view["nodes"][:8])
-    raise UsageError(f"no node {name!r}", f"there is {names}" if names else
+    found = next((node for node in nodes if node["id"] == wanted), None)
+    if found is not None:
+        return found
+    names = ", ".join(str(node["id"]) for node in nodes[:8])
+    raise UsageError(f"no node {wanted!r}", f"there is {names}" if names else
                      "there are none yet: unicron up, or unicron agent --url URL")
 
 

@@ -12,14 +12,16 @@ from msgspec import Struct
 from ..events.errors import UsageError
 from . import say
 from .client import Client, Interrupted, Unable, Unreachable, connect
+from .operate import pick_node
 from .record_line import concerns, line
 from .state_dir import StateDir
-from .tasks import resolve
+from .tasks import pick
 
 Plain = dict[str, Any]
 AWAY_S_MAX = 120.0
 """How long a followed control plane may be away."""
 RETRY_S = 0.5
+NEWEST_NUM = 4
 
 
 class Filter(Struct, frozen=True, kw_only=True):
@@ -62,8 +64,10 @@ def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow
     """Print the records that pass. Ctrl-C ends a follow in order."""
     client = connect(state, url)
     client.get("/v1/health")  # a wrong address is told now, not waited for
-    task = None if wanted.task is None else resolve(client, wanted.task)
-    incidents = {int(one["id"]) for one in client.get("/v1/state")["incidents"]
+    view: Plain = client.get("/v1/state")
+    task = None if wanted.task is None else int(pick(view["tasks"], wanted.task)["id"])
+    _check(client, view, wanted, None if follow else after)
+    incidents = {int(one["id"]) for one in view["incidents"]
                  if one["task"] == task} if task is not None else set[int]()
     try:
         for record in _records(state, url, client, after, follow=follow):
@@ -75,6 +79,25 @@ def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow
     except KeyboardInterrupt:
         if not follow:
             raise
+
+
+def _check(client: Client, view: Plain, wanted: Filter, after: int | None) -> None:
+    """What nothing could ever pass is a mistake. Raises UsageError naming what there is."""
+    if wanted.node is not None:
+        pick_node(view["nodes"], wanted.node)
+    if (number := wanted.incident) is not None and not _is_incident(client, number):
+        newest = sorted((int(one["id"]) for one in view["incidents"]), reverse=True)[:NEWEST_NUM]
+        raise UsageError(f"no incident {number}", "the newest: " + ", ".join(
+            f"inc-{one}" for one in newest) if newest else "there are none: nothing has failed")
+    if after is not None and after > (seq := int(view["cluster"]["seq"])):
+        raise UsageError(f"--after {after} is beyond the log",
+                         f"its last record is {seq}; -f waits for more")
+
+
+def _is_incident(client: Client, number: int) -> bool:
+    """Asks the log: the state forgets the older ones."""
+    opened = next(client.records(max(number - 1, 0), follow=False), None)
+    return opened is not None and (opened["seq"], opened["kind"]) == (number, "IncidentOpened")
 
 
 def _records(state: StateDir, url: str | None, client: Client, after: int, *,

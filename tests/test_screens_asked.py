@@ -1,0 +1,67 @@
+"""What commands answer to what is asked for: the filters, ranks, plans, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_tasks import gives, plain, seen
+from unicron.cli import tail
+from unicron.cli.state_dir import StateDir
+from unicron.events.errors import UsageError
+
+Plain = dict[str, Any]
+
+
+class Told:
+    """A control plane that has two tasks, of which one lost a node."""
+
+    def __init__(self) -> None:
+        self.driver = gives()[0]
+        self.log = plain(self.driver)
+
+    def get(self, path: str) -> Plain:
+        return seen(self.driver)
+
+    def records(self, after: int, *, follow: bool) -> Iterator[Plain]:
+        return (record for record in self.log if record["seq"] > after)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    one = Told()
+    monkeypatch.setattr(tail, "connect", lambda state, url: one)
+    return one
+
+
+# --- tail ---------------------------------------------------------------------------------------
+def ask(path: Path, after: int = 0, **wanted: Any) -> None:
+    tail.tail(StateDir(path), None, tail.Filter(**wanted), after=after, follow=False, as_json=False)
+
+
+def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_path: Path) -> None:
+    (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
+    end = told.log[-1]["seq"]
+    wrong: list[tuple[Plain, str, str]] = [
+        ({"node": "n9"}, "no node 'n9'", "there is n1, n2, n3"),
+        ({"incident": 0}, "no incident 0", f"the newest: inc-{opened}"),
+        ({"incident": opened - 1}, f"no incident {opened - 1}", f"the newest: inc-{opened}"),
+        ({"incident": 99_999}, "no incident 99999", f"the newest: inc-{opened}"),
+        ({"after": end + 1}, f"--after {end + 1} is beyond the log",
+         f"its last record is {end}; -f waits for more"),
+    ]
+    for options, error, hint in wrong:
+        with pytest.raises(UsageError) as refused:
+            ask(tmp_path, **options)
+        assert (str(refused.value), refused.value.hint) == (error, hint)
+
+
+def test_a_filter_that_something_passes_is_none(told: Told, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
+    ask(tmp_path, node="n2", incident=opened)
+    assert "IncidentOpened" in capsys.readouterr().out
+    ask(tmp_path, after=told.log[-1]["seq"])
+    assert not capsys.readouterr().out, "nothing new is an answer"
