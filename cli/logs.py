@@ -11,6 +11,7 @@ from msgspec import Struct
 from ..events.errors import UsageError
 from . import say
 from .client import Client, Interrupted, Unable, Unreachable, connect
+from .figures import ranks
 from .state_dir import StateDir
 from .tasks import resolve
 
@@ -56,8 +57,12 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
     seq, has_ended = _find(client, number, rank, files, after=0)
     if not files and (has_ended or not follow):
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
+        others: dict[str, _File] = {}
+        _find(client, number, None, others, after=0)
+        there = {file.rank for file in others.values()}
         raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
-                         f"unicron status {task}")
+                         f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there
+                         else f"unicron status {task}")
     absent = [file for file in files.values() if not file.path.exists()]
     for file in absent:
         say.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from two_tasks import gives, plain, seen
-from unicron.cli import tail
+from unicron.cli import logs, tail
 from unicron.cli.state_dir import StateDir
 from unicron.events.errors import UsageError
 
@@ -32,7 +32,8 @@ class Told:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     one = Told()
-    monkeypatch.setattr(tail, "connect", lambda state, url: one)
+    for module in (tail, logs):
+        monkeypatch.setattr(module, "connect", lambda state, url: one)
     return one
 
 
@@ -65,3 +66,12 @@ def test_a_filter_that_something_passes_is_none(told: Told, tmp_path: Path,
     assert "IncidentOpened" in capsys.readouterr().out
     ask(tmp_path, after=told.log[-1]["seq"])
     assert not capsys.readouterr().out, "nothing new is an answer"
+
+
+# --- logs ---------------------------------------------------------------------------------------
+def test_a_rank_that_never_was_names_those_there_are(told: Told, tmp_path: Path) -> None:
+    for task, there in (("alpha", "there are ranks 0-3"), ("beta", "there are ranks 0 1")):
+        with pytest.raises(UsageError) as refused:
+            logs.logs(StateDir(tmp_path), None, task, 77, follow=False)
+        assert str(refused.value) == f"rank 77 of task {task} has not started yet"
+        assert refused.value.hint == there
