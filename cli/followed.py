@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from .client import Client
-from .figures import number_of, scaled
+from .figures import labelled, number_of, scaled
 
 Plain = dict[str, Any]
 NAME_COLUMNS_MIN = 8
@@ -52,14 +52,14 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     `view` is the state before the request, as of GET /v1/state.
     """
     plan, before = followed.plan, view["plan"]
+    tasks = {task["id"]: task for task in view["tasks"]}
     if plan is None:
-        return ["plan     as it was"]
+        return ["plan     as it was", *_waits(followed.waiting, tasks)]
     waf = scaled(plan["waf"], "FLOP/s")
     was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
     beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}" for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
              *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
-    tasks = {task["id"]: task for task in view["tasks"]}
     placed = {body["task"]: body["seats"] for body in followed.placed}
     waiting = {body["task"]: body for body in followed.waiting}
     changed = [one for one in plan["allocations"]
@@ -72,7 +72,14 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         lines.append(f"{names[number]:<{width}} {one['slots_before']} -> "
                      + number_of(one["slots"], "slot")
                      + _way(tasks.get(number), placed.get(number), waiting.get(number)))
-    return lines if changed else [*lines, "         no task moves"]
+    return [*lines, *([] if changed else ["         no task moves"]), *_waits(
+        [body for body in followed.waiting if body["task"] not in names], tasks)]
+
+
+def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:
+    """Who got nothing before and gets nothing now: why, and what it needs."""
+    return [line for body in waiting if body["task"] in tasks for line in labelled(
+        "waits", f"{tasks[body['task']]['name']}: {body['why']}; needs {body['needs']}", 9)]
 
 
 def _way(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from two_tasks import gives, plain, seen
+from heart_driver import Driver
+from two_tasks import gives, plain, seen, train, two_tasks
 from unicron.cli import logs, tail
+from unicron.cli.followed import followed_by, plan_lines
 from unicron.cli.state_dir import StateDir
+from unicron.events import reports as r
 from unicron.events.errors import UsageError
 
 Plain = dict[str, Any]
@@ -75,3 +79,24 @@ def test_a_rank_that_never_was_names_those_there_are(told: Told, tmp_path: Path)
             logs.logs(StateDir(tmp_path), None, task, 77, follow=False)
         assert str(refused.value) == f"rank 77 of task {task} has not started yet"
         assert refused.value.hint == there
+
+
+# --- plans --------------------------------------------------------------------------------------
+def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
+    """What a command tells of what followed from its request."""
+    seq, before = len(d.log), seen(d)
+    ask()
+    log = plain(d)
+    client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after])
+    return plan_lines(followed_by(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
+
+
+def test_a_task_that_must_wait_says_what_for() -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    told = lines_after(d, lambda: d.submit(
+        train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    assert told[-2] == "         no task moves"
+    assert told[-1].startswith("waits    gamma: ")
+    assert "; needs 2 free slots, or weight " in told[-1]
+    assert not any(line.startswith("waits") for line in lines_after(
+        d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
