@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import takewhile
 from typing import Any
 
@@ -14,6 +15,8 @@ from .figures import labelled, number_of, scaled
 
 Plain = dict[str, Any]
 NAME_COLUMNS_MIN = 8
+TIE_RATIO = 1e-4
+"""Two plans that are no further apart count as equal where they are told."""
 
 
 class Followed(Struct, frozen=True, kw_only=True):
@@ -57,7 +60,8 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         return ["plan     as it was", *_waits(followed.waiting, tasks)]
     waf = scaled(plan["waf"], "FLOP/s")
     was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
-    beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}" for one in plan["alternatives"][:2]]
+    beaten = [f"{one['what']}: {_beaten_waf(one['waf'], plan['waf'])}"
+              for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
              *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
     placed = {body["task"]: body["seats"] for body in followed.placed}
@@ -74,6 +78,15 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
                      + _way(tasks.get(number), placed.get(number), waiting.get(number)))
     return [*lines, *([] if changed else ["         no task moves"]), *_waits(
         [body for body in followed.waiting if body["task"] not in names], tasks)]
+
+
+def _beaten_waf(waf: float, chosen: float) -> str:
+    """A beaten plan's WAF; where it reads as the chosen one's and is not, how far it is off."""
+    told = scaled(waf, "FLOP/s")
+    if told != scaled(chosen, "FLOP/s") or math.isclose(waf, chosen, rel_tol=TIE_RATIO):
+        return told
+    percent = 100 * abs(waf / chosen - 1)
+    return f"{told}, {percent:.1g} % {'less' if waf < chosen else 'more'}"
 
 
 def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from heart_driver import Driver
 from two_tasks import gives, plain, seen, train, two_tasks
 from unicron.cli import logs, tail
-from unicron.cli.followed import followed_by, plan_lines
+from unicron.cli.followed import Followed, followed_by, plan_lines
 from unicron.cli.state_dir import StateDir
 from unicron.events import reports as r
 from unicron.events.errors import UsageError
@@ -100,3 +100,17 @@ def test_a_task_that_must_wait_says_what_for() -> None:
     assert "; needs 2 free slots, or weight " in told[-1]
     assert not any(line.startswith("waits") for line in lines_after(
         d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
+
+
+@pytest.mark.parametrize(("waf", "told"), [
+    (3e9, "3 GFLOP/s"), (4e9, "4 GFLOP/s"), (3.988e9, "3.99 GFLOP/s"),
+    (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),
+    (4e9 + 1, "4 GFLOP/s"),
+])
+def test_a_beaten_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(
+        waf: float, told: str) -> None:
+    plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
+            "alternatives": [{"what": "keep as it is", "waf": waf}]}
+    found = Followed(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
+    lines = plan_lines(found, {"plan": None, "tasks": []})
+    assert lines[1] == f"beat     keep as it is: {told}"
