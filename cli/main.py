@@ -314,7 +314,7 @@ def _help_of(error: TyperException) -> str:
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point of `python -m unicron.cli.main`; that of `unicron` is in entry.py."""
     sys.exit(run_command(sys.argv[1:]))
 
 

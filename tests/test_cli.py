@@ -82,6 +82,23 @@ def test_help_loads_nothing_heavy():
     assert "control-plane" not in told.stdout
 
 
+@pytest.mark.parametrize("module", ["typer", "unicron.cli.doctor"])
+def test_ctrl_c_while_the_command_is_loaded_ends_it_in_silence(module):
+    code = ("import os, signal, sys\n"
+            "from unicron.cli.entry import main\n"
+            "assert 'typer' not in sys.modules\n"
+            "class Finder:\n"
+            "    def find_spec(name, path=None, target=None):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "sys.argv = ['unicron', 'doctor']\n"
+            "main()")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, "control-plane", "inject rank", "inject stop",
                                      "inject node"])
 def test_every_command_has_help_of_a_hundred_columns(command):

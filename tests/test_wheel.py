@@ -47,7 +47,7 @@ def test_the_licence_and_the_command_are_in_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "unicron = unicron.cli.main:main" in archive.read(entry).decode()
+        assert "unicron = unicron.cli.entry:main" in archive.read(entry).decode()
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
