@@ -176,7 +176,7 @@ def _running(task: Task, number: int) -> Rank:
     rank = task.ranks.get(number)
     if rank is None or not rank.pid:
         raise Refusal(404, f"task {task.id} ({task.spec.name}) runs no rank {number}", _there_is(
-            (str(one.rank) for one in task.ranks.values() if one.pid), "running rank"))
+            (str(key) for key in sorted(task.ranks) if task.ranks[key].pid), "running rank"))
     return rank
 
 
@@ -190,7 +190,8 @@ def _node(state: ClusterState, name: str) -> Node:
 def _there_is(names: Iterable[str], what: str) -> str:
     found = list(names)
     more = ", ..." if len(found) > NUM_NAMED_MAX else ""
-    return f"there is {', '.join(found[:NUM_NAMED_MAX])}{more}" if found else f"there is no {what}"
+    return (f"there {'is' if len(found) == 1 else 'are'} {', '.join(found[:NUM_NAMED_MAX])}{more}"
+            if found else f"there is no {what}")
 
 
 def _one_line(reason: str) -> str:

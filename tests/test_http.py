@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from heart_driver import Driver
+from unicron.control_plane import requests
 from unicron.control_plane.coordinator import Coordinator, Limits
 from unicron.control_plane.http import Address, Http
 from unicron.events import codec, spec
@@ -263,6 +265,17 @@ async def test_a_fault_on_purpose(site: Site) -> None:
     await site.tell(NodeLeft(node="n1", incarnation=9, reason="told to"))
     assert "has left" in await site.refused(409, "POST", "/v1/inject",
                                             {"what": "node", "node": "n1"})
+
+
+def test_the_ranks_there_are_come_in_order() -> None:
+    """Not in the order in which they were started."""
+    d = Driver()
+    task = d.state.tasks[d.running()]
+    task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
+    d.state.policy = Policy(allow_inject=True)
+    with pytest.raises(requests.Refusal) as refused:
+        requests.inject(d.state, {"what": "rank", "task": task.id, "rank": 17}, "")
+    assert refused.value.hint == "there are 0, 1, 2, 3"
 
 
 @real
