@@ -15,6 +15,8 @@ from .errors import SpecError
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
+TAKEN_NAMES = ("nodes",)
+"""What a command takes for something else where a task may stand."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
 """Weights lie between its inverse and it: the plan adds their products exactly."""
@@ -153,6 +155,8 @@ def _join(path: str, name: str) -> str:
 def _check(spec: JobSpec) -> None:
     _need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
           "lower-case letters, digits, '-' and '.', at most 63")
+    _need(spec.name not in TAKEN_NAMES, "name", f"{spec.name!r} is no task's name",
+          f"unicron status {spec.name} shows something else; give it another name")
     _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
           f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
     _need(spec.slots.min >= 1, "slots.min", "must be at least 1")

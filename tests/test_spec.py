@@ -44,7 +44,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**command(), "train": TRAIN}, ""), (command(command=[]), ""),
     ({**command(), 1: 2}, ""), ({**command(), None: 2}, ""),
     *((command(name=name), "name") for name in
-      ("", "A", "a b", "-a", "a-", "a\n", "a/b", "a}b", "ü", "a" * 64, 7)),
+      ("", "A", "a b", "-a", "a-", "a\n", "a/b", "a}b", "ü", "a" * 64, "nodes", 7)),
     (command(weigth=1), "weigth"),
     *((command(weight=weight), "weight") for weight in
       (0, -1, -1e-9, math.nan, math.inf, 1e7, 1e-7, 10**400, "1", True)),
