@@ -171,9 +171,9 @@ def pick_node(nodes: list[Plain], wanted: str) -> Plain:
 
 
 def _reason(given: str) -> str:
-    """The reason as given; else who asks."""
-    if given:
-        return given
+    """The reason as given, on one line as the log has it; else who asks."""
+    if told := " ".join(given.split()):
+        return told
     try:
         return f"by {getpass.getuser()}"
     except (KeyError, OSError):  # a user without a name

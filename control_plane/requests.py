@@ -195,8 +195,12 @@ def _there_is(names: Iterable[str], what: str) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """As it fits on a screen; the end of a longer one falls away."""
-    return " ".join(reason.split())[:REASON_CHARS_MAX]
+    """As it fits on a screen. Raises Refusal for one that does not."""
+    told = " ".join(reason.split())
+    if len(told) > REASON_CHARS_MAX:
+        raise Refusal(422, f"reason: {len(told)} characters, and at most {REASON_CHARS_MAX} fit",
+                      "say it in a few words")
+    return told
 
 
 def _because(reason: str) -> str:

@@ -196,6 +196,26 @@ async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
 
+@under(allow_inject=True)
+async def test_a_reason_that_is_too_long_is_refused_wherever_one_is_given(site: Site) -> None:
+    await site.tell(N1)
+    task = (await site.ask("POST", "/v1/tasks", COMMAND))[1]["task"]
+    await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
+    seq, most = site.coordinator.seq, " ".join(["x" * 99] * 2) + "\nx"
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (f"/v1/tasks/{task}/cancel", {}), (f"/v1/tasks/{task}/weight", {"weight": 2}),
+        ("/v1/freeze", {}), ("/v1/nodes/n1/drain", {}), ("/v1/inject", {"what": "node",
+                                                                        "node": "n1"})]
+    for path, body in asked:
+        told = await site.refused(422, "POST", path, body | {"reason": most})
+        assert told == "reason: 201 characters, and at most 200 fit"
+    assert site.coordinator.seq == seq, "nothing was written"
+    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": most[:-2]})
+    assert body.reason == most[:-2]
+    told = await site.refused(422, "POST", "/v1/unfreeze", {"reason": most})
+    assert told.startswith("reason: ")
+
+
 @real
 async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
     """Each is held against the one before it."""
