@@ -128,7 +128,7 @@ def kill_rank(stage: Stage, player: Player) -> None:
     exited = stage.wait(
         lambda: stage.find("RankExited", task=task, rank=VICTIM_NUM, pid=strike.pid),
         HEAL_S_MAX, "the agent notices")
-    stage.note(exited["occurred_s"] - strike.at_s,
+    stage.note(exited["at_s"] - strike.at_s,
                f"{exited['source'].split('/')[0]}: rank {VICTIM_NUM} exited, signal "
                f"{exited['body']['signal']}")
     opened = stage.wait(lambda: stage.find("IncidentOpened", task=task), HEAL_S_MAX, "an incident")

@@ -91,8 +91,8 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
                         HEAL_S_MAX, "an incident")
     told = stage.told.incidents[opened["seq"]]
     stage.struck[told.id] = at_s
-    stage.note(failed["occurred_s"] - at_s, f"{hurt.name}'s rank {failed['body']['rank']}: its "
-                                            "collective failed: suspect")
+    stage.note(failed["at_s"] - at_s, f"{hurt.name}'s rank {failed['body']['rank']}: its "
+                                      "collective failed: suspect")
     stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
                                       "the second source, lost")
     stage.note(opened["at_s"] - at_s, f"{told.severity}: {told.why}")

@@ -6,8 +6,10 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from two_tasks import gives, plain
 from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, figures
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
@@ -178,6 +180,53 @@ def test_a_cancelled_task_ended_so_long_after_it_was_asked_for(tmp_path, capsys)
     assert f"ended {figures.ms(ended['at_s'] - records[-5]['at_s'])} later" in (
         capsys.readouterr().out)
     assert not stage.broken
+
+
+def figure(out: str, words: str) -> str:
+    """The figure before the line with these words."""
+    (line,) = [line for line in out.splitlines() if words in line]
+    return " ".join(line.split()[:2])
+
+
+def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
+    """What a rank's agent saw counts from when it was in the log, as DETECTED does."""
+    exited = next(record for record in PLAIN if record["kind"] == "RankExited")
+    killed = demo_acts.Strike(at_s=exited["occurred_s"] - 0.25, event={
+        "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.trace = mock.Mock(iteration=lambda task: 99, of=lambda *wanted: [])
+    for name, what in (("_strike", lambda *given: killed), ("_healed", mock.Mock()),
+                       ("_return", mock.Mock())):
+        monkeypatch.setattr(demo_acts, name, what)
+    player = copy.deepcopy(ALPHA)
+    player.task = exited["body"]["task"]
+    demo_acts.kill_rank(stage, player)
+    told = figure(capsys.readouterr().out, "rank 2 exited, signal 9")
+    assert told == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
+    demo_proof.timeline(stage)
+    assert f" {told} " in next(line for line in capsys.readouterr().out.splitlines()
+                               if "inc-" in line)
+
+
+def test_a_lost_node_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
+    d, alpha, _ = gives()
+    records = plain(d)
+    for record in records:
+        record["occurred_s"] = record["at_s"] - 0.25
+    failed = next(record for record in records if record["kind"] == "CollectiveFailed")
+    stage = played(tmp_path, monkeypatch, records)
+    player = copy.deepcopy(ALPHA)
+    player.task = alpha
+    demo_nodes._suspect_then_lost(stage, player, 0, failed["at_s"] - 1.5)
+    assert figure(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
+
+
+def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
+    """A stage of which the log is known; the processes that it names are left alone."""
+    monkeypatch.setattr(Stage, "_give_way", lambda stage, ready: None)
+    stage = Stage(path)
+    stage._client = PlayedLog(records, len(records))
+    return stage
 
 
 @pytest.mark.parametrize(("ours", "theirs", "gap"), [
