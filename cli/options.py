@@ -7,11 +7,20 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..events.errors import UsageError
 from . import state_dir
 from .state_dir import StateDir
 
+
+def _named(text: str) -> Path:
+    """Raises UsageError for an empty name, which would be the folder that we stand in."""
+    if not text.strip():
+        raise UsageError("--state names no folder", "give its name, or leave --state out")
+    return Path(text)
+
+
 State = Annotated[Path | None, typer.Option(
-    "--state", metavar="DIR", help="The cluster's folder on this machine "
+    "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
     "[$UNICRON_STATE, else ~/.local/state/unicron].")]
 Url = Annotated[str | None, typer.Option(
     "--url", metavar="URL", help="The control plane, if it runs elsewhere "

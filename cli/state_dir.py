@@ -73,11 +73,11 @@ class StateDir:
         return self.path / "agents" / node
 
     def create(self) -> None:
-        """Lay the folders. Raises UsageError when that is not possible."""
+        """Lay the folders, each that we make for its owner alone; one that was there keeps its
+        mode. Raises UsageError when that is not possible."""
         try:
             for folder in (self.path, self.pids, self.logs, self.path / "agents"):
-                folder.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self.path}: {(error.strerror or 'not usable').lower()}",
                              "name a folder that you may write with --state") from None
@@ -95,7 +95,8 @@ class StateDir:
 
     def lock(self) -> IO[str]:
         """Hold the folder for this process's life. Raises UsageError when another holds it."""
-        file = (self.path / "up.lock").open("a+")
+        # for the owner alone: whoever can read a lock can hold it
+        file = os.fdopen(os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

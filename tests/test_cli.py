@@ -141,6 +141,8 @@ def test_version():
     (("status", "-o", "xml"), "'xml'"),
     (("up", "--port", "99999"), "--port"),
     (("up", "--agents", "-1"), "--agents"),
+    (("up", "--state", ""), "--state names no folder"),
+    (("status", "--state="), "--state names no folder"),
     (("up", "--cluster", "a b"), "is not a cluster's name"),
     (("status",), "no cluster runs on"),
     (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),

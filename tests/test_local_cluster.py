@@ -210,6 +210,8 @@ def test_ctrl_c_stops_all_that_a_foreground_up_started(cluster):
 
 
 def test_the_commands_of_a_second_terminal(cluster, tmp_path):
+    cluster.state.path.mkdir()
+    cluster.state.path.chmod(0o755)
     assert cluster.up().returncode == 0
     assert "1 node, 1 slot" in cluster("status", "nodes").stdout
     assert "no tasks yet" in cluster("status").stdout
@@ -239,6 +241,10 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cluster("replay", "--live").returncode == 0
     tail = cluster("tail", "--kind", "taskended", "-o", "jsonl")
     assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
+
+    modes = {path.name: path.stat().st_mode & 0o777 for path in cluster.state.path.iterdir()}
+    assert cluster.state.path.stat().st_mode & 0o777 == 0o755  # it is not ours
+    assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
 
 
 def test_policy_and_switches_of_a_folder(cluster, tmp_path):
