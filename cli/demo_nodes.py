@@ -109,9 +109,9 @@ def say_moves(stage: Stage, seq: int) -> None:
     for move in moves(stage.records, seq):
         if not move.num_before:
             continue
-        stage.note(move.still_s,
-                   f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: its pause at "
-                   f"iteration {move.iteration}; the next step after {ms(move.step_s)}")
+        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stood "
+                         f"for {ms(move.still_s)} at iteration {move.iteration}; its next step was "
+                         f"done {ms(move.step_s)} after it stopped")
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
         for body in move.newcomers:
             promise_from_memory(stage, body)

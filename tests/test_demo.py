@@ -221,6 +221,18 @@ def test_a_lost_node_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monk
     assert figure(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
 
 
+def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.look()
+    monkeypatch.setattr(demo_nodes, "_prepared", lambda stage, body: "")
+    demo_nodes.say_moves(stage, 0)
+    shrunk = moves(PLAIN)[1]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " 4 -> 3: " in line]
+    assert line.split(maxsplit=1)[1] == (
+        f"4 -> 3: stood for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its next "
+        f"step was done {figures.ms(shrunk.step_s)} after it stopped")
+
+
 def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
     """A stage of which the log is known; the processes that it names are left alone."""
     monkeypatch.setattr(Stage, "_give_way", lambda stage, ready: None)
