@@ -99,7 +99,7 @@ def waf(stage: Stage) -> None:
     mean = math.fsum(told.achieved) / len(told.achieved)
     stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")
     stage.note(None, f"achieved {curve(told.achieved, WAF_COLUMNS, 0.0)} "
-                     f"mean {scaled(mean, 'FLOP/s')}")
+                     f"mean {scaled(mean, 'FLOP/s')}, max {scaled(max(told.achieved), 'FLOP/s')}")
     stage.note(None, "         measured: FLOP of an iteration x iterations done first, weighted; "
                      "two cores")
     for what, values in (("plan", told.planned), ("ideal", told.ideal)):
@@ -107,6 +107,8 @@ def waf(stage: Stage) -> None:
                          f"max {scaled(max(values), 'FLOP/s')}")
     stage.note(None, f"         {', '.join(told.origins)} in the specs; the ideal is the best "
                      "plan with all slots")
+    stage.note(None, "         drawn from 0: achieved up to its own max, plan and ideal up to the "
+                     "ideal's")
 
 
 def loss(stage: Stage, task: int) -> None:

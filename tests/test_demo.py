@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from two_tasks import gives, plain
-from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, figures
+from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, figures, history
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
 from unicron.control_plane import planner, throughput
@@ -231,6 +231,19 @@ def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
     assert line.split(maxsplit=1)[1] == (
         f"4 -> 3: stood for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its next "
         f"step was done {figures.ms(shrunk.step_s)} after it stopped")
+
+
+def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys, monkeypatch):
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.look()
+    demo_proof.waf(stage)
+    out = capsys.readouterr().out
+    told = history.waf(stage.told, demo_proof.WAF_COLUMNS)
+    for what, values in (("achieved", told.achieved), ("plan", told.planned),
+                         ("ideal", told.ideal)):
+        (line,) = [line for line in out.splitlines() if line.split()[0] == what]
+        assert line.endswith(f"max {figures.scaled(max(values), 'FLOP/s')}")
+    assert "achieved up to its own max, plan and ideal up to the ideal's" in out
 
 
 def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
