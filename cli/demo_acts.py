@@ -15,6 +15,7 @@ from . import demo_proof, processes
 from .demo_stage import BrokenError, Stage
 from .demo_trace import is_running
 from .figures import ranks, scaled, span
+from .followed import hidden
 from .local_cluster import CONTROL_PLANE
 
 Plain = dict[str, Any]
@@ -64,7 +65,7 @@ def say_plan(stage: Stage, plan: Plain) -> None:
     stage.say("plan", f"for {body['num_slots']} slots, in weighted FLOP/s: {body['trigger']}")
     for given, waf, what in rows:
         words = "  ".join(f"{stage.name(task)} {num}" for task, num in given.items())
-        stage.note(None, f"{words}  {scaled(waf, 'FLOP/s'):>12}  {what}")
+        stage.note(None, f"{words}  {scaled(waf, 'FLOP/s'):>12}  {what}{hidden(waf, body['waf'])}")
 
 
 def start(stage: Stage, alpha: Player, beta: Player) -> None:

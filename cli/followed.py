@@ -60,7 +60,7 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         return ["plan     as it was", *_waits(followed.waiting, tasks)]
     waf = scaled(plan["waf"], "FLOP/s")
     was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
-    beaten = [f"{one['what']}: {_beaten_waf(one['waf'], plan['waf'])}"
+    beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
               for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
              *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
@@ -80,13 +80,11 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         [body for body in followed.waiting if body["task"] not in names], tasks)]
 
 
-def _beaten_waf(waf: float, chosen: float) -> str:
-    """A beaten plan's WAF; where it reads as the chosen one's and is not, how far it is off."""
-    told = scaled(waf, "FLOP/s")
-    if told != scaled(chosen, "FLOP/s") or math.isclose(waf, chosen, rel_tol=TIE_RATIO):
-        return told
-    percent = 100 * abs(waf / chosen - 1)
-    return f"{told}, {percent:.1g} % {'less' if waf < chosen else 'more'}"
+def hidden(waf: float, chosen: float) -> str:
+    """`, 0.3 % less`: how far a beaten plan's WAF is off, where it reads as the chosen one's."""
+    if scaled(waf, "") != scaled(chosen, "") or math.isclose(waf, chosen, rel_tol=TIE_RATIO):
+        return ""
+    return f", {100 * abs(waf / chosen - 1):.1g} % {'less' if waf < chosen else 'more'}"
 
 
 def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:

@@ -246,6 +246,17 @@ def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys
     assert "achieved up to its own max, plan and ideal up to the ideal's" in out
 
 
+def test_a_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(tmp_path, capsys):
+    """The demo's urgent task: 138 GFLOP/s beat 138 GFLOP/s."""
+    body = {"num_slots": 6, "trigger": "task gamma submitted", "waf": 138.2e9, "allocations": [],
+            "alternatives": [{"what": "the next best", "waf": 137.9e9, "slots": []},
+                             {"what": "keep as it is", "waf": 80.6e9, "slots": []}]}
+    demo_acts.say_plan(Stage(tmp_path), {"body": body})
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["138", "GFLOP/s", "chosen"], ["138", "GFLOP/s", "the next best, 0.2 % less"],
+                     ["80.6", "GFLOP/s", "keep as it is"]]
+
+
 def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
     """A stage of which the log is known; the processes that it names are left alone."""
     monkeypatch.setattr(Stage, "_give_way", lambda stage, ready: None)
