@@ -44,9 +44,11 @@ def up(
     policy: Annotated[Path | None, typer.Option(
         metavar="FILE", help="Limits and priors, as YAML; an empty file: the defaults. The folder "
         "keeps a copy [the last one given].")] = None,
-    observe: Annotated[bool | None, typer.Option(
-        "--observe/--act", help="Decide, price and log everything, act on nothing; or act [as the "
-        "last time, at first --act].", show_default=False)] = None,
+    observe: Annotated[bool, typer.Option(
+        "--observe", help="Decide, price and log everything, act on nothing [as the last "
+        "time].")] = False,
+    act: Annotated[bool, typer.Option("--act", help="Act again [as the last time, at first "
+                                                    "yes].")] = False,
     allow_inject: Annotated[bool, typer.Option(
         "--allow-inject", help="Let unicron inject break things on purpose; never "
         "remembered.")] = False,
@@ -57,9 +59,11 @@ def up(
     from . import up as command
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # passed on to those alone who need it
+    if observe and act:
+        raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.Asked(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
-        observe=observe, allow_inject=allow_inject), detach=detach)
+        observe=observe if observe or act else None, allow_inject=allow_inject), detach=detach)
 
 
 @app.command()

@@ -143,6 +143,7 @@ def test_version():
     (("up", "--agents", "-1"), "--agents"),
     (("up", "--state", ""), "--state names no folder"),
     (("status", "--state="), "--state names no folder"),
+    (("up", "--observe", "--act"), "do not go together"),
     (("up", "--cluster", "a b"), "is not a cluster's name"),
     (("status",), "no cluster runs on"),
     (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),
