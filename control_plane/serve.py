@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
@@ -36,6 +36,7 @@ from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.records import KINDS, Record
 from ..events.redis_log import RedisLog
 from ..events.reports import Policy
+from ..events.spec import refused
 from ..events.talk import Talk
 from .coordinator import Coordinator
 from .http import Address, Http
@@ -87,13 +88,19 @@ def read_policy(path: Path) -> Policy:
     """
     hint = "docs/reference/records.md, Policy: its fields, times in seconds"
     try:
-        # Not strict: YAML 1.1 reads 1e-3 as text.
-        found = msgspec.yaml.decode(path.read_bytes(), type=Policy | None, strict=False)
-        policy = found or Policy()
+        data: object = msgspec.yaml.decode(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint) from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{path}: {' '.join(str(error).split())}", hint) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: {_not_yaml(error)}", hint) from None
+    if not isinstance(data, dict | None):
+        raise UsageError(f"{path}: a policy is a mapping, for example silence_s_max: 5", hint)
+    try:
+        # Not strict: YAML 1.1 reads 1e-3 as text.
+        policy = msgspec.convert(data or {}, Policy, strict=False)
+    except msgspec.ValidationError as error:
+        told = refused(str(error), (Policy,), hint)
+        raise UsageError(f"{path}: {told}", told.hint) from None
     for name, value in msgspec.structs.asdict(policy).items():
         if isinstance(value, bool):
             if value:
@@ -103,7 +110,18 @@ def read_policy(path: Path) -> Policy:
         least = 0 if name in ZERO_ALLOWED else 1e-3
         if not (math.isfinite(value) and value >= least):
             raise UsageError(f"{path}: {name}: {value} is not a number from {least:g} on", hint)
+    if policy.gain_min >= 1:
+        raise UsageError(f"{path}: gain_min: {policy.gain_min:g} is not below 1",
+                         "it is a share of what the cluster earns: 0.05 is 5 %")
     return policy
+
+
+def _not_yaml(error: Exception) -> str:
+    """What the reader of YAML said, in one line: where, and what it found."""
+    cause = error.__context__ or error  # msgspec hides it, and tells it in many lines
+    mark: Any = getattr(cause, "problem_mark", None)
+    what = " ".join(str(getattr(cause, "problem", None) or cause).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark is not None else what
 
 
 async def _serve(options: Options, policy: Policy) -> int:

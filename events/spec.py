@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -121,31 +122,35 @@ def parse(data: object) -> JobSpec:
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise _refused(str(error)) from None
+        raise refused(str(error), (JobSpec, Slots, Train, Model, Batch, Optimizer),
+                      DOCS) from None
     _check(spec)
     _check_writable(spec)
     return spec
 
 
-def _refused(said: str) -> SpecError:
-    """What msgspec said, as a path, one line, and the name that was perhaps meant."""
+def refused(said: str, parts: Sequence[type[Struct]], hint: str) -> SpecError:
+    """What msgspec said, as a path, one line, and the name that was perhaps meant.
+
+    `parts` hold the names there are; `hint` is what to say when none of them is near.
+    """
     message, _, at = said.partition(" - at ")
     path = at.rpartition(" in ")[2].strip("`").removeprefix("$").removeprefix(".")
     if missing := re.fullmatch("Object missing required field `(.*)`", message):
-        return SpecError(_join(path, missing[1]), "is missing", DOCS)
+        return SpecError(_join(path, missing[1]), "is missing", hint)
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):
-        names = [field.encode_name for part in (JobSpec, Slots, Train, Model, Batch, Optimizer)
+        names = [field.encode_name for part in parts
                  for field in msgspec.structs.fields(part)]
         near = difflib.get_close_matches(unknown[1], names, n=1)
         return SpecError(_join(path, unknown[1]), "is not a field",
-                         f"did you mean {near[0]}?" if near else DOCS)
+                         f"did you mean {near[0]}?" if near else hint)
     for theirs, ours in (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
                          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
                          ("`int`", "a whole number"), ("`float`", "a number")):
         message = message.replace(theirs, ours)
     if "`key` in" in at:
         message = f"a key of it: {message}"
-    return SpecError(path, message[:1].lower() + message[1:], DOCS)
+    return SpecError(path, message[:1].lower() + message[1:], hint)
 
 
 def _join(path: str, name: str) -> str:

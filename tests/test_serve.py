@@ -222,3 +222,24 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
         assert refused.value.hint
     with pytest.raises(UsageError):
         read_policy(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("text", "told", "hint"), [
+    ("silence_max: 3", "silence_max: is not a field", "did you mean silence_s_max?"),
+    ("- 1", "a policy is a mapping", "Policy: its fields"),
+    ("silence_s_max: often", "silence_s_max: expected a number, got text", "Policy: its fields"),
+    ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),
+    ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
+    ("gain_min: 1990-13-01", "month must be in 1..12", "Policy: its fields"),
+    ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
+    ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
+])
+def test_a_slip_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
+                                                        hint: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_policy(path)
+    assert str(error.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(error.value)
+    assert hint in error.value.hint
