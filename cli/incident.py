@@ -14,6 +14,7 @@ from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident
 from .client import connect
+from .followed import hidden
 from .figures import way_to_act
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
@@ -194,7 +195,9 @@ def _by(beaten: Plain, plan: Plain) -> str:
     """What spoke against a plan that was beaten: its WAF, what its changes cost, or nothing."""
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
-    return "earns less" if beaten["waf"] < plan["waf"] else "its changes cost more than they earn"
+    if beaten["waf"] < plan["waf"]:
+        return f"earns less{hidden(beaten['waf'], plan['waf'])}"
+    return "its changes cost more than they earn"
 
 
 def _hurt(told: History, found: Story, now_s: float) -> Plain:
