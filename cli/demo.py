@@ -11,6 +11,7 @@ import platform
 import signal
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 
 import msgspec
 
@@ -81,7 +82,7 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
                        f"{metadata.version('torch')}, megatron-core "
                        f"{metadata.version('megatron-core')}, {cores}")
     stage.start()
-    place = shown(stage.state.path)
+    place = quote(shown(stage.state.path))
     stage.say("look", f"second terminal: .venv/bin/unicron status -w --state {place}")
     stage.note(None, f"                 .venv/bin/unicron tail -f --state {place}")
     demo_acts.start(stage, alpha, beta)
@@ -122,7 +123,7 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
                        f"{read} checkpoints read{promised}")
     for what in stage.broken:
         stage.note(None, f"broken: {what}")
-    place = shown(stage.state.path)
+    place = quote(shown(stage.state.path))
     if keep:
         _leave(stage, alpha)
     else:
@@ -139,7 +140,7 @@ def _leave(stage: Stage, alpha: Player) -> None:
     train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output)
     spec = msgspec.structs.replace(alpha.spec, name="yours", train=train)
     stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
-    place = shown(stage.state.path)
+    place = quote(shown(stage.state.path))
     up.up(stage.state, up.Asked(), detach=True)
     stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
     stage.note(None, f"unicron status yours --state {place}     then kill -9 any pid that you see")
