@@ -14,8 +14,8 @@ from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident
 from .client import connect
-from .followed import hidden
 from .figures import way_to_act
+from .followed import hidden
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
 from .record_line import essentials
