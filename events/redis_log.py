@@ -323,8 +323,10 @@ class RedisLog:
         # BLOCK 0 would wait for ever.
         block = ("BLOCK", math.ceil(wait_s * 1000)) if wait_s > 0 else ()
         command = ("XREAD", "COUNT", num_max, *block, "STREAMS", *self._keys(name), after)
+        if block and name not in self._readers:
+            self._readers[name] = _Link(self._url)
         # Who does not want to wait is not to wait behind who does.
-        link = self._readers.setdefault(name, _Link(self._url)) if block else self._link
+        link = self._readers[name] if block else self._link
         (reply,) = await self._ask([command], link=link, wait_s=max(0.0, wait_s) + REPLY_S_MAX)
         return [(entry.decode(), fields[1]) for entry, fields in reply[0][1]] if reply else []
 
