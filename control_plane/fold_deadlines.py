@@ -26,22 +26,27 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = [rank for rank in mute(task) if not rank.stopping]
+    late = _unheard(record, task)
     waited = task.mode == "now" or not late  # at a boundary, for those who never came to it
     if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
         task.save_late = task.generation
-    _late_silent(state, record, task, rest)
 
 
 def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     if task.phase == "reconfiguring":
         _late_reconfigure(state, record, task, rest)
-        return
+    else:
+        _unheard(record, task)
+
+
+def _unheard(record: Record, task: Task) -> list[Rank]:
+    """Those who have not said that they left the generation are too late; who they are."""
     late = [rank for rank in mute(task) if not rank.stopping]
     for rank in late:
         rank.overdue = "did not quiesce in time"
     if late:
         fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
+    return late
 
 
 def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
