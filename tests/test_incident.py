@@ -135,11 +135,17 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
         4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
 
-def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
+def struck_while_frozen() -> Driver:
+    """A task of four that has lost its rank 2, and holds."""
     d = Driver()
     task = d.running()
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.exit(task, 2)
+    return d
+
+
+def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
+    d = struck_while_frozen()
     told = history(plain(d))
     one = incident.pick(told, "")
     assert one is not None
@@ -205,10 +211,7 @@ def test_one_that_got_worse_is_named_by_why() -> None:
 
 
 def test_one_that_is_open_says_so() -> None:
-    d = Driver()
-    task = d.running()
-    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
-    d.exit(task, 2)
+    d = struck_while_frozen()
     told = facts(plain(d))
     check("incident-frozen", page(told), columns_max=100)
     assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
