@@ -48,9 +48,11 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     driver.start(*ALL)
     pids = {rank: driver.processes[rank].popen.pid for rank in ALL}
     driver.form(ALL)
+    left = [0, 1, 3]
+    for rank in left:  # a reduction is not done everywhere at one moment
+        driver.strike(rank, iteration=4, event="forward")
     driver.strike(2, iteration=4, event="backward", nth=2)
     driver.kill(2)
-    left = [0, 1, 3]
     held = driver.quiesce(left, "now")
     assert all(told.step_version == 4 for told in held.values())
     told = driver.form(left, progress_from=4)
