@@ -22,9 +22,9 @@ from unicron.events.records import Record, Report
 from unicron.events.redis_log import RedisLog
 from unicron.events.reports import Body, NodeJoined, RankStarted, ReportsLost
 from unicron.events.spec import JobSpec, parse
-from unicron.workers.agent import linux
+from unicron.workers import linux
 from unicron.workers.agent.agent import Agent
-from unicron.workers.agent.ranks import Node
+from unicron.workers.agent.node import Node
 from unicron.workers.agent.spool import Spool
 
 LIMIT_S = 40.0
@@ -235,8 +235,8 @@ def command(*argv: str) -> JobSpec:
                   "command": list(argv)})
 
 
-def python(code: str) -> JobSpec:
-    return command(sys.executable, "-c", code)
+def python(code: str, *argv: str) -> JobSpec:
+    return command(sys.executable, "-c", code, *argv)
 
 
 def train(seed: int) -> JobSpec:
@@ -271,19 +271,20 @@ class Plane:
                                   "node": asked["node"], "epoch": self.leader.epoch})
 
     async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
+        await self.start_rank(python(code, *argv), rank=rank, attempt=attempt)
+
+    async def start_rank(self, spec: JobSpec, *, rank: int = 0, attempt: int = 1) -> None:
         (*_, joined) = self.leader.all(NodeJoined)
-        spec = parse({"apiVersion": "unicron/v1", "name": "job",
-                      "command": [sys.executable, "-c", code, *argv]})
         await self.leader.order(StartRank(
             nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
             spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
             incarnation=joined.incarnation))
 
-    def agent(self, token: str = TOKEN) -> subprocess.Popen[bytes]:
+    def agent(self, token: str = TOKEN, **env: str) -> subprocess.Popen[bytes]:
         with (self.state_dir / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
-                stdout=log, stderr=log, start_new_session=True)
+                stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env})
         self.agents.append(process)
         return process
 

@@ -16,8 +16,8 @@ from agent_driver import House, alive, command, go, house, python, train, until,
 from unicron.events.memory_log import MemoryLog
 from unicron.events.orders import Slot, StartRank, StopRank
 from unicron.events.reports import NodeJoined, OrderRefused, RankExited, RankStarted
-from unicron.workers.agent import linux
-from unicron.workers.agent.ranks import Node, environment
+from unicron.workers import linux
+from unicron.workers.agent.node import Node, environment
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from unicron.events.reports import (
     RankStarted,
     TaskProgressed,
 )
-from unicron.workers.agent import linux
+from unicron.workers import linux
 from unicron.workers.agent.publish import Refused, publish
 
 FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]

@@ -30,7 +30,7 @@ from unicron.events import embedded
 from unicron.events.memory_log import MemoryLog
 from unicron.events.orders import InjectFault
 from unicron.events.reports import FaultKind, NodeJoined, OrderRefused, RankExited, RankStarted
-from unicron.workers.agent import linux
+from unicron.workers import linux
 from unicron.workers.agent.link import CALL_S_MAX
 
 SLEEP = "import time; time.sleep(120)"

@@ -11,10 +11,11 @@ import structlog
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log import AgentPort
 from ...events.reports import Body, NodeJoined, NodeLeft
-from . import linux
+from .. import linux
 from .link import CALL_S_MAX, Link
+from .node import Node
 from .outbox import Forgotten, Outbox
-from .ranks import STOP_GRACE_S, Node, Ranks
+from .ranks import STOP_GRACE_S, Ranks
 from .spool import Spool
 
 BEAT_S = 0.5

@@ -17,13 +17,13 @@ from msgspec import Struct
 from ...events.errors import Unavailable, UsageError
 from ...events.redis_log import RedisLog, connect
 from ...events.talk import Talk
-from . import linux
+from .. import linux
 from .agent import Agent
 from .join import join
 from .link import backoff_s
+from .node import MARK, RANK_ARGV, Node, mark
 from .outbox import Forgotten
 from .pid_file import PidFile
-from .ranks import MARK, RANK_ARGV, Node, mark
 from .spool import Spool, load
 
 CONNECT_S_MAX = 60.0

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from . import linux
+from .. import linux
 
 
 class AgentNote(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import linux
+from .. import linux
+from .zygote import Zygote
 
 TAIL_BYTES = 4096
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
@@ -31,15 +32,16 @@ class Exit(NamedTuple):
 class Process:
     """A running process. `marker` is an environment entry that all its descendants inherit."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log_path: Path, log_start: int,
-                 marker: bytes) -> None:
-        self.pid = popen.pid
+    def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes, *,
+                 popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
         self.log_path = log_path
         self._popen = popen
+        self._is_reaped = False
         self._log_start = log_start
         self._marker = marker
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(popen.pid)
+        self._pidfd = os.pidfd_open(pid)
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._pidfd, self._see_end)
 
@@ -55,7 +57,18 @@ class Process:
                 list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds),
                 start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
-        return cls(popen, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
+        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(),
+                   popen=popen)
+
+    @classmethod
+    def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
+             log_path: Path, pipe: int) -> Process:
+        """The same out of a zygote: a training rank at the other end of `pipe`. Raises OSError."""
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            log_start = log.tell()
+            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), pipe)
+        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
 
     async def wait(self) -> Exit:
         """Until the process has ended; it stays a zombie until `end_group`."""
@@ -72,7 +85,7 @@ class Process:
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send to the process and its group; nothing if they are gone."""
-        if self._popen.returncode is None:
+        if not self._is_reaped:
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:
@@ -90,7 +103,11 @@ class Process:
         self.signal_group(signal.SIGKILL)
         if not await self._until_alone(s_max, kill=True):
             return False
-        self._popen.wait()
+        if self._popen is not None:
+            self._popen.wait()
+        else:
+            linux.reap(self.pid)
+        self._is_reaped = True
         self.close()
         return True
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import NoReturn
 
 import structlog
-from msgspec import Struct
 
 from ...events import reports
 from ...events.orders import (
@@ -25,8 +22,9 @@ from ...events.orders import (
 )
 from ...events.records import Record
 from ...events.reports import Body, CheckpointPublished, OrderRefused, RankExited, RankStarted
+from .. import linux
 from ..wire import Frame
-from . import linux
+from .node import MARK, Node, Starter
 from .pipe import Pipe
 from .processes import Exit, Process
 from .publish import Overtaken, Refused, publish
@@ -36,42 +34,12 @@ STOP_GRACE_S = 5.0
 REAP_S_MAX = 5.0
 """Until RankExited is told although something of the rank still lives; its slot stays taken."""
 PUBLISH_S_MAX = 60.0
-MARK = "UNICRON_PROCESS"
-"""In the environment of everything that an agent starts: whose it is."""
-RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
              reports.LossNotFinite, reports.CheckpointSaved, reports.RankFinished)
 """The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
-
-
-class Node(Struct, frozen=True, kw_only=True):
-    """What ranks need to know of their node. `devices` has one entry per slot, or none (CPU)."""
-
-    name: str
-    incarnation: int
-    cluster: str
-    host: str
-    num_slots: int
-    state_dir: Path
-    devices: tuple[str, ...] = ()
-    trace: bool = False
-    rank_argv: tuple[str, ...] = RANK_ARGV
-
-    @property
-    def source(self) -> str:
-        return f"{self.name}/{self.incarnation}"
-
-    @property
-    def mark(self) -> str:
-        return mark(self.state_dir, self.name)
-
-
-def mark(state_dir: Path, node: str) -> str:
-    """Begins the MARK of everything that any incarnation of this node starts."""
-    return f"{state_dir}:{node}/"
 
 
 class _Rank:
@@ -99,6 +67,7 @@ class Ranks:
     def __init__(self, node: Node, report: Callable[[Body, float | None], None],
                  group: asyncio.TaskGroup) -> None:
         self._node = node
+        self._starter = Starter(node)
         self._report = report
         self._group = group
         self._loop = asyncio.get_running_loop()
@@ -165,6 +134,7 @@ class Ranks:
     def kill_all(self) -> None:
         """SIGKILL every group and give up all that is under way; waits for nothing."""
         self._stopping = True
+        self._starter.close()
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.signal_group(signal.SIGKILL)
@@ -254,6 +224,7 @@ class Ranks:
         order = rank.order
         try:
             async with self._slots[order.slot.index]:
+                await self._starter.prepare(order)
                 if not rank.never and self._spawn(rank):
                     await self._watch(rank)
         finally:
@@ -261,29 +232,23 @@ class Ranks:
 
     def _spawn(self, rank: _Rank) -> bool:
         """Start the process; False, and OrderRefused, if the system does not let us."""
-        order, node = rank.order, self._node
-        name = f"{order.task}-{order.spec.name}"
-        log_path = node.state_dir / "logs" / name / f"rank-{order.rank}.attempt-{order.attempt}.log"
+        order = rank.order
         pipe: Pipe | None = None
-        argv: tuple[str, ...] = order.spec.command
         if order.spec.train is not None:
             pipe = Pipe(lambda frame: self._heard(rank, frame),
                         lambda why: self._broken(rank, why))
-            argv = (*node.rank_argv, "--fd", str(pipe.theirs.fileno()))
-        whose = f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}"
         try:
-            process = Process.start(
-                argv, env=environment(order, node, os.environ), log_path=log_path,
-                marker=(MARK, whose),
-                pass_fds=(pipe.theirs.fileno(),) if pipe is not None else ())
+            process = self._starter.start(order, pipe)
         except (OSError, ValueError) as error:
             if pipe is not None:
                 pipe.close()
-            self._refuse(rank.seq, f"cannot start {argv[0]}: {error}")
+            program = next(iter(order.spec.command), "a rank")
+            self._refuse(rank.seq, f"cannot start {program}: {error}")
             return False
         rank.process, rank.pipe = process, pipe
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
-                                 node=node.name, pid=process.pid, log_path=str(log_path)), None)
+                                 node=self._node.name, pid=process.pid,
+                                 log_path=str(process.log_path)), None)
         if pipe is not None:
             pipe.started()
             pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
@@ -369,23 +334,3 @@ class Ranks:
                 self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
                 return
         self._report(CheckpointPublished(task=order.task, order=seq, path=order.path), None)
-
-
-def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a rank is started with: all that the agent has, and what its tier asks for."""
-    env = {"PYTHONUNBUFFERED": "1", **inherited}
-    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
-            "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),
-            "UNICRON_ATTEMPT": str(order.attempt)}
-    if node.trace:
-        env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
-    if order.spec.command:
-        env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
-                "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
-                "MASTER_PORT": str(order.port)}
-    elif node.devices:
-        env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env

@@ -24,7 +24,7 @@ import sys
 import traceback
 import warnings
 from types import TracebackType
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 
 import structlog
 
@@ -43,7 +43,12 @@ def main() -> None:
     """Be a rank until there is nothing left to do."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.rank")
     parser.add_argument("--fd", type=int, required=True)
-    connection = socket.socket(fileno=parser.parse_args().fd)
+    be(parser.parse_args().fd)
+
+
+def be(fd: int) -> NoReturn:
+    """Be the rank at the other end of socket `fd`, in this process. Never returns."""
+    connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,15 +62,24 @@ def main() -> None:
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
 
-    from . import cpu
-
-    with cpu.uncompiled():
-        from .member import Member
+    load()
+    from .member import Member
 
     member = Member(control, order, os.environ)
     last_words.member = member
     member.live()
     _end(control, 0)
+
+
+def load() -> None:
+    """Import torch and Megatron, once: it takes seconds, and a zygote has done it before."""
+    quiet()
+    from . import cpu
+
+    with cpu.uncompiled():
+        from . import member
+
+    assert member
 
 
 class LastWords:
@@ -119,12 +133,16 @@ def _prepare(host: str) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def quiet() -> None:
+    """Leave out warnings that are of no use here."""
     # Said once per rank and never of use: Apex and Transformer Engine are optional, and absent.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed")
 
 
-def _end(control: Control, code: int) -> None:
+def _end(control: Control, code: int) -> NoReturn:
     """End, all told, without torch's own tidying, which waits for peers."""
     control.flush()
     Talk(sys.stdout).flush()

@@ -12,7 +12,8 @@ from typing import NamedTuple
 # thread exists that could hand it back.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _PDEATHSIG_CODE = 1
-_SUBREAPER_CODE = 36
+_NAME_CODE = 15
+_SUBREAPER_CODE, _IS_SUBREAPER_CODE = 36, 37
 
 
 class Proc(NamedTuple):
@@ -33,10 +34,22 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def call_oneself(name: str) -> None:
+    """What tools such as ps and top show as this thread's name, at most 15 bytes of it."""
+    _libc.prctl(_NAME_CODE, name.encode(), 0, 0, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that they can be reaped."""
     if _libc.prctl(_SUBREAPER_CODE, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def adopts_orphans() -> bool:
+    """Whether this process does."""
+    answer = ctypes.c_int(0)
+    _libc.prctl(_IS_SUBREAPER_CODE, ctypes.byref(answer), 0, 0, 0)
+    return answer.value == 1
 
 
 def read(pid: int) -> Proc | None:

@@ -1,0 +1,103 @@
+"""What a rank is started with, and how: out of the zygote where that can be, else by exec."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from ...events.orders import StartRank
+from .. import linux
+from .pipe import Pipe
+from .processes import Process
+from .zygote import Zygote
+
+MARK = "UNICRON_PROCESS"
+"""In the environment of everything that an agent starts: whose it is."""
+RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """What ranks need to know of their node. `devices` has one entry per slot, or none (CPU)."""
+
+    name: str
+    incarnation: int
+    cluster: str
+    host: str
+    num_slots: int
+    state_dir: Path
+    devices: tuple[str, ...] = ()
+    trace: bool = False
+    rank_argv: tuple[str, ...] = RANK_ARGV
+
+    @property
+    def source(self) -> str:
+        return f"{self.name}/{self.incarnation}"
+
+    @property
+    def mark(self) -> str:
+        return mark(self.state_dir, self.name)
+
+
+def mark(state_dir: Path, node: str) -> str:
+    """Begins the MARK of everything that any incarnation of this node starts."""
+    return f"{state_dir}:{node}/"
+
+
+class Starter:
+    """Starts the processes of one node's ranks."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._zygote: Zygote | None = None
+        if node.rank_argv == RANK_ARGV and linux.adopts_orphans():
+            self._zygote = Zygote(os.environ, (MARK, f"{node.mark}{node.incarnation}:zygote"),
+                                  node.state_dir / "logs" / f"zygote-{node.name}.log")
+
+    async def prepare(self, order: StartRank) -> None:
+        """Before `start`: wait for the zygote, if it is wanted. Takes seconds the first time."""
+        if self._zygote is not None and order.spec.train is not None:
+            await self._zygote.is_ready()
+
+    def start(self, order: StartRank, pipe: Pipe | None) -> Process:
+        """Start the rank, `pipe` being its way to the agent. Raises OSError, ValueError."""
+        node = self._node
+        log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
+                    / f"rank-{order.rank}.attempt-{order.attempt}.log")
+        marker = (MARK, f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
+        env = environment(order, node, os.environ)
+        if pipe is None:
+            return Process.start(order.spec.command, env=env, marker=marker, log_path=log_path)
+        fd = pipe.theirs.fileno()
+        if self._zygote is not None and self._zygote.takes(env):
+            return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path, pipe=fd)
+        return Process.start((*node.rank_argv, "--fd", str(fd)), env=env, marker=marker,
+                             log_path=log_path, pass_fds=(fd,))
+
+    def close(self) -> None:
+        """End the zygote; what it has forked lives on."""
+        if self._zygote is not None:
+            self._zygote.close()
+
+
+def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a rank is started with: all that the agent has, and what its tier asks for."""
+    env = {"PYTHONUNBUFFERED": "1", **inherited}
+    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
+            "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),
+            "UNICRON_ATTEMPT": str(order.attempt)}
+    if node.trace:
+        env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
+    if order.spec.command:
+        env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
+                "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
+                "MASTER_PORT": str(order.port)}
+    elif node.devices:
+        env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
