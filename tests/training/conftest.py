@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from nursery import Forked, Nursery
 from unicron.events.orders import Member, Quiesce, QuiesceMode, Reconfigure, Resume, Slot, StartRank
 from unicron.events.reports import (
     Body,
@@ -37,18 +38,23 @@ TASK = 7
 
 
 class Process:
-    """One rank's process and our end of its socket."""
+    """One rank's process and our end of its socket: forked by a nursery, or started by exec."""
 
-    def __init__(self, rank: int, attempt: int, argv: list[str], folder: Path, trace: Path) -> None:
+    def __init__(self, rank: int, attempt: int, argv: list[str] | Nursery, folder: Path,
+                 trace: Path) -> None:
         self.rank, self.attempt = rank, attempt
         self.socket, theirs = socket.socketpair()
         self.log = folder / f"{rank}-{attempt}.log"
-        environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as output:
-            self.popen = subprocess.Popen(
-                [*argv, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdout=output, stderr=output, env=environment, start_new_session=True)
-        theirs.close()
+        environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
+                       "UNICRON_RANK": str(rank)}
+        self.popen: subprocess.Popen[bytes] | Forked
+        with self.log.open("wb") as output, theirs:
+            if isinstance(argv, Nursery):
+                self.popen = argv.fork(environment, output.fileno(), theirs.fileno())
+            else:
+                self.popen = subprocess.Popen(
+                    [*argv, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdout=output, stderr=output, env=environment, start_new_session=True)
         self.ready: RankReady | None = None
 
     def send(self, body: Body) -> None:
@@ -62,7 +68,7 @@ class Driver:
     """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
 
     def __init__(self, spec: JobSpec, folder: Path) -> None:
-        self.argv = [sys.executable, "-m", "unicron.workers.training.rank"]
+        self.argv: list[str] | Nursery = [sys.executable, "-m", "unicron.workers.training.rank"]
         self.spec = spec
         self.folder = folder
         self.trace_dir = folder / "trace"
@@ -204,7 +210,7 @@ class Driver:
         told = {rank: self.wait(RankFinished, rank) for rank in ranks}
         for rank in ranks:
             assert self.processes[rank].popen.wait(20) == 0, self.story()
-        assert not self.told(RankErrored), self.story()
+        assert not [told for told in self.told(RankErrored) if told.rank in ranks], self.story()
         return told
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
@@ -223,6 +229,22 @@ class Driver:
                 return
             time.sleep(0.001)
         raise AssertionError(f"rank {rank} never came to {event} of {iteration}\n{self.story()}")
+
+    def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
+             **where: int) -> Path:
+        """Have the rank stop, or raise, as soon as it begins this; the file that says so."""
+        file = self.trace_dir / "hold" / f"{TASK}-{rank}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"event": event, "iteration": iteration, "then": then, **where})
+        partial = file.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(file)
+        return file
+
+    def held(self, rank: int, iteration: int) -> dict[str, Any]:
+        """Wait until the rank is held; the line of its trace that says where."""
+        self.strike(rank, iteration=iteration, event="held")
+        return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss, as told; the last word counts."""
@@ -267,6 +289,14 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     yield make
     for driver in made:
         driver.close()
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Ranks in a tenth of the time, for tests that need many."""
+    made = Nursery(tmp_path_factory.mktemp("nursery") / "zygote.log")
+    yield made
+    made.close()
 
 
 NOISE_TIMES_MAX = 3

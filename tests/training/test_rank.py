@@ -372,14 +372,14 @@ from unicron.workers.training import rank
 from unicron.workers.training.iteration import Iteration
 fault = sys.argv.pop(1)
 right = Iteration._micro_batch
-def wrong(self, generation, item):
+def wrong(self, item):
     struck = self.step_version == 4 and item == 5
     if struck and fault == "dropped":
         self.done.append(item)
         return
-    right(self, generation, item)
+    right(self, item)
     if struck:
-        right(self, generation, item)
+        right(self, item)
 Iteration._micro_batch = wrong
 rank.main()
 """

@@ -24,7 +24,8 @@ from .control import Abandoned, Control, Interrupted
 from .ledger import NO_STATE, Claim, Share, deal
 from .model import Trainee
 from .text import Text
-from .trace import Trace
+from .trace import Event, Trace
+from .watched import Watched
 
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
 """`boundary`: stepped, and all members stop here. `quiesced`: told to stop. `failed`: see why."""
@@ -56,6 +57,8 @@ class Iteration:
         self.why = ""
         self._began_s: float | None = None
         self._kept: list[Tensor] = []
+        self._item = -1
+        self._watched = Watched(trainee, self._note, closely=trace.is_on)
 
     def claim(self) -> Claim:
         """What this member brings into a settlement."""
@@ -92,8 +95,13 @@ class Iteration:
                 continue
             if control.asked(generation) == "now":
                 return "quiesced"
-            self._micro_batch(generation, item)
+            self._micro_batch(item)
         return self._reduce_and_step(control, communicators)
+
+    @property
+    def buckets_reduced(self) -> int:
+        """How many buckets were seen whole in the last reduction, before it was left."""
+        return self._watched.num_complete
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
         """After the last iteration: wait until every member has come this far."""
@@ -102,32 +110,41 @@ class Iteration:
             return "boundary"
         return outcome
 
-    def _micro_batch(self, generation: int, item: int) -> None:
+    def _micro_batch(self, item: int) -> None:
         trainee, train = self.trainee, self.trainee.train
+        self._item = item
+        self._note("micro_batch")
         trainee.draw.at(self.step_version, item)
         tokens = self.text.sample(train.seed, self.step_version, item, rows=train.batch.micro,
                                   sequence=train.model.sequence)
-        self.trace.note("forward", generation, self.step_version, item)
+        self._note("forward")
         self.forward_calls += 1
         loss = trainee.loss(tokens)
-        self.trace.note("backward", generation, self.step_version, item)
+        self._note("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
         self.done.append(item)
+        self._item = -1
+
+    def _note(self, event: Event, bucket: int = -1) -> None:
+        self.trace.note(event, self.trained_in, self.step_version, micro_batch=self._item,
+                        bucket=bucket)
 
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        self.trace.note("reduce", communicators.generation, self.step_version)
+        self._note("reduce")
         self._keep()
         outcome, stats = self._together(control, communicators, self._reduce)
         if outcome != "stepped" or stats is None:
             self._put_back()
             return outcome
+        self._note("scale")
         num_tokens = torch.tensor(stats[1], dtype=torch.int, device=self.trainee.device)
         self.trainee.ddp.scale_gradients(1.0 / num_tokens)
-        self.trace.note("step", communicators.generation, self.step_version)
         self.trainee.optimizer.step()
+        self._note("schedule")
         self.trainee.scheduler.step(self.trainee.train.batch.global_)
+        self._note("done")
         self.loss = stats[0] / stats[1]
         self.step_version += 1
         self.step_s = clock() - (self._began_s or clock())
@@ -184,10 +201,17 @@ class Iteration:
         after it was abandoned, to a sum that has been put back.
         """
         groups = communicators.groups
+        self._note("stats")
         stats = self._stats_alone(communicators, boundary)
-        if communicators.woken or communicators.groups is not groups:
-            raise RuntimeError("the generation ended meanwhile")
-        finalize_model_grads([self.trainee.ddp], None, pg_collection=groups)
+
+        def goes_on() -> None:
+            if communicators.woken or communicators.groups is not groups:
+                raise RuntimeError("the generation ended meanwhile")
+
+        goes_on()
+        with self._watched.reduction(goes_on):
+            finalize_model_grads([self.trainee.ddp], None, pg_collection=groups)
+        self._note("reduced")
         if self.trainee.device.type == "cuda":
             torch.cuda.synchronize()
         return stats

@@ -295,6 +295,7 @@ class Member:
         self.control.tell(Quiesced(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=self.generation, step_version=self.step_version,
-            micro_batches=tuple(sorted(self.iteration.done)), buckets_reduced=0,
-            num_buckets=self.trainee.num_buckets,
+            micro_batches=tuple(sorted(self.iteration.done)),
+            buckets_reduced=self.iteration.buckets_reduced,
+            num_buckets=len(self.trainee.bucket_groups),
         ))

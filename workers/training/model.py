@@ -50,9 +50,9 @@ class Trainee:
                 for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
 
     @property
-    def num_buckets(self) -> int:
-        return sum(len(group.buckets) for group in
-                   (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups))
+    def bucket_groups(self) -> list[Any]:
+        """What is reduced at once, in the order of the reduction."""
+        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Sum of the loss over all tokens of one micro-batch [rows, sequence + 1]."""

@@ -2,8 +2,12 @@
 
 Off unless UNICRON_TRACE_DIR names a folder. One line of JSON per event, one write each, in
 `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation, iteration,
-micro_batch (-1 where it means nothing), event (`forward`, `backward`, `reduce`, `step`), each
-written when the phase begins.
+micro_batch and bucket (-1 where they mean nothing), event, each written when the phase begins.
+
+A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
+`hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
+they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
+gone. With `"then": "raise"` it takes the file away and raises Struck instead.
 """
 
 from __future__ import annotations
@@ -11,10 +15,24 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
+from typing import Any, Literal
+
+Event = Literal[
+    "ready", "meet", "settle", "give", "receive",
+    "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
+    "reduce", "stats", "bucket", "bucket_done", "reduced",
+    "scale", "unscale", "clip", "step", "stepped", "schedule", "done", "save", "saved",
+]
+HOLD_S = 0.002
+
+
+class Struck(Exception):
+    """Raised on purpose, where it was asked for: no fault of a collective, whatever it is in."""
 
 
 class Trace:
-    """Writes nothing when `folder` is empty."""
+    """Writes nothing, and holds nobody, when `folder` is empty."""
 
     def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
         self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
@@ -23,10 +41,36 @@ class Trace:
             os.makedirs(folder, exist_ok=True)
             self._file = os.open(os.path.join(folder, f"{task}-{rank}.jsonl"),
                                  os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._hold = Path(folder, "hold", f"{task}-{rank}")
 
-    def note(self, event: str, generation: int, iteration: int, micro_batch: int = -1) -> None:
-        if self._file >= 0:
-            line = json.dumps({"t": time.time(), **self._head, "generation": generation,
-                               "iteration": iteration, "micro_batch": micro_batch,
-                               "event": event})
-            os.write(self._file, line.encode() + b"\n")
+    @property
+    def is_on(self) -> bool:
+        return self._file >= 0
+
+    def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
+             bucket: int = -1) -> None:
+        """Tell that a phase begins; return when it may. Raises Struck where that was asked for."""
+        if not self.is_on:
+            return
+        where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
+                 "bucket": bucket, "event": event}
+        self._write(where)
+        asked = self._asked()
+        if asked is None or any(where[name] != asked[name] for name in where if name in asked):
+            return
+        if asked.get("then") == "raise":
+            self._hold.unlink()
+            raise Struck(f"on purpose: {event} of iteration {iteration}")
+        self._write(where | {"event": "held"})
+        while self._hold.exists():
+            time.sleep(HOLD_S)
+
+    def _asked(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self._hold.read_bytes()))
+        except (FileNotFoundError, ValueError):  # none, or one that is still being written
+            return None
+
+    def _write(self, where: dict[str, Any]) -> None:
+        line = json.dumps({"t": time.time(), **self._head, **where})
+        os.write(self._file, line.encode() + b"\n")

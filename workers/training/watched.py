@@ -1,0 +1,93 @@
+"""Megatron's own phases, seen from outside: nothing of it is changed, only told as it begins.
+
+The reduction and the step are Megatron's. What of it has begun, and what is whole, is read off its
+objects' methods: each bucket group's `finish_grad_sync`, and the optimizer's parts of a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .model import Trainee
+from .trace import Event
+
+
+class Note(Protocol):
+    """Tells that a phase begins."""
+
+    def __call__(self, event: Event, bucket: int = -1) -> None: ...
+
+
+class Watched:
+    """The trainee's buckets and its optimizer; `closely`: the inside of its passes too.
+
+    `num_complete` is of the last reduction.
+
+    A reduction may be left behind in a thread of its own (control.py): what it still does there
+    counts nowhere.
+    """
+
+    def __init__(self, trainee: Trainee, note: Note, *, closely: bool) -> None:
+        self._note = note
+        self._complete: list[bool] = []
+        self._mine = threading.local()
+        for index, group in enumerate(trainee.bucket_groups):
+            _around(group, "finish_grad_sync", partial(self._enter, index),
+                    partial(self._leave, index))
+        optimizer = trainee.optimizer
+        _around(optimizer, "prepare_grads", lambda: note("unscale"))
+        _around(optimizer, "get_grad_norm", lambda: note("clip"))
+        _around(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
+        if closely:
+            layers = trainee.module.decoder.layers
+            layers[len(layers) // 2].register_forward_hook(self._middle)
+
+    @property
+    def num_complete(self) -> int:
+        return sum(self._complete)
+
+    @contextmanager
+    def reduction(self, goes_on: Callable[[], None]) -> Generator[None]:
+        """Within this, buckets count. `goes_on` raises as soon as the reduction is to be left."""
+        self._complete = self._mine.complete = []
+        self._mine.goes_on = goes_on
+        yield
+
+    def _enter(self, bucket: int) -> None:
+        self._note("bucket", bucket)
+        self._mine.complete.append(False)
+
+    def _leave(self, bucket: int) -> None:
+        self._note("bucket_done", bucket)
+        self._mine.goes_on()
+        self._mine.complete[-1] = True
+
+    def _middle(self, module: Any, given: Any, made: Any) -> None:
+        self._note("forward_mid")
+        hidden = made[0] if isinstance(made, tuple) else made
+        if hidden.requires_grad:
+            hidden.register_hook(self._middle_of_backward)
+
+    def _middle_of_backward(self, gradient: Tensor) -> None:
+        self._note("backward_mid")
+
+
+def _around(thing: Any, method: str, before: Callable[[], None],
+            after: Callable[[], None] | None = None) -> None:
+    """Have `thing` say when this method of it begins, and when it has come back."""
+    right = getattr(thing, method)
+
+    def told(*args: Any, **options: Any) -> Any:
+        before()
+        answer = right(*args, **options)
+        if after is not None:
+            after()
+        return answer
+
+    setattr(thing, method, told)
