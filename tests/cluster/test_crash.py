@@ -45,6 +45,7 @@ def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable
         assert cluster.kept(task, before) == set(before) - {victim}, (
             f"a survivor was killed at {kinds}:\n{cluster.endings(task)}")
 
+    cluster.wait_traced(task, event="step", iteration=25)
     records = cluster.records()
     lost = [record for record in records if record.kind == "IncidentClosed"]
     assert len(lost) == len(ROUNDS)
