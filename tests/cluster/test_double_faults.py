@@ -17,6 +17,7 @@ import pytest
 from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
 from unicron.events.records import Record
+from unicron.events.reports import Policy
 
 PAUSE_S_MAX = 30.0
 """Nobody holds until a deadline of a minute for who is dead or silent."""
@@ -50,6 +51,8 @@ class Pair(cluster_story.Pair):
         for task in tasks:
             self.cluster.wait_told(after, "IncidentOpened", task=task)
         self.wait_whole(num, num)
+        for task in tasks:  # else what the next test strikes has failed too often in too few steps
+            self.cluster.wait_steps(task, Policy().restart_iterations)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
         of = {record.seq: record.body.task for record in
               self.cluster.told(after, "IncidentOpened")}
