@@ -24,8 +24,9 @@ from . import checkpoint, cpu, model, state, text
 from .communicators import Communicators
 from .control import Control, Interrupted
 from .history import History
-from .iteration import Iteration, Outcome, clock, poisoned
+from .iteration import Iteration, clock
 from .ledger import NO_STATE, Claim, Share, settle
+from .reduction import Outcome, poisoned
 from .trace import Trace
 
 PROGRESS_S = 1.0
@@ -221,7 +222,7 @@ class Member:
             self.control.tell(CollectiveFailed(
                 task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
                 generation=self.generation, iteration=self.step_version,
-                error=self.iteration.why[:1000],
+                error=self.iteration.reduction.why[:1000],
             ))
         self._leave()
         return False
@@ -296,6 +297,6 @@ class Member:
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=self.generation, step_version=self.step_version,
             micro_batches=tuple(sorted(self.iteration.done)),
-            buckets_reduced=self.iteration.buckets_reduced,
+            buckets_reduced=self.iteration.reduction.num_complete,
             num_buckets=len(self.trainee.bucket_groups),
         ))
