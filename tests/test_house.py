@@ -30,8 +30,8 @@ PURE = (
     *(f"control_plane/{name}.py" for name in (
         "state", "fold", "severity", "throughput", "planner", "placement", "transition",
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
-        "fold_requests", "incidents", "command", "processes", "calibration", "pricing", "waiting",
-        "withhold", "leaving")),
+        "fold_ranks", "fold_requests", "incidents", "command", "processes", "calibration",
+        "pricing", "waiting", "withhold", "leaving")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -1,0 +1,97 @@
+"""The fold of what becomes of one process: it starts, is ready, errs, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events import reports as r
+from ..events.orders import Seat
+from ..events.records import Record
+from .folding import arm, disarm, drop_rank, fault, find, find_ghost, set_phase, stepped
+from .severity import EXITED_ABNORMALLY, OTHER_SOFTWARE, exit_in_words, last_line, status_of
+from .state import ClusterState, Task
+
+
+def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.state != "ordered":
+        return
+    rank.state = "started"
+    rank.pid, rank.log_path = body.pid, body.log_path
+    state.orders.pop(rank.start_order, None)
+    if not task.is_train:
+        disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+        _round_started(state, record, task)
+
+
+def _round_started(state: ClusterState, record: Record, task: Task) -> None:
+    """Command tier: it runs when every seat has a process."""
+    if all(_runs(task, seat) for seat in task.target):
+        set_phase(state, task, "training")
+        stepped(state, task)
+
+
+def _runs(task: Task, seat: Seat) -> bool:
+    """Whether the seat's process runs."""
+    rank = task.ranks.get(seat.rank)
+    return rank is not None and rank.state == "started" and rank.slot == seat.slot
+
+
+def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.state not in ("ordered", "started"):
+        return
+    rank.state, rank.endpoint = "ready", body.endpoint
+    task.iteration_flops = body.iteration_flops
+    state.orders.pop(rank.start_order, None)
+    disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+
+
+def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.error_seq or rank.state == "finished":
+        return
+    rank.error, rank.error_text, rank.error_seq = status_of(body.error), body.text, record.seq
+    if not rank.stopping and not task.ending:
+        arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
+        what = last_line(body.text) or body.error
+        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True)
+
+
+def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
+    task = state.tasks.get(body.task)
+    if task is None:
+        return
+    ghost = find_ghost(task, body.rank, body.attempt)
+    if ghost is not None:
+        drop_rank(state, task, ghost)
+        return
+    rank = find(task, body.rank, body.attempt)
+    if rank is None:
+        return
+    member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
+    drop_rank(state, task, rank)
+    if not task.is_train and body.exit_code == 0 and not rank.stopping:
+        task.finished.append(rank.rank)
+        return
+    if rank.state == "finished" and task.phase == "starting" and not task.ending:
+        fault(task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model")
+    if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
+        return
+    if rank.error_seq:
+        incident = state.incidents.get(task.incident)
+        if incident is not None:
+            incident.evidence.append(record.seq)
+        return
+    fault(task, record, [rank], EXITED_ABNORMALLY,
+          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None)
+
+
+PROCESSES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
+    r.RankExited: _rank_exited,
+}
