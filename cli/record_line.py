@@ -178,6 +178,8 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}: "
                              f"{_last_line(b['text'])}",
     "RankExited": _exited,
+    "RankSuspended": lambda b: f"{_who(b)} pid {b['pid']} is stopped",
+    "RankContinued": lambda b: f"{_who(b)} pid {b['pid']} runs again",
     "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: "
                                   f"{_first_line(b['error'])}",
     "Quiesced": _quiesced,

@@ -19,6 +19,7 @@ from .fold_ranks import PROCESSES
 from .fold_requests import REQUESTS, acts_again, forget_requests
 from .folding import (
     arm,
+    await_continued,
     await_silent,
     broken,
     disarm,
@@ -86,6 +87,9 @@ def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
         disarm(state, f"replace/{node.name}")
         for task in state.tasks.values():
             await_silent(state, task)
+            for rank in task.ranks.values():
+                if rank.suspended and rank.slot.node == node.name:
+                    await_continued(state, task, rank)
         state.replan = f"node {node.name} is back"
 
 
@@ -243,7 +247,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
             task.reattempts = 0
     # What is told late, of iterations before the fault, does not end the interruption.
     whole = len(task.living_members()) == len(task.members) and not any(
-        rank.error_seq for rank in task.living_members())
+        rank.error_seq or rank.overdue for rank in task.living_members())
     if iteration > task.settled and task.phase == "training" and whole:
         task.stepped = task.generation
         stepped(state, task)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..events.records import Record
 from ..events.reports import DeadlineReached
-from .folding import broken, fault, find, has_settled, mute
+from .folding import STOPPED, broken, fault, find, has_settled, mute
 from .severity import TASK_HANG, network_status
 from .state import ClusterState, Rank, Task
 
@@ -23,6 +23,18 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
     rank = find(task, rest[0], rest[1])
     if rank is not None:
         rank.overdue = rank.overdue or "did not end in time"
+
+
+def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """A rank stands still, as told. On a silent node nobody knows: it counts when it is heard."""
+    rank = find(task, rest[0], rest[1])
+    node = state.nodes.get(rank.slot.node) if rank is not None else None
+    if rank is None or rank.overdue or task.ending or node is None or node.silent:
+        return
+    rank.overdue = STOPPED
+    if rank.state != "finished" and not rank.error_seq:  # else it has nothing to do but to end
+        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
+              evidence=(rank.suspended_seq,), since_s=rank.suspended_s)
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -76,7 +88,8 @@ def _names(ranks: list[Rank]) -> str:
 
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
-    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "quiesce": _late_quiesce,
+    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "stopped": _late_stopped,
+    "quiesce": _late_quiesce,
     "silent": _late_silent,
     "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
 }

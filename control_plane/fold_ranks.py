@@ -1,4 +1,4 @@
-"""The fold of what becomes of one process: it starts, is ready, errs, ends."""
+"""The fold of what becomes of one process: it starts, is ready, stands still, errs, ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 from ..events import reports as r
 from ..events.orders import Seat
 from ..events.records import Record
-from .folding import arm, disarm, drop_rank, fault, find, find_ghost, set_phase, stepped
+from .folding import (
+    STOPPED,
+    arm,
+    await_continued,
+    disarm,
+    drop_rank,
+    fault,
+    find,
+    find_ghost,
+    set_phase,
+    stepped,
+)
 from .severity import EXITED_ABNORMALLY, OTHER_SOFTWARE, exit_in_words, last_line, status_of
 from .state import ClusterState, Task
 
@@ -91,7 +102,30 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
           f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None)
 
 
+def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
+    """Its peers wait for it, so it is given a time. Command tier: whoever stopped it wants that."""
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.suspended:
+        return
+    rank.suspended_s, rank.suspended_seq = record.at_s, record.seq
+    await_continued(state, task, rank)
+
+
+def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
+    """Where healing was held meanwhile, there is nothing left to end it for."""
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or not rank.suspended:
+        return
+    rank.suspended_s, rank.suspended_seq = -1.0, 0
+    disarm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
+    if rank.overdue == STOPPED and not rank.stopping:
+        rank.overdue = ""
+
+
 PROCESSES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
-    r.RankExited: _rank_exited,
+    r.RankExited: _rank_exited, r.RankSuspended: _rank_suspended,
+    r.RankContinued: _rank_continued,
 }

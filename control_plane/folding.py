@@ -16,6 +16,9 @@ from .state import (
     Task,
 )
 
+STOPPED = "is stopped (SIGSTOP)"
+"""Why a rank that stood still for too long is overdue."""
+
 
 def arm(state: ClusterState, deadline: str, length_s: float) -> None:
     """Hold a deadline, due `length_s` from now."""
@@ -65,7 +68,7 @@ def close_orders(state: ClusterState, orders: list[int]) -> None:
 
 def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     """Its deadlines, its orders: all but its slot."""
-    for what in ("start", "stop", "error"):
+    for what in ("start", "stop", "error", "stopped"):
         disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
     close_orders(state, [rank.start_order, *rank.stop_orders])
 
@@ -145,6 +148,12 @@ def await_silent(state: ClusterState, task: Task) -> None:
         arm(state, name, state.policy.evidence_s_max)
 
 
+def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
+    """Hold a deadline for a training rank whose process is stopped; not for one that is to end."""
+    if task.is_train and not task.ending and not rank.stopping and not rank.overdue:
+        arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
+
+
 def has_settled(task: Task, rank: Rank) -> bool:
     """Whether the member has said that it is up in the current generation."""
     return rank.reconfigured >= task.generation
@@ -167,8 +176,12 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
 
 
 def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
-          evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False) -> None:
-    """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains."""
+          evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
+          since_s: float = -1.0) -> None:
+    """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains.
+
+    `since_s`: when it struck; below 0: with this record.
+    """
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
@@ -181,7 +194,8 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
     node = ranks[0].slot.node if ranks else ""
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
-        evidence=(*evidence, record.seq), at_s=record.at_s, hurts=hurts, ended=ended))
+        evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
+        hurts=hurts, ended=ended))
 
 
 def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:

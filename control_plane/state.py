@@ -96,12 +96,21 @@ class Rank(Struct, kw_only=True):
     failed_seq: int = 0
     failed_error: str = ""
     overdue: str = ""
-    """What it was too late for; it is to be stopped at once."""
+    """What it was too late for; it is to be ended at once."""
+    suspended_s: float = -1.0
+    """Since when its process is stopped; below 0: it is not."""
+    suspended_seq: int = 0
+    """What tells so."""
     has_state: bool = False
     joined_iteration: int = -1
     error: str = ""
     error_text: str = ""
     error_seq: int = 0
+
+    @property
+    def suspended(self) -> bool:
+        """Whether its process stands still, as far as told."""
+        return self.suspended_seq > 0
 
     @property
     def stopping(self) -> bool:

@@ -95,14 +95,21 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
 
 def _steps(task: Task) -> bool:
     """Whether nothing that is known keeps it from stepping."""
-    whole = len(task.living_members()) == len(task.members) and task.failed_s < 0
-    return task.phase == "training" and whole
+    living = task.living_members()
+    whole = len(living) == len(task.members) and task.failed_s < 0
+    return task.phase == "training" and whole and not any(rank.suspended for rank in living)
 
 
 def _rank(rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": "stopping" if rank.stopping else rank.state, "has_state": rank.has_state}
+            "state": _rank_in_words(rank), "has_state": rank.has_state}
+
+
+def _rank_in_words(rank: Rank) -> str:
+    if rank.stopping:
+        return "stopping"
+    return "stopped" if rank.suspended else rank.state
 
 
 def _plan(state: ClusterState) -> dict[str, Any] | None:

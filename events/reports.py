@@ -40,6 +40,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a rank told to stop at an iteration's end may take."""
     reconfigure_s_max: float = 30.0
     stop_s_max: float = 10.0
+    stopped_s_max: float = 2.0
+    """How long a training rank may be stopped (SIGSTOP) before its process is ended."""
     restarts_max: int = 3
     """Restarts of one rank, or of a whole task, without progress in between."""
     restart_iterations: int = 10
@@ -232,6 +234,24 @@ class RankExited(Body, frozen=True):
     signal: int | None
     tail: str = ""
     """The end of what it wrote to stderr."""
+
+
+class RankSuspended(Body, frozen=True):
+    """The process was found stopped (SIGSTOP, a shell's Ctrl-Z): it does nothing, and lives."""
+
+    task: int
+    rank: int
+    attempt: int
+    pid: int
+
+
+class RankContinued(Body, frozen=True):
+    """A suspended process runs again (SIGCONT)."""
+
+    task: int
+    rank: int
+    attempt: int
+    pid: int
 
 
 class CollectiveFailed(Body, frozen=True):
