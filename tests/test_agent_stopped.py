@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,17 @@ from agent_driver import (
 from unicron.events import embedded
 from unicron.events.memory_log import MemoryLog
 from unicron.events.orders import InjectFault
-from unicron.events.reports import FaultKind, NodeJoined, OrderRefused, RankExited, RankStarted
+from unicron.events.reports import (
+    FaultKind,
+    NodeJoined,
+    OrderRefused,
+    RankContinued,
+    RankExited,
+    RankStarted,
+    RankSuspended,
+)
 from unicron.workers import linux
+from unicron.workers.agent.agent import LOOK_S
 from unicron.workers.agent.link import CALL_S_MAX
 
 SLEEP = "import time; time.sleep(120)"
@@ -148,6 +159,65 @@ def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
     go(test)
 
 
+def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
+        memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank in (0, 1):
+                await one.start(python(SLEEP), rank=rank)
+            started = {told.rank: told.pid for told in await one.leader.wait(RankStarted, 2)}
+            for rank in (0, 1):
+                os.kill(started[rank], signal.SIGSTOP)
+                stops = await one.leader.wait(RankSuspended, rank + 1)
+            os.kill(started[0], signal.SIGCONT)
+            (goes_on,) = await one.leader.wait(RankContinued)
+            os.kill(started[0], signal.SIGSTOP)
+            stops = await one.leader.wait(RankSuspended, 3)
+            assert [(told.rank, told.attempt, told.pid) for told in stops] == [
+                (rank, 1, started[rank]) for rank in (0, 1, 0)]
+            assert (goes_on.rank, goes_on.pid) == (0, started[0])
+            os.kill(started[1], signal.SIGKILL)
+            await one.leader.wait(RankExited)
+            await asyncio.sleep(2 * LOOK_S)
+            assert len(one.leader.all(RankContinued)) == 1, "who is killed does not go on"
+            assert len(one.leader.all(RankSuspended)) == 3
+            os.kill(started[0], signal.SIGCONT)  # so that it ends at once
+
+    go(test)
+
+
+@contextmanager
+def held_by_a_debugger(pid: int) -> Iterator[None]:
+    """A child of this process is traced, and stands still."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(16, pid, None, None) == 0, os.strerror(ctypes.get_errno())  # PTRACE_ATTACH
+    os.waitpid(pid, 0)
+    try:
+        yield
+    finally:
+        assert libc.ptrace(17, pid, None, None) == 0  # PTRACE_DETACH
+
+
+def test_a_rank_in_a_debugger_is_not_stopped(memory: MemoryLog, tmp_path: Path) -> None:
+    """Somebody looks at it, and knows."""
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank in (0, 1):
+                await one.start(python(SLEEP), rank=rank)
+            pids = {told.rank: told.pid for told in await one.leader.wait(RankStarted, 2)}
+            with held_by_a_debugger(pids[0]):
+                found = linux.read(pids[0])
+                assert found is not None
+                assert found.state == "t"
+                await asyncio.sleep(2 * LOOK_S)
+                os.kill(pids[1], signal.SIGSTOP)
+                (told,) = await one.leader.wait(RankSuspended)
+                assert told.rank == 1
+            os.kill(pids[1], signal.SIGCONT)  # so that it ends at once
+
+    go(test)
+
+
 def test_a_node_is_lost_on_purpose_once(own_server: embedded.Server, tmp_path: Path) -> None:
     """With all its ranks, also one that is stopped and one whose child has left its group."""
     async def test() -> None:
@@ -160,6 +230,7 @@ def test_a_node_is_lost_on_purpose_once(own_server: embedded.Server, tmp_path: P
             pids = [started.pid for started in await one.wait(RankStarted, 2)]
             pids.append(int(await until_text(note)))
             os.kill(pids[1], signal.SIGSTOP)
+            await one.wait(RankSuspended)
             await one.leader.order(fault("node", incarnation=joined.incarnation))
             assert await ended(first) == -signal.SIGKILL
             for pid in pids:
@@ -169,8 +240,8 @@ def test_a_node_is_lost_on_purpose_once(own_server: embedded.Server, tmp_path: P
             await one.start("pass", attempt=2)  # it read the order before, and lives
             await one.wait(RankExited)
             assert second.poll() is None
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "NodeJoined",
-                                   "RankStarted", "RankExited"]
+            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
+                                   "NodeJoined", "RankStarted", "RankExited"]
             second.terminate()
             assert await ended(second) == 0, one.said()
 

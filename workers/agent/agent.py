@@ -1,4 +1,4 @@
-"""One node's agent between the log and its ranks: one TaskGroup, four loops."""
+"""One node's agent between the log and its ranks: one TaskGroup, five loops."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ ORDERS_WAIT_S = 5.0
 FLUSH_S_MAX = 5.0
 """How long a stopping agent waits for its last reports to be acknowledged."""
 SWEEP_S = 1.0
+LOOK_S = 0.2
+"""Between two looks at the ranks: so late at most it is told that one was stopped."""
 
 _log = structlog.get_logger("agent")
 
@@ -70,7 +72,8 @@ class Agent:
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),
-                         group.create_task(self._sweep(ranks), name="sweep")]
+                         group.create_task(self._sweep(ranks), name="sweep"),
+                         group.create_task(self._look(ranks), name="look")]
                 orders = group.create_task(self._follow(ranks), name="orders")
                 await stop.wait()
                 _log.info("stopping", ranks=len(ranks.pids))
@@ -117,6 +120,12 @@ class Agent:
             except (Unavailable, Ambiguous):
                 pass
             await asyncio.sleep(BEAT_S)
+
+    async def _look(self, ranks: Ranks) -> None:
+        """A process that is stopped says nothing, and its peers wait for it in their collective."""
+        while True:
+            ranks.look()
+            await asyncio.sleep(LOOK_S)
 
     async def _sweep(self, ranks: Ranks) -> None:
         """Reap orphans that ended by themselves while their rank lives on."""

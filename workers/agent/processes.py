@@ -83,6 +83,11 @@ class Process:
     def has_ended(self) -> bool:
         return self._ended.done()
 
+    def is_stopped(self) -> bool | None:
+        """Whether it stands still by a signal; None where it has ended, or a debugger holds it."""
+        proc = linux.read(self.pid) if not self._is_reaped else None
+        return None if proc is None or proc.state in "tZX" else proc.state == "T"
+
     def signal_group(self, number: signal.Signals) -> None:
         """Send to the process and its group; nothing if they are gone."""
         if not self._is_reaped:
