@@ -115,11 +115,10 @@ class Chaos:
             agent.raise_in(process, "RuntimeError")
 
     async def stop_rank(self) -> None:
-        running = [x for _, x in self.world.cluster.running() if x.rank]
+        running = [x for x in self.world.cluster.running() if x[1].rank]
         if running:
-            rank = self.rng.choice(running).rank
-            assert rank is not None
-            rank.stop(self.rng.choice([0.5, 5.0, 20.0]))
+            agent, process = self.rng.choice(running)
+            agent.halt(process, self.rng.choice([0.5, 5.0, 20.0]))
 
     async def blip(self) -> None:
         for task in self.world.tasks_running():

@@ -26,9 +26,11 @@ from ..events.reports import (
     NodeJoined,
     NodeLeft,
     OrderRefused,
+    RankContinued,
     RankErrored,
     RankExited,
     RankStarted,
+    RankSuspended,
 )
 from .simulated_rank import PaperNet, PaperRank, Tempo
 
@@ -37,6 +39,7 @@ RESEND_S = 0.5
 BEAT_S = 1.0
 ORDERS_WAIT_S = 10.0
 COMMAND_S = (5.0, 30.0)
+LOOK_S = (0.001, 0.2)
 
 
 class PaperProcess(Struct):
@@ -47,6 +50,8 @@ class PaperProcess(Struct):
     rank: PaperRank | None = None
     end: asyncio.TimerHandle | None = None
     stopping: bool = False
+    is_suspended: bool = False
+    """As last told."""
 
 
 class PaperAgent:
@@ -103,6 +108,8 @@ class PaperAgent:
     def go_on(self) -> None:
         """SIGCONT."""
         self._goes_on.set()
+        for process in list(self.processes.values()):
+            self._look(process)
 
     def say(self, body: Body) -> None:
         """Spool a report; it is sent until the log has it."""
@@ -118,6 +125,13 @@ class PaperAgent:
         """SIGKILL from outside."""
         self._exit(process, exit_code=None, signal=9)
 
+    def halt(self, process: PaperProcess, stop_s: float) -> None:
+        """SIGSTOP to a rank, and SIGCONT after `stop_s` (0: never); the agent sees it soon."""
+        if process.rank is not None:
+            process.rank.stop(stop_s)
+            for in_s in (0.0, process.rank.stopped_s):
+                self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
+
     def raise_in(self, process: PaperProcess, error: str) -> None:
         """An exception in the rank: it tells of it, then its process ends with code 1."""
         rank, order = process.rank, process.order
@@ -126,6 +140,18 @@ class PaperAgent:
                                  generation=rank.seen, iteration=max(rank.step_version, 0),
                                  error=error, text="on paper"))
         self._exit(process, exit_code=1, signal=None)
+
+    def _look(self, process: PaperProcess) -> None:
+        """Tell whether the rank stands still, when that is news; a stopped agent sees nothing."""
+        rank, order = process.rank, process.order
+        there = self.processes.get(order.slot.index) is process
+        if rank is None or not there or not self._goes_on.is_set():
+            return
+        if (rank.stopped_s > 0) != process.is_suspended:
+            process.is_suspended = not process.is_suspended
+            kind = RankSuspended if process.is_suspended else RankContinued
+            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt,
+                          pid=process.pid))
 
     # --- tasks -----------------------------------------------------------------------------------
     async def _deliver(self) -> None:
@@ -216,8 +242,8 @@ class PaperAgent:
             self._fall()
         elif process is not None and order.what == "rank":
             self.kill(process)
-        elif process is not None and process.rank is not None:
-            process.rank.stop(order.stop_s)
+        elif process is not None:
+            self.halt(process, order.stop_s)
 
     def _start(self, seq: int, order: StartRank) -> None:
         busy = self.processes.get(order.slot.index)
