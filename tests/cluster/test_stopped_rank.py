@@ -1,0 +1,117 @@
+"""A real rank is stopped in the middle of a reduction: the others do not wait for a minute.
+
+One story on two nodes with a task of four ranks. The rank is held where it shall be stopped, so
+that the others wait for it in their collective whatever the machine is busy with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twins import Twins, small
+from unicron.workers import linux
+from unicron.workers.agent.agent import LOOK_S
+
+VICTIM = 2
+STOPPED_S_MAX = 4.0
+"""Of the cluster's policy: whoever goes on within it does so also where the cores are others'."""
+BUSY_S_MAX = 1.5
+"""Until the interrupted iteration is stepped by those who are left, on a busy machine."""
+AHEAD_NUM = 5
+"""Iterations until it is held: fewer would be a race with the file that asks for it."""
+
+
+class Story:
+    """The task, and the way to stop its rank in the midst of an iteration's reduction."""
+
+    def __init__(self, cluster: Any, output: Path) -> None:
+        self.cluster = cluster
+        self.spec = small("stands", output, checkpoint_every=20)
+        self.task = cluster.submit(self.spec)
+        cluster.wait_whole(self.task, 4)
+        self.held: tuple[Path, Path] | None = None
+
+    def stop_in_reduction(self) -> tuple[int, int, float]:
+        """The iteration, the pid, and when: its sums are known everywhere, its gradients not."""
+        cluster, task = self.cluster, self.task
+        iteration = max(line["iteration"] for line in cluster.traced(task)) + AHEAD_NUM
+        hold = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
+        hold.parent.mkdir(exist_ok=True)
+        new = hold.with_suffix(".new")
+        new.write_text(json.dumps({"event": "bucket", "iteration": iteration}))
+        new.rename(hold)
+        line = cluster.wait_traced(task, event="held", iteration=iteration, rank=VICTIM)
+        for rank in range(4):
+            if rank != VICTIM:  # it waits in the collective that the victim does not enter
+                cluster.wait_traced(task, event="bucket", iteration=iteration, rank=rank)
+        os.kill(line["pid"], signal.SIGSTOP)
+        struck_s = time.time()
+        hold.unlink()
+        return iteration, line["pid"], struck_s
+
+
+@pytest.fixture(scope="module")
+def story(two: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return Story(two, tmp_path_factory.mktemp("out"))
+
+
+def test_one_that_goes_on_in_time_disturbs_nobody(story: Story) -> None:
+    cluster, task, after = story.cluster, story.task, story.cluster.seq()
+    before, generation = cluster.pids(task), cluster.task(task)["generation"]
+    iteration, pid, _ = story.stop_in_reduction()
+    cluster.wait_told(after, "RankSuspended", task=task, rank=VICTIM, pid=pid)
+    os.kill(pid, signal.SIGCONT)
+    cluster.wait_told(after, "RankContinued", task=task, rank=VICTIM, pid=pid)
+    cluster.wait_traced(task, event="done", iteration=iteration, pid=pid)
+    cluster.wait_steps(task)
+    assert not cluster.told(after, "IncidentOpened"), cluster.tail(after)
+    assert cluster.kept(task, before) == set(before)
+    assert cluster.task(task)["generation"] == generation
+
+
+def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
+        story: Story, twins: Twins) -> None:
+    cluster, task, after = story.cluster, story.task, story.cluster.seq()
+    before = cluster.pids(task)
+    iteration, pid, struck_s = story.stop_in_reduction()
+    opened = cluster.wait_told(after, "IncidentOpened", task=task).body
+    told = cluster.told(after, "RankSuspended", task=task)[0]
+    assert (opened.severity, opened.status, opened.why) == (
+        "SEV2", "task hang", f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP)")
+    assert told.seq in opened.evidence
+    cluster.wait_told(after, "RankExited", task=task, rank=VICTIM, pid=pid,
+                      signal=int(signal.SIGKILL))
+    proc = linux.read(pid)
+    assert proc is None or proc.state in "ZX", "nobody has to let it go on"
+
+    # those who are left have stepped the very iteration, by the bound
+    survivors = {rank: own for rank, own in before.items() if rank != VICTIM}
+    steps = [cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
+             for own in survivors.values()]
+    took_s = max(line["t"] for line in steps) - struck_s
+    assert STOPPED_S_MAX <= took_s <= STOPPED_S_MAX + LOOK_S + BUSY_S_MAX, cluster.tail(after)
+
+    cluster.wait_whole(task, 4)
+    closed = cluster.wait_told(after, "IncidentClosed").body
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
+        "healed", 0, False), cluster.tail(after)
+    assert closed.pause_s == pytest.approx(took_s, abs=BUSY_S_MAX), "it stood since the stop"
+    assert cluster.kept(task, before) == set(survivors)
+    healed = cluster.seq()
+    cluster.wait_told(healed, "CheckpointPublished", task=task)
+    story.held = twins.start(story.spec)
+
+
+def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
+    cluster, task = story.cluster, story.task
+    assert story.held is not None
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    assert cluster.wait_ended(task)["state"] == "cancelled"
+    twins.hold(*story.held, cluster.losses(task))
+    cluster.verify()
