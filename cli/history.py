@@ -7,13 +7,14 @@ fault's own time is the reporter's (`occurred_s` of its first evidence).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct, field
 
 from ..control_plane.severity import worse
 from ..events.orders import Severity
+from .achieved import Planned, Waf, Work, over_time
 from .on_purpose import OnPurpose
 
 Plain = dict[str, Any]
@@ -104,41 +105,6 @@ class TaskHistory(Struct, kw_only=True):
     ended_s: float = 0.0
 
 
-class Work(Struct, frozen=True):
-    """Weighted FLOP done for the first time, evenly from `from_s` to `to_s`."""
-
-    from_s: float
-    to_s: float
-    flop: float
-
-
-class Planned(Struct, frozen=True):
-    """What the cluster was to earn from `at_s` on, weighted FLOP/s: the plan, and the ideal one."""
-
-    seq: int
-    at_s: float
-    waf: float = 0.0
-    ideal_waf: float = 0.0
-    origins: tuple[str, ...] = ()
-    """Of the tables, as they were then, of the tasks that it gives slots, sorted."""
-
-
-class Waf(Struct, frozen=True, kw_only=True):
-    """WAF over time in buckets of `bucket_s` from `from_s` on: weighted FLOP/s, means of a bucket.
-
-    `achieved` is measured. `planned` and `ideal` are in the units of the tasks' throughput tables,
-    whose `origins` say whether they compare with it: only `measured` does.
-    """
-
-    from_s: float
-    bucket_s: float
-    achieved: tuple[float, ...]
-    planned: tuple[float, ...]
-    ideal: tuple[float, ...]
-    origins: tuple[str, ...]
-    """Of the tasks that the log's plans gave slots: declared, modelled, measured."""
-
-
 class History(Struct):
     """All tasks and incidents of a log, by id; `seq` is the last record that was read."""
 
@@ -200,34 +166,8 @@ def waf(it: History, num_buckets: int) -> Waf:
     at that time, spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps;
     0 before the first plan and after the last task's end. Raises ValueError on no buckets.
     """
-    if num_buckets < 1:
-        raise ValueError("at least one bucket")
     from_s = min((task.submitted_s for task in it.tasks.values()), default=it.at_s)
-    bucket_s = max(it.at_s - from_s, 1e-3) / num_buckets
-    edges = [from_s + bucket_s * index for index in range(num_buckets + 1)]
-    until_s = [plan.at_s for plan in it.plans[1:]] + [edges[-1]]
-    plans = [Work(plan.at_s, to_s, plan.waf * (to_s - plan.at_s))
-             for plan, to_s in zip(it.plans, until_s, strict=False)]
-    ideals = [Work(plan.at_s, to_s, plan.ideal_waf * (to_s - plan.at_s))
-              for plan, to_s in zip(it.plans, until_s, strict=False)]
-    return Waf(from_s=from_s, bucket_s=bucket_s, achieved=_rates(it.work, edges),
-               planned=_rates(plans, edges), ideal=_rates(ideals, edges),
-               origins=tuple(dict.fromkeys(name for plan in it.plans for name in plan.origins)))
-
-
-def _rates(work: Sequence[Work], edges: Sequence[float]) -> tuple[float, ...]:
-    """The mean FLOP/s between neighbouring edges; work before the first edge counts to it."""
-    bucket_s = edges[1] - edges[0]
-    parts: list[list[float]] = [[] for _ in edges[1:]]
-    for one in work:
-        from_s, to_s = max(one.from_s, edges[0]), min(one.to_s, edges[-1])
-        first, last = (min(max(int((at_s - edges[0]) / bucket_s), 0), len(parts) - 1)
-                       for at_s in (from_s, to_s))
-        for index in range(first, last + 1):
-            inside_s = min(to_s, edges[index + 1]) - max(from_s, edges[index])
-            share = inside_s / (to_s - from_s) if to_s > from_s else 1.0 / (last - first + 1)
-            parts[index].append(one.flop * max(share, 0.0))
-    return tuple(math.fsum(part) / bucket_s for part in parts)
+    return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
 
 def _worked(told: History, task: TaskHistory, record: Plain) -> None:
