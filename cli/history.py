@@ -92,6 +92,8 @@ class TaskHistory(Struct, kw_only=True):
     """Slots that step now."""
     stopped_s: float = 0.0
     """When it last stopped stepping."""
+    suspended_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Rank -> since when this member's process stands still."""
     failed_seq: int = 0
     """The first collective that failed since it was told to train; 0: none did."""
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -264,12 +266,18 @@ def _stepping(told: History, record: Plain) -> None:
              or (kind == "IncidentOpened" and any(x in task.members for x in body["ranks"])))
     if kind == "CollectiveFailed" and body["generation"] == task.resumed:
         task.failed_seq = task.failed_seq or record["seq"]
+    if kind == "RankSuspended" and task.members.get(body["rank"]) == body["attempt"]:
+        task.suspended_s[body["rank"]] = record["at_s"]
+    elif kind == "RankContinued":
+        task.suspended_s.pop(body["rank"], None)
     if stops and (task.resumed or task.stepping_num):
-        task.stepping_num, task.resumed, task.stopped_s = 0, 0, record["at_s"]
+        since_s = min(task.suspended_s.values(), default=record["at_s"])
+        task.stepping_num, task.resumed, task.stopped_s = 0, 0, since_s
     elif kind == "TaskPlaced":
         task.num_seats = len(body["seats"])
     elif kind == "Reconfigure":
         task.members = {one["rank"]: one["attempt"] for one in body["members"]}
+        task.suspended_s = {}
         task.dps[body["generation"]] = len(body["members"])
     elif kind == "Reconfigured":
         task.settled = body["step_version"]

@@ -115,6 +115,7 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
                                    if x["kind"] == "NodeSilenced"
                                    and x["at_s"] <= one.detected_s), default=0.0),
+                         stood_s=_stood_s(one, evidence),
                          held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
@@ -130,11 +131,20 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
     }
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) -> list[Plain]:
+def _stood_s(one: IncidentHistory, evidence: list[Plain]) -> float:
+    """How long a stopped rank was given to go on, where that was the fault; else 0."""
+    due_s = [x["at_s"] for x in evidence if x["kind"] == "DeadlineReached"
+             and x["body"]["deadline"].startswith("stopped/") and x["at_s"] <= one.decided_s]
+    return float(due_s[0] - one.detected_s) if due_s else 0.0
+
+
+def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood_s: float = 0.0,
+           held: bool = False) -> list[Plain]:
     """How long each phase took; those that the incident has not reached are left out.
 
     `silence_s`: a node's that was not heard of, by which the fault was detected; it takes the place
-    of the detection. `held`: orders were withheld, which is no part of rebuilding.
+    of the detection. `stood_s`: a stopped rank's until it was late, which is no part of deciding.
+    `held`: orders were withheld, which is no part of rebuilding.
     """
     found: list[Plain] = []
     for name, from_, to in HELD_PHASES if held else PHASES:
@@ -144,6 +154,11 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, held: bool = False) 
     if silence_s:
         found = [{"name": "silent", "from_s": one.detected_s - silence_s, "length_s": silence_s},
                  *(x for x in found if x["name"] != "detect")]
+    if stood_s:
+        late_s = one.detected_s + stood_s
+        given = {"name": "stopped", "from_s": one.detected_s, "length_s": stood_s}
+        decide = {"name": "decide", "from_s": late_s, "length_s": one.decided_s - late_s}
+        found = [y for x in found for y in ([given, decide] if x["name"] == "decide" else [x])]
     return [x for x in found if x["name"] != "full" or x["length_s"] > 0]
 
 

@@ -265,6 +265,48 @@ def test_a_rank_that_was_killed_on_purpose() -> None:
     assert on_purpose(d, str(first)) == told
 
 
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_a_rank_that_was_stopped(asked_for: bool) -> None:
+    """Its time to go on is a phase of its own, and training stood from its begin on."""
+    d = Driver()
+    task = d.running()
+    seq = asked(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
+    (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.progress(task)  # of the iteration before, told late
+    carry_out(d, d.due(f"stopped/{task}/2/1"))
+    told = facts(plain(d))
+    assert on_purpose(d) == [
+        f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
+    names = [x["name"] for x in told["phases"]]
+    assert names == ["detect", "stopped", "decide", "rebuild", "step", "full"]
+    lengths_s = {x["name"]: x["length_s"] for x in told["phases"]}
+    assert lengths_s["stopped"] == pytest.approx(2.0, abs=0.05)
+    assert lengths_s["decide"] == pytest.approx(0.0, abs=1e-6)
+    assert told["timeline"][0]["seq"] == sign.seq
+    (one,) = history(plain(d)).incidents.values()
+    assert one.pause_s == pytest.approx(one.closed_s - sign.at_s)
+    assert one.slot_s == pytest.approx(4 * one.pause_s, abs=0.1)
+    if not asked_for:
+        check("incident-stopped", page(told), columns_max=100)
+
+
+def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
+    d = Driver()
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.due(f"stopped/{task}/2/1")
+    d.now_s += 30
+    d.tell("n2/1", r.RankContinued(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.progress(task)
+    d.now_s += 50
+    d.progress(task)
+    told = facts(plain(d))
+    assert told["outcome"] == "healed"
+    assert told["cost"]["pause_s"] == pytest.approx(32.0, abs=0.2)
+    assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
+
+
 def test_a_stop_that_went_by_explains_nothing_later() -> None:
     d = Driver()
     task = d.running()
