@@ -27,7 +27,7 @@ from .history import History
 from .iteration import Iteration, clock
 from .ledger import NO_STATE, Claim, Share, settle
 from .reduction import Outcome, poisoned
-from .trace import Trace
+from .trace import Event, Trace
 
 PROGRESS_S = 1.0
 """How often the first member tells its progress."""
@@ -67,8 +67,9 @@ class Member:
         self.communicators.down(self.trainee.roots)
         self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
-        self.iteration = Iteration(self.trainee, words, Trace(
-            environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank, start.attempt))
+        self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
+                           start.attempt)
+        self.iteration = Iteration(self.trainee, words, self.trace)
         self.digest = words.digest
         self.spoilt = False
         self.saved: CheckpointSaved | None = None
@@ -91,6 +92,7 @@ class Member:
             state_bytes=state.num_bytes(self.trainee), iteration_flops=self.flops,
             data_digest=self.digest,
         ))
+        self._note("ready")
         finished = False
         while not finished:
             match self.control.next_order():
@@ -104,6 +106,9 @@ class Member:
                 case order:
                     log.info("order ignored", kind=type(order).__name__,
                              generation=self.generation)
+
+    def _note(self, event: Event) -> None:
+        self.trace.note(event, self.generation, self.step_version)
 
     # --- joining --------------------------------------------------------------------------------
     def _join(self, order: Reconfigure) -> None:
@@ -142,11 +147,13 @@ class Member:
     def _meet_and_settle(self, order: Reconfigure, place: int) -> Reconfigured:
         """Communicators up, claims exchanged, state where it is missing. Raises RuntimeError."""
         began_s = clock()
+        self._note("meet")
         news = self.communicators.meet(order.generation, place, len(order.members), order.store,
                                        msgspec.msgpack.encode(self.iteration.claim()))
         claims = [msgspec.msgpack.decode(told, type=Claim) for told in news]
         self.communicators.up()
         up_s = clock()
+        self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches)
         share = settlement.shares[place]
         step_version, received_bytes, source = settlement.step_version, 0, NO_STATE
@@ -184,11 +191,13 @@ class Member:
     def _give(self, takers: list[int]) -> None:
         told = state.numbers(self.trainee, self.step_version, self.history)
         for taker in takers:
+            self._note("give")
             state.give(self.trainee, told, taker)
 
     def _receive(self, giver: int) -> int:
         worthless = self.step_version == NO_STATE
         self.spoilt = self.spoilt or worthless
+        self._note("receive")
         told, put_in_force, received_bytes = state.receive(self.trainee, giver,
                                                            staged=not worthless)
         if not self.communicators.woken:
@@ -256,6 +265,7 @@ class Member:
         """
         path = checkpoint.place(self.generation, self.step_version)
         if self.saved is None or self.saved.path != path:  # else it lies there, and may be read
+            self._note("save")
             try:
                 ckpt_bytes = checkpoint.save(Path(self.train.output) / path, self.trainee,
                                              self.step_version, self.history)
@@ -264,6 +274,7 @@ class Member:
                     raise
                 log.warning("checkpoint not saved", iteration=self.step_version, why=str(error))
                 return
+            self._note("saved")
             self.saved = CheckpointSaved(
                 task=self.start.task, generation=self.generation, path=path,
                 step_version=self.step_version, ckpt_bytes=ckpt_bytes, final=final)

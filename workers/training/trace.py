@@ -22,7 +22,8 @@ Event = Literal[
     "ready", "meet", "settle", "give", "receive",
     "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
     "reduce", "stats", "bucket", "bucket_done", "reduced",
-    "scale", "unscale", "clip", "step", "stepped", "schedule", "done", "save", "saved",
+    "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
+    "save", "saved",
 ]
 HOLD_S = 0.002
 

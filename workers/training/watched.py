@@ -7,14 +7,15 @@ objects' methods: each bucket group's `finish_grad_sync`, and the optimizer's pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .model import Trainee
+from .model import Trainee, parts
 from .trace import Event
 
 
@@ -42,11 +43,17 @@ class Watched:
                     partial(self._leave, index))
         optimizer = trainee.optimizer
         _around(optimizer, "prepare_grads", lambda: note("unscale"))
-        _around(optimizer, "get_grad_norm", lambda: note("clip"))
+        for scaler in _scalers(optimizer):
+            _around(scaler, "update", lambda: note("scaler"))
+        _around(optimizer, "get_grad_norm", lambda: note("norm"), lambda: note("clip"))
         _around(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
         if closely:
             layers = trainee.module.decoder.layers
             layers[len(layers) // 2].register_forward_hook(self._middle)
+            for part in parts(optimizer):
+                # AdamW begins each of its groups of parameters with this.
+                _around(part, "_init_group",
+                        partial(self._begin_group, cycle(range(len(part.param_groups)))))
 
     @property
     def num_complete(self) -> int:
@@ -68,6 +75,10 @@ class Watched:
         self._mine.goes_on()
         self._mine.complete[-1] = True
 
+    def _begin_group(self, turns: Iterator[int]) -> None:
+        if next(turns):  # the groups before this one have been stepped
+            self._note("step_mid")
+
     def _middle(self, module: Any, given: Any, made: Any) -> None:
         self._note("forward_mid")
         hidden = made[0] if isinstance(made, tuple) else made
@@ -76,6 +87,13 @@ class Watched:
 
     def _middle_of_backward(self, gradient: Tensor) -> None:
         self._note("backward_mid")
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    """The loss scalers inside Megatron's optimizer: none in fp32."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = [getattr(part, "grad_scaler", None) for part in chained]
+    return [scaler for scaler in found if scaler is not None]
 
 
 def _around(thing: Any, method: str, before: Callable[[], None],
