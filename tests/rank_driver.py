@@ -1,0 +1,270 @@
+"""A driver that plays agent and control plane to real rank processes over the real wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nursery import Forked, Nursery
+from unicron.events.orders import Member, Quiesce, QuiesceMode, Reconfigure, Resume, Slot, StartRank
+from unicron.events.reports import (
+    Body,
+    Quiesced,
+    RankErrored,
+    RankFinished,
+    RankReady,
+    Reconfigured,
+    TaskProgressed,
+)
+from unicron.events.spec import JobSpec, parse
+from unicron.workers.wire import Frame, Unpacker, pack
+
+START_S = 90.0
+WAIT_S = 60.0
+TASK = 7
+
+
+class Process:
+    """One rank's process and our end of its socket: forked by a nursery, or started by exec."""
+
+    def __init__(self, rank: int, attempt: int, argv: list[str] | Nursery, folder: Path,
+                 trace: Path) -> None:
+        self.rank, self.attempt = rank, attempt
+        self.socket, theirs = socket.socketpair()
+        self.log = folder / f"{rank}-{attempt}.log"
+        environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
+                       "UNICRON_RANK": str(rank)}
+        self.popen: subprocess.Popen[bytes] | Forked
+        with self.log.open("wb") as output, theirs:
+            if isinstance(argv, Nursery):
+                self.popen = argv.fork(environment, output.fileno(), theirs.fileno())
+            else:
+                self.popen = subprocess.Popen(
+                    [*argv, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdout=output, stderr=output, env=environment, start_new_session=True)
+        self.ready: RankReady | None = None
+
+    def send(self, body: Body) -> None:
+        self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+
+class Driver:
+    """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
+
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        self.argv: list[str] | Nursery = [sys.executable, "-m", "unicron.workers.training.rank"]
+        self.spec = spec
+        self.folder = folder
+        self.trace_dir = folder / "trace"
+        self.processes: dict[int, Process] = {}
+        self.started: list[Process] = []
+        self.generation = 0
+        self.reports: list[tuple[int, int, Body]] = []
+        self.changed = threading.Condition()
+        self.hears = threading.Event()
+        """Cleared, it is as an agent that is stopped: it reads nothing."""
+        self.hears.set()
+
+    def start(self, *ranks: int, attempt: int = 1) -> None:
+        """Start processes and wait until all are ready."""
+        self.launch(*ranks, attempt=attempt)
+        for rank in ranks:
+            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
+                                                   limit_s=START_S)
+
+    def launch(self, *ranks: int, attempt: int = 1) -> None:
+        """Start processes."""
+        for rank in ranks:
+            process = Process(rank, attempt, self.argv, self.folder, self.trace_dir)
+            self.processes[rank] = process
+            self.started.append(process)
+            process.send(StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
+                                   slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
+                                   host="", port=0, checkpoint=""))
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: Process) -> None:
+        unpacker = Unpacker()
+        while self.hears.wait():
+            try:
+                data = process.socket.recv(1 << 16)
+            except OSError:
+                return
+            if not data:
+                return
+            with self.changed:
+                for frame in unpacker.feed(data):
+                    self.reports.append((process.rank, process.attempt, frame.body))
+                self.changed.notify_all()
+
+    def wait(self, kind: type[Any], rank: int, *, attempt: int | None = None,
+             where: Callable[[Any], bool] = lambda body: True, limit_s: float = WAIT_S) -> Any:
+        """The first report of this kind from this rank; fails after `limit_s` with the logs."""
+        def find() -> Any:
+            return next((body for told, tried, body in self.reports
+                         if told == rank and isinstance(body, kind) and where(body)
+                         and (attempt is None or tried == attempt)), None)
+
+        with self.changed:
+            if self.changed.wait_for(find, limit_s):
+                return find()
+        raise AssertionError(
+            f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}")
+
+    def told(self, kind: type[Any], rank: int | None = None) -> list[Any]:
+        with self.changed:
+            return [body for told, _, body in self.reports
+                    if isinstance(body, kind) and rank in (None, told)]
+
+    def story(self) -> str:
+        lines = [f"{rank}.{attempt} {body}"[:300] for rank, attempt, body in self.reports[-40:]]
+        for process in self.started:
+            text = process.log.read_text(errors="replace")
+            lines.append(f"--- {process.log.name} exit {process.popen.poll()}\n{text[-1500:]}")
+        return "\n".join(lines)
+
+    def order(self, body: Body, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].send(body)
+
+    def reconfigure(self, ranks: list[int], checkpoint: str = "") -> int:
+        """Order a new generation of these ranks; its number."""
+        self.generation += 1
+        members: list[Member] = []
+        for rank in ranks:
+            ready = self.processes[rank].ready
+            assert ready is not None
+            members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
+        self.order(Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
+                               members=tuple(members), store=members[0].endpoint,
+                               dp=len(members), checkpoint=checkpoint), ranks)
+        return self.generation
+
+    def reconfigured(self, ranks: list[int]) -> dict[int, Reconfigured]:
+        return {rank: self.wait(Reconfigured, rank, where=self._now) for rank in ranks}
+
+    def resume(self, ranks: list[int], progress_from: int = 0) -> None:
+        self.order(Resume(nodes=("n1",), task=TASK, generation=self.generation,
+                          progress_from=progress_from), ranks)
+
+    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = ""
+             ) -> dict[int, Reconfigured]:
+        """A new generation, up and training."""
+        self.reconfigure(ranks, checkpoint)
+        told = self.reconfigured(ranks)
+        self.resume(ranks, progress_from)
+        return told
+
+    def quiesce(self, ranks: list[int], mode: QuiesceMode) -> dict[int, Quiesced]:
+        """Order the current generation to end, and wait until these ranks hold."""
+        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                           ranks=tuple(ranks)), ranks)
+        return self.quiesced(ranks)
+
+    def leave(self, ranks: list[int], mode: QuiesceMode) -> dict[int, list[Body]]:
+        """Order these to leave, the first of them to save; what each says of it until it holds."""
+        with self.changed:
+            begin = len(self.reports)
+        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                           ranks=tuple(ranks), save=True), ranks)
+
+        def said(rank: int) -> list[Body]:
+            return [body for told, _, body in self.reports[begin:]
+                    if told == rank and not isinstance(body, TaskProgressed)]
+
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: all(any(isinstance(body, Quiesced) for body in said(rank))
+                            for rank in ranks), WAIT_S), self.story()
+            return {rank: said(rank) for rank in ranks}
+
+    def quiesced(self, ranks: list[int]) -> dict[int, Quiesced]:
+        return {rank: self.wait(Quiesced, rank, where=self._now) for rank in ranks}
+
+    def _now(self, body: Any) -> bool:
+        return bool(body.generation == self.generation)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and reaped, as an agent would."""
+        process = self.processes.pop(rank)
+        process.popen.kill()
+        process.popen.wait(10)
+
+    def finish(self, ranks: list[int]) -> dict[int, RankFinished]:
+        told = {rank: self.wait(RankFinished, rank) for rank in ranks}
+        for rank in ranks:
+            assert self.processes[rank].popen.wait(20) == 0, self.story()
+        assert not [told for told in self.told(RankErrored) if told.rank in ranks], self.story()
+        return told
+
+    def trace(self, rank: int) -> list[dict[str, Any]]:
+        path = self.trace_dir / f"{TASK}-{rank}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a line may still be on its way
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def strike(self, rank: int, *, iteration: int, event: str, nth: int = 1) -> None:
+        """Return the moment rank begins its `nth` `event` of this iteration."""
+        last_s = time.monotonic() + WAIT_S
+        while time.monotonic() < last_s:
+            seen = [line for line in self.trace(rank)
+                    if line["iteration"] == iteration and line["event"] == event]
+            if len(seen) >= nth:
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"rank {rank} never came to {event} of {iteration}\n{self.story()}")
+
+    def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
+             **where: int) -> Path:
+        """Have the rank stop, or raise, as soon as it begins this; the file that says so."""
+        file = self.trace_dir / "hold" / f"{TASK}-{rank}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"event": event, "iteration": iteration, "then": then, **where})
+        partial = file.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(file)
+        return file
+
+    def held(self, rank: int, iteration: int) -> dict[str, Any]:
+        """Wait until the rank is held; the line of its trace that says where."""
+        self.strike(rank, iteration=iteration, event="held")
+        return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
+
+    def losses(self) -> dict[int, float]:
+        """Iteration -> loss, as told; the last word counts."""
+        return {told.first_iteration + index: loss for told in self.told(TaskProgressed)
+                for index, loss in enumerate(told.losses)}
+
+    def close(self) -> None:
+        self.hears.set()
+        for process in self.started:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGCONT)
+                process.popen.kill()
+            process.popen.wait(10)
+            process.socket.close()
+
+
+def small_spec(output: Path | str, **changes: Any) -> JobSpec:
+    """A small GPT: 2 layers, hidden 64, 12 micro-batches."""
+    train: dict[str, Any] = {
+        "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64,
+                  "dropout": changes.pop("dropout", 0.0)},
+        "batch": {"global": 24, "micro": 2}, "iterations": 14, "output": str(output),
+        "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
+    }
+    train.update(changes)
+    return parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 4},
+                  "train": train})

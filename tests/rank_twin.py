@@ -1,0 +1,54 @@
+"""The undisturbed twin of a small task, and how far from it still counts as equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+from unicron.events.spec import JobSpec
+from unicron.workers.training.reference import Difference, compare
+
+TWIN_S = 300.0
+NOISE_TIMES_MAX = 3
+TWINS = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+from pathlib import Path
+from unicron.events.spec import parse
+from unicron.workers.training.reference import train_undisturbed
+train = parse(json.loads(sys.argv[1])).train
+num = train.num_micro_batches
+orders = [list(range(num)), list(reversed(range(num))), [(5 * i + 3) % num for i in range(num)]]
+for number, order in enumerate(orders):
+    train_undisturbed(train, Path(sys.argv[2]) / str(number), order=order)
+"""
+
+
+class Twin:
+    """The undisturbed twin, and the noise of summing its micro-batches in another order."""
+
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", TWINS, msgspec.json.encode(spec).decode(), str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=TWIN_S, check=False)
+        assert done.returncode == 0, done.stderr
+        self.path = folder / "0" / "final"
+        noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
+        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
+        print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
+
+    names = ("loss_rel", "param_rel")
+
+    def difference(self, path: Path) -> Difference:
+        return compare(path, self.path)
+
+    def is_equal(self, path: Path) -> bool:
+        """Losses and parameters of the checkpoint are the twin's, but for that noise."""
+        found = self.difference(path)
+        print(f"difference: {found}")
+        return all(getattr(found, name) <= NOISE_TIMES_MAX * noise
+                   for name, noise in zip(self.names, self.noise, strict=True))
