@@ -27,9 +27,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    """A running cluster of three nodes that a module's tests share; a lost node is told soon."""
+    """A running cluster of three nodes that a module's tests share; a lost node is told soon.
+
+    A stopped rank is borne for as long as anybody here stops one.
+    """
     with running(tmp_path_factory.mktemp("three"), 3, {
-            "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0}) as made:
+            "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0,
+            "stopped_s_max": 60.0}) as made:
         yield made
 
 

@@ -106,6 +106,8 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
     healed = cluster.seq()
     cluster.wait_told(healed, "CheckpointPublished", task=task)
     story.held = twins.start(story.spec)
+    saved = int(story.held[0].name.removeprefix("iter-"))
+    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
 
 
 def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
