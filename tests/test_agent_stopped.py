@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 from agent_driver import (
@@ -184,6 +185,31 @@ def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
             os.kill(started[0], signal.SIGCONT)  # so that it ends at once
 
     go(test)
+
+
+def test_an_agent_in_a_process_of_its_own_is_told_by_the_kernel(
+        own_server: embedded.Server, tmp_path: Path) -> None:
+    """Not with its next look: of many stops the most are told well before that."""
+    async def test() -> None:
+        async with plane(own_server.url, tmp_path / "state") as one:
+            agent = one.agent()
+            await one.wait(NodeJoined)
+            await one.start(SLEEP)
+            (started,) = await one.wait(RankStarted)
+            delays_s: list[float] = []
+            for num in range(1, 12):
+                stopped_s = time.time()
+                os.kill(started.pid, signal.SIGSTOP)
+                await one.wait(RankSuspended, num)
+                told = [x for x in one.leader.records if isinstance(x.body, RankSuspended)]
+                delays_s.append(told[-1].occurred_s - stopped_s)
+                os.kill(started.pid, signal.SIGCONT)
+                await one.wait(RankContinued, num)
+            assert median(delays_s) < LOOK_S / 4, delays_s
+            agent.terminate()
+            assert await ended(agent) == 0, one.said()
+
+    asyncio.run(asyncio.wait_for(test(), 2 * LIMIT_S))
 
 
 @contextmanager

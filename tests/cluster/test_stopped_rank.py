@@ -21,8 +21,9 @@ from unicron.workers.agent.agent import LOOK_S
 VICTIM = 2
 STOPPED_S_MAX = 4.0
 """Of the cluster's policy: whoever goes on within it does so also where the cores are others'."""
-BUSY_S_MAX = 1.5
-"""Until the interrupted iteration is stepped by those who are left, on a busy machine."""
+BUSY_S_MAX = 10.0
+"""Until the interrupted iteration is stepped by those who are left, where others have the cores;
+every deadline that used to end the wait is a minute or more."""
 AHEAD_NUM = 5
 """Iterations until it is held: fewer would be a race with the file that asks for it."""
 

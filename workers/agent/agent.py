@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -25,6 +27,7 @@ FLUSH_S_MAX = 5.0
 SWEEP_S = 1.0
 LOOK_S = 0.2
 """Between two looks at the ranks: so late at most it is told that one was stopped."""
+LOOK_S_MIN = 0.01
 
 _log = structlog.get_logger("agent")
 
@@ -122,10 +125,26 @@ class Agent:
             await asyncio.sleep(BEAT_S)
 
     async def _look(self, ranks: Ranks) -> None:
-        """A process that is stopped says nothing, and its peers wait for it in their collective."""
-        while True:
-            ranks.look()
-            await asyncio.sleep(LOOK_S)
+        """A process that is stopped says nothing, and its peers wait for it in their collective.
+
+        The kernel tells at once that some child was stopped, goes on or ended. A signal that is
+        missed, or a child that is not ours to be told of, is seen with the next look.
+        """
+        told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        if self._sweeps:
+            loop.add_signal_handler(signal.SIGCHLD, told.set)
+        try:
+            while True:
+                told.clear()
+                ranks.look()
+                await asyncio.sleep(LOOK_S_MIN)  # a shower of signals is one look
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await told.wait()
+        finally:
+            if self._sweeps:
+                loop.remove_signal_handler(signal.SIGCHLD)
 
     async def _sweep(self, ranks: Ranks) -> None:
         """Reap orphans that ended by themselves while their rank lives on."""
