@@ -17,6 +17,7 @@ from unicron.events.reports import (
     TaskCancelRequested,
     TaskWeightSet,
 )
+from unicron.workers.simulated import PaperAgent, PaperProcess
 from unicron.workers.simulated_link import CALM, Weather
 
 if TYPE_CHECKING:
@@ -115,10 +116,12 @@ class Chaos:
             agent.raise_in(process, "RuntimeError")
 
     async def stop_rank(self) -> None:
-        running = [x for x in self.world.cluster.running() if x[1].rank]
+        self._stop_one([x for x in self.world.cluster.running() if x[1].rank])
+
+    def _stop_one(self, running: list[tuple[PaperAgent, PaperProcess]]) -> None:
         if running:
             agent, process = self.rng.choice(running)
-            agent.halt(process, self.rng.choice([0.5, 5.0, 20.0]))
+            agent.halt(process, self.rng.choice([0.5, 5.0, 20.0, 0.0]))
 
     async def blip(self) -> None:
         for task in self.world.tasks_running():
@@ -128,7 +131,7 @@ class Chaos:
         """Strike when a record of a kind is appended next."""
         kind = self.rng.choice(AIMED_AT)
         strike = self.rng.choice([self._strike_rank, self._strike_rank, self._strike_node,
-                                  self._strike_network, self._strike_leader])
+                                  self._strike_network, self._strike_leader, self._strike_stop])
         self._aims.append((kind, strike))
 
     def _strike_rank(self, task: int) -> None:
@@ -147,6 +150,10 @@ class Chaos:
         self.world.witness.hit(task, "rank killed")
         agent.kill(process)
         return True
+
+    def _strike_stop(self, task: int) -> None:
+        self.world.tell("aimed: stop_rank")
+        self._stop_one([x for x in self.world.cluster.running() if x[1].order.task == task])
 
     def _strike_node(self, task: int) -> None:
         self.begin(lambda: self.crash(task), aimed="aimed: crash")

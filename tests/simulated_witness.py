@@ -9,6 +9,7 @@ from typing import Any
 from simulated_plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane import transition
 from unicron.control_plane.fold import fold
+from unicron.control_plane.folding import STOPPED
 from unicron.control_plane.state import ClusterState, Task
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -94,6 +95,14 @@ class Witness:
         self._check(record, not node.drained, f"on {node.name}, which is drained")
         self._check(record, node.health == "healthy", f"on {node.name}, which is {node.health}")
         self._check(record, body.slot.index not in node.occupants, f"{body.slot} is taken")
+
+    def _stop(self, record: Record, body: o.StopRank) -> None:
+        """Who is ended because it stood still did so for long enough, and not a moment ago."""
+        rank = self.state.tasks[body.task].ranks.get(body.rank)
+        if rank is not None and rank.overdue == STOPPED and not rank.stopping:
+            stood_s = record.at_s - rank.suspended_s if rank.suspended else 0.0
+            self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after {stood_s} s")
+            self.counts["stopped ranks ended"] += 1
 
     def _reconfigure(self, record: Record, body: o.Reconfigure) -> None:
         task = self.state.tasks[body.task]
@@ -220,7 +229,7 @@ def _forbidden(task: Task, body: r.Body) -> bool:
 
 LOOKS: dict[type[r.Body], Callable[[Witness, Record, Any], None]] = {
     o.PlanChosen: Witness._plan, o.TaskWaiting: Witness._waiting, o.StartRank: Witness._start,
-    o.Reconfigure: Witness._reconfigure, o.Resume: Witness._resume,
+    o.StopRank: Witness._stop, o.Reconfigure: Witness._reconfigure, o.Resume: Witness._resume,
     o.PublishCheckpoint: Witness._publish, o.IncidentOpened: Witness._opened,
     o.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
     r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
