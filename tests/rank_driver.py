@@ -26,6 +26,7 @@ from unicron.events.reports import (
     TaskProgressed,
 )
 from unicron.events.spec import JobSpec, parse
+from unicron.workers.training.control import EXIT_AGENT_GONE
 from unicron.workers.wire import Frame, Unpacker, pack
 
 START_S = 90.0
@@ -73,6 +74,7 @@ class Driver:
         self.generation = 0
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
+        self._num_held: dict[int, int] = {}
         self.hears = threading.Event()
         """Cleared, it is as an agent that is stopped: it reads nothing."""
         self.hears.set()
@@ -169,9 +171,13 @@ class Driver:
 
     def quiesce(self, ranks: list[int], mode: QuiesceMode) -> dict[int, Quiesced]:
         """Order the current generation to end, and wait until these ranks hold."""
+        self.ask_to_leave(ranks, mode)
+        return self.quiesced(ranks)
+
+    def ask_to_leave(self, ranks: list[int], mode: QuiesceMode) -> None:
+        """Order the current generation to end."""
         self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
                            ranks=tuple(ranks)), ranks)
-        return self.quiesced(ranks)
 
     def leave(self, ranks: list[int], mode: QuiesceMode) -> dict[int, list[Body]]:
         """Order these to leave, the first of them to save; what each says of it until it holds."""
@@ -202,6 +208,13 @@ class Driver:
         process.popen.kill()
         process.popen.wait(10)
 
+    def lose_agents(self, *ranks: int) -> None:
+        """Their agents are gone: each of these ends itself as soon as it sees that."""
+        for rank in ranks:
+            self.processes[rank].socket.shutdown(socket.SHUT_RDWR)
+        for rank in ranks:
+            assert self.processes.pop(rank).popen.wait(20) == EXIT_AGENT_GONE, self.story()
+
     def finish(self, ranks: list[int]) -> dict[int, RankFinished]:
         told = {rank: self.wait(RankFinished, rank) for rank in ranks}
         for rank in ranks:
@@ -231,6 +244,7 @@ class Driver:
         """Have the rank stop, or raise, as soon as it begins this; the file that says so."""
         file = self.trace_dir / "hold" / f"{TASK}-{rank}"
         file.parent.mkdir(parents=True, exist_ok=True)
+        self._num_held[rank] = self._times_held(rank, iteration)
         text = json.dumps({"event": event, "iteration": iteration, "then": then, **where})
         partial = file.with_suffix(".partial")
         partial.write_text(text)
@@ -239,8 +253,12 @@ class Driver:
 
     def held(self, rank: int, iteration: int) -> dict[str, Any]:
         """Wait until the rank is held; the line of its trace that says where."""
-        self.strike(rank, iteration=iteration, event="held")
+        self.strike(rank, iteration=iteration, event="held", nth=self._num_held[rank] + 1)
         return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
+
+    def _times_held(self, rank: int, iteration: int) -> int:
+        return sum(line["event"] == "held" and line["iteration"] == iteration
+                   for line in self.trace(rank))
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss, as told; the last word counts."""

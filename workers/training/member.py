@@ -51,6 +51,9 @@ class Member:
         self.control = control
         self.start = start
         self.train = start.spec.train
+        self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
+                           start.attempt)
+        self.trace.note("start", 0, NO_STATE)
         self.generation = 0
         self.inside = False
         self.members: tuple[int, ...] = ()
@@ -67,8 +70,6 @@ class Member:
         self.communicators.down(self.trainee.roots)
         self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
-        self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
-                           start.attempt)
         self.iteration = Iteration(self.trainee, words, self.trace)
         self.digest = words.digest
         self.spoilt = False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Event = Literal[
-    "ready", "meet", "settle", "give", "receive",
+    "start", "ready", "meet", "settle", "give", "receive",
     "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
     "reduce", "stats", "bucket", "bucket_done", "reduced",
     "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
