@@ -12,10 +12,10 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation check types docs wheel clean
+.PHONY: help setup demo test simulation fault-matrix check types docs wheel clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## lay .venv and install everything, once (again when the pins change)
 
@@ -42,6 +42,9 @@ test: setup types ## run every test
 SEEDS ?= 2000
 simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000)
 	@$(BIN)/python tests/simulation.py --seeds $(SEEDS)
+
+fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
+	@PYTHONPATH=tests $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

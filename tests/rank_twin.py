@@ -13,6 +13,8 @@ from unicron.workers.training.reference import Difference, compare
 
 TWIN_S = 300.0
 NOISE_TIMES_MAX = 3
+ROUNDING_RATIO = 2.0**-23
+"""Relative resolution of float32: two samples of the noise can be smaller than it by chance."""
 TWINS = """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
@@ -38,7 +40,8 @@ class Twin:
         assert done.returncode == 0, done.stderr
         self.path = folder / "0" / "final"
         noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
-        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
+        self.noise = [max(ROUNDING_RATIO, *(getattr(noise, name) for noise in noises))
+                      for name in self.names]
         print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
 
     names = ("loss_rel", "param_rel")
@@ -50,5 +53,8 @@ class Twin:
         """Losses and parameters of the checkpoint are the twin's, but for that noise."""
         found = self.difference(path)
         print(f"difference: {found}")
+        return self.allows(found)
+
+    def allows(self, found: Difference) -> bool:
         return all(getattr(found, name) <= NOISE_TIMES_MAX * noise
                    for name, noise in zip(self.names, self.noise, strict=True))

@@ -1,96 +1,66 @@
-"""A rank dies at every point of an iteration: the others finish it, and nothing is lost."""
+"""A fault at every point of a task's life: the others finish the iteration, nothing is lost.
+
+Each point once, the faults in turn; `make fault-matrix` runs all cells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from unicron.events.reports import CheckpointSaved, CollectiveFailed, Quiesced, RankErrored
-
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
-STRUCK = 4
-"""The iteration that is struck; rank 1 has micro-batches 1, 4, 7, 10."""
-BEFORE_THE_REDUCTION = [
-    ("micro_batch", {"micro_batch": 1}), ("micro_batch", {"micro_batch": 7}),
-    ("forward", {"micro_batch": 4}), ("forward_mid", {"micro_batch": 4}),
-    ("backward", {"micro_batch": 4}), ("backward_mid", {"micro_batch": 10}),
-    ("reduce", {}), ("stats", {}), ("bucket", {"bucket": 0}),
-]
-AFTER_IT = [("bucket_done", {"bucket": 0}), ("reduced", {}), ("scale", {}), ("unscale", {}),
-            ("clip", {}), ("step", {}), ("stepped", {}), ("schedule", {}), ("done", {})]
+from matrix.cells import Cell, cells, once
+from matrix.judge import complaints
+from matrix.scenes import Play
+from matrix.trial import Trials
+from rank_driver import TASK, Driver, small_spec
 
 
-def named(cells: list[tuple[str, dict[str, int]]]) -> list[object]:
-    return [pytest.param(event, where, id="-".join([event, *map(str, where.values())]))
-            for event, where in cells]
+@pytest.fixture(scope="module")
+def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("matrix"), nursery)
 
 
-@pytest.fixture
-def three(drive: Drive, nursery: Any) -> Any:
-    """Three ranks; rank 1 is to be struck."""
-    driver = drive()
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in once()])
+def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> None:
+    verdict = trials.run(cell)
+    assert verdict.outcome == "equal", verdict.why
+
+
+def test_a_run_that_was_changed_is_found_out(
+        nursery: Any, tmp_path: Path, trials: Trials) -> None:
+    cell = next(cell for cell in once() if cell.point.event == "backward_mid")
+    driver = Driver(small_spec(tmp_path / "out", **cell.train()), tmp_path)
     driver.argv = nursery
-    driver.start(0, 1, 2)
-    return driver
+    try:
+        play = Play(driver, cell)
+        play.run()
+        assert not list(complaints(play, trials.twin(cell)))
+        other = next(cell for cell in cells() if cell.variant.name == "dropout")
+        assert any("Difference" in told for told in complaints(play, trials.twin(other)))
+        (told, *_), twin = play.settled.values(), trials.twin(cell)
+        play.settled[told.rank] = msgspec.structs.replace(told, todo=told.todo[1:])
+        assert any("their shares are" in told for told in complaints(play, twin))
+        play.settled[told.rank] = told
+        trace = driver.trace_dir / f"{TASK}-{play.survivors[0]}.jsonl"
+        forward = next(line for line in driver.trace(play.survivors[0])
+                       if line["event"] == "forward")
+        with trace.open("a") as file:
+            file.write(json.dumps(forward) + "\n")
+        assert len(list(complaints(play, twin))) == 2, "twice done, and not counted"
+    finally:
+        driver.close()
 
 
-def heal(driver: Any, twin: Any, *, struck: int) -> None:
-    """The others finish the struck iteration with what they have; in the end they are the twin."""
-    held: dict[int, Quiesced] = driver.quiesce([0, 2], "now")
-    assert {told.step_version for told in held.values()} == {struck}
-    told = driver.form([0, 2])
-    assert {rank: told[rank].kept for rank in told} == {
-        rank: held[rank].micro_batches for rank in held}, "nothing is done twice"
-    driver.finish([0, 2])
-    assert sorted(driver.losses()) == list(range(14)), "no iteration is lost"
-    forwards = [line["micro_batch"] for rank in (0, 2) for line in driver.trace(rank)
-                if line["event"] == "forward" and line["iteration"] == struck]
-    assert sorted(forwards) == list(range(12)), "the whole batch, each once"
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    assert twin.is_equal(Path(driver.spec.train.output) / saved.path)
-
-
-@pytest.mark.parametrize(("event", "where"), named(BEFORE_THE_REDUCTION))
-def test_a_rank_dies_before_the_reduction_is_whole(
-        three: Any, twin: Twins, event: str, where: dict[str, int]) -> None:
-    three.hold(1, event, STRUCK, **where)
-    three.form([0, 1, 2])
-    three.held(1, STRUCK)
-    three.kill(1)
-    for rank in (0, 2):
-        failed = three.wait(CollectiveFailed, rank)
-        assert failed.iteration == STRUCK
-    heal(three, twin(0.0), struck=STRUCK)
-
-
-@pytest.mark.parametrize(("event", "where"), named(AFTER_IT))
-def test_a_rank_dies_after_the_reduction(
-        three: Any, twin: Twins, event: str, where: dict[str, int]) -> None:
-    """The others have stepped without it, and meet its end in the next iteration."""
-    three.hold(1, event, STRUCK, **where)
-    three.form([0, 1, 2])
-    three.held(1, STRUCK)
-    for rank in (0, 2):
-        three.strike(rank, iteration=STRUCK + 1, event="reduce")
-    three.kill(1)
-    for rank in (0, 2):
-        failed = three.wait(CollectiveFailed, rank)
-        assert failed.iteration == STRUCK + 1
-    heal(three, twin(0.0), struck=STRUCK + 1)
-
-
-@pytest.mark.parametrize(("event", "where"), named(BEFORE_THE_REDUCTION[2:] + AFTER_IT[1:]))
-def test_an_exception_at_the_point_is_told_and_the_others_finish(
-        three: Any, twin: Twins, event: str, where: dict[str, int]) -> None:
-    three.hold(1, event, STRUCK, then="raise", **where)
-    three.form([0, 1, 2])
-    told = three.wait(RankErrored, 1)
-    assert told.error == "Struck"
-    assert three.processes.pop(1).popen.wait(20) == 1
-    struck = {three.wait(CollectiveFailed, rank).iteration for rank in (0, 2)}
-    assert len(struck) == 1
-    heal(three, twin(0.0), struck=struck.pop())
+def test_no_cell_is_left_out_silently() -> None:
+    """A cell for every point with every variant; what cannot be run says why."""
+    there = list(cells())
+    named = {(cell.point.name, cell.variant.name) for cell in there}
+    points, variants = ({name[at] for name in named} for at in (0, 1))
+    assert len(named) == len(points) * len(variants)
+    assert len({cell.name for cell in there}) == len(there)
+    for point in points:
+        runs = [cell for cell in there if cell.point.name == point]
+        assert all(cell.absent for cell in runs) or len({cell.fault for cell in runs}) > 1

@@ -1,0 +1,88 @@
+"""Runs the fault matrix: `make fault-matrix`, or a part of it with POINTS, FAULTS and VARIANTS.
+
+Each of these is a list of beginnings, with commas between. One cell at a time: at most five ranks
+live at once, and the twins are trained before. Exits with 1 when a cell is not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from nursery import Nursery
+
+from .cells import Cell, cells
+from .table import table
+from .trial import Trials, Verdict
+
+FOLDER = Path("build/fault-matrix")
+FIGURES = Path("build/bench/fault-matrix.json")
+
+
+def main() -> None:
+    """Run what is asked for, print it, write the figures."""
+    asked = _asked()
+    began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    nursery = Nursery(FOLDER / "zygote.log")
+    verdicts: list[Verdict] = []
+    try:
+        trials = Trials(FOLDER, nursery)
+        for number, cell in enumerate(asked, 1):
+            verdicts.append(trials.run(cell))
+            print(f"{number:4}/{len(asked)}  {_line(verdicts[-1])}", flush=True)
+    finally:
+        nursery.close()
+    print("", *table(verdicts), sep="\n")
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    print(f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
+          + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run")))
+    FIGURES.parent.mkdir(parents=True, exist_ok=True)
+    FIGURES.write_text(json.dumps([row for verdict in verdicts for row in _figures(verdict)],
+                                  indent=1) + "\n")
+    print(f"figures: {FIGURES}")
+    sys.exit(1 if counts["not equal"] else 0)
+
+
+def _asked() -> list[Cell]:
+    parser = argparse.ArgumentParser(prog="make fault-matrix")
+    for name in ("points", "faults", "variants"):
+        parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
+    asked = parser.parse_args()
+
+    def wanted(name: str, beginnings: str) -> bool:
+        return any(name.lower().startswith(one.strip().lower()) for one in beginnings.split(","))
+
+    found = [cell for cell in cells() if wanted(cell.point.name, asked.points)
+             and wanted(cell.fault, asked.faults) and wanted(cell.variant.name, asked.variants)]
+    if not found:
+        parser.error("no cell fits")
+    return found
+
+
+def _line(verdict: Verdict) -> str:
+    gaps = "".join(f"  {name} {gap:.1e} of {3 * noise:.1e}" for name, gap, noise in
+                   zip(("losses", "parameters"), verdict.gaps, verdict.noise, strict=False))
+    return (f"{verdict.outcome:9}  {verdict.lasted_s:4.1f} s  {verdict.cell.name}{gaps}"
+            f"{'  ' if verdict.why else ''}{verdict.why}")
+
+
+def _figures(verdict: Verdict) -> list[dict[str, object]]:
+    """One row for the verdict, and one for each gap, in the noise of another order of summing."""
+    row = {"case": verdict.cell.name, "system": "unicron", "n": 1}
+    rows = [row | {"metric": "outcome", "value": verdict.outcome, "unit": ""}]
+    for name, gap, noise in zip(("loss_gap", "parameter_gap"), verdict.gaps, verdict.noise,
+                                strict=False):
+        rows.append(row | {"metric": name, "value": gap / noise if noise else gap,
+                           "unit": "noise" if noise else "relative"})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
