@@ -12,7 +12,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation fault-matrix check types docs wheel clean
+.PHONY: help setup demo test simulation fault-matrix bench-recovery check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,13 @@ simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=20
 
 fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
 	@PYTHONPATH=tests $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
+
+N ?= 5
+SYSTEMS ?=
+CASES ?=
+bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery -n $(N) \
+		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

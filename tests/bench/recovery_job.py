@@ -1,0 +1,42 @@
+"""What every system trains: one small GPT, one text, one batch, one moment to be struck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+NUM_RANKS = 4
+NUM_MICRO_BATCHES = 24
+ROWS_NUM = 1
+"""Sequences of one micro-batch; of the larger models, 1."""
+ITERATIONS_NUM = 100_000
+"""More than any run trains: it is ended when it has been measured."""
+SAVE_EVERY_NUM = 6
+"""Iterations between two checkpoints of those systems that go back to one."""
+STRUCK_NUM = 3
+"""Of those iterations, the one that is struck."""
+VICTIM_NUM = 2
+"""The rank that is struck: not the first, which may host a store."""
+COLLECTIVE_S_MAX = 5.0
+"""What a peer's collective waits for a silent rank. Unicron needs no such limit."""
+SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16)}
+"""Layers, hidden, heads and sequence of the models that growth is measured with."""
+Spec = dict[str, Any]
+
+
+def spec(name: str, output: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
+         copy_every: int | None = None) -> Spec:
+    """The job spec, as Unicron takes it; the peers build the same from it."""
+    num_layers, hidden, num_heads, sequence = SIZES[size]
+    copies = {} if copy_every is None else {"copy_every": copy_every}
+    rows = ROWS_NUM if size == "1M" else 1
+    return {
+        "apiVersion": "unicron/v1", "name": name, "slots": {"min": 1, "max": num_ranks},
+        "train": {
+            "model": {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads,
+                      "sequence": sequence},
+            "batch": {"global": NUM_MICRO_BATCHES * rows, "micro": rows},
+            "optimizer": {"lr": 1e-3, "min_lr": 1e-3, "decay": "constant"},
+            "iterations": ITERATIONS_NUM, "seed": 7, "output": str(output), **copies,
+        },
+    }

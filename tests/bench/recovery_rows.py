@@ -1,0 +1,102 @@
+"""The bench's rows: medians, intervals, the table, the file. Pure but for `write`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+CONFIDENCE_RATIO = 0.95
+
+
+class Row(NamedTuple):
+    """The median of `n` trials, and the least and most; None where there is none: see `note`."""
+
+    case: str
+    system: str
+    metric: str
+    value: float | None
+    unit: str
+    n: int
+    note: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+def row(case: str, system: str, metric: str, values: Sequence[float | None], unit: str,
+        note: str = "") -> Row:
+    """Of all trials, those that have a value count."""
+    there = [value for value in values if value is not None]
+    return Row(case, system, metric, median(there) if there else None, unit, len(there), note,
+               min(there, default=None), max(there, default=None))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of the median, at 95 % or more: two of the values themselves (the sign test's interval).
+
+    Exact for any distribution; needs six values, else the extremes are returned.
+    """
+    found = sorted(values)
+    num, cut = len(found), 0
+    while 2 * _at_most(cut, num) <= 1 - CONFIDENCE_RATIO and cut < (num - 1) // 2:
+        cut += 1
+    first = max(cut - 1, 0)
+    return found[first], found[num - 1 - first]
+
+
+def _at_most(num_heads: int, num: int) -> float:
+    """The chance of so many heads or fewer in `num` throws."""
+    return math.fsum(math.comb(num, heads) for heads in range(num_heads + 1)) / 2.0**num
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A table for each case: a line for each system, a column for each metric, reasons below."""
+    return "\n\n".join(_table_of([one for one in rows if one.case == case])
+                       for case in dict.fromkeys(one.case for one in rows))
+
+
+def _table_of(rows: Sequence[Row]) -> str:
+    metrics = list(dict.fromkeys(one.metric for one in rows))
+    systems = list(dict.fromkeys(one.system for one in rows))
+    # What has more metrics than systems is read better the other way round.
+    turned = len(metrics) > 3 * len(systems)
+    found = {(one.system, one.metric): one for one in rows}
+    units = {one.metric: one.unit for one in rows}
+    down, across = (metrics, systems) if turned else (systems, metrics)
+    head = [name if turned or (units[name] in ("s", "ms") and name.endswith(f"_{units[name]}"))
+            else f"{name} ({units[name]})" for name in across]
+    lines = [[rows[0].case, *head]]
+    for one in down:
+        label = f"{one} ({units[one]})" if turned else one
+        cells = [found.get((other, one) if turned else (one, other)) for other in across]
+        lines.append([label, *("" if cell is None else _shown(cell) for cell in cells)])
+    widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines]
+    notes = dict.fromkeys(f"  {one.system}: {one.note}" for one in rows if one.note)
+    return "\n".join([*text, *notes])
+
+
+def _shown(cell: Row) -> str:
+    if cell.value is None:
+        return "-"
+    if cell.n < 2 or cell.low == cell.high:
+        return f"{cell.value:.4g}"
+    return f"{cell.value:.4g} [{cell.low:.4g}, {cell.high:.4g}]"
+
+
+def ratio(rows: Sequence[Row], case: str, metric: str, over: str, under: str) -> float | None:
+    """How many times one system's median is another's."""
+    found = {one.system: one.value for one in rows if (one.case, one.metric) == (case, metric)}
+    above, below = found.get(over), found.get(under)
+    return above / below if above is not None and below else None
+
+
+def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
+    """The rows as a list; beside them, in NAME.about.json, what they were measured on."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
+    file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -1,0 +1,129 @@
+"""Unicron, as it is used: a private server, a control plane, agents, ranks; struck from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unicron.cli import local_cluster
+from unicron.cli.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.local_cluster import LocalCluster, Wanted
+from unicron.cli.processes import Process
+from unicron.cli.state_dir import StateDir
+
+from . import recovery_watch as eyes
+from .recovery_job import NUM_RANKS, spec
+
+NUM_AGENTS = 2
+TRACE_DIR = "trace"
+
+
+class Unicron:
+    """Two nodes of two slots, one task on `num_ranks` of them, and the log."""
+
+    name = "unicron"
+
+    def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
+                 traced: bool = True, copy_every: int | None = None,
+                 by_exec: tuple[str, ...] = (),
+                 policy: Mapping[str, float] | None = None) -> None:
+        """`by_exec`: nodes whose agents start ranks by exec, not out of a zygote."""
+        folder.mkdir(parents=True)
+        self.folder, self.num_ranks = folder, num_ranks
+        self.watch = eyes.Watch(folder / TRACE_DIR)
+        self._spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
+                          copy_every=copy_every)
+        self._by_exec = by_exec
+        self.state = StateDir(folder / "state")
+        self.state.create()
+        file = folder / "policy.yaml"
+        file.write_text(json.dumps(dict(policy or {})))
+        self._local = LocalCluster(self.state, Wanted(
+            num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
+            trace_dir=str(self.watch.folder) if traced else "",
+            policy=str(file) if policy else ""))
+        self._client: Client | None = None
+        self.records: list[dict[str, Any]] = []
+        self.task = 0
+
+    def start(self) -> None:
+        self._local.choose_port()
+        server = self._local.ensure_server()
+        assert server is not None
+        self.server_pid = server.pid
+        for name in self._local.names():
+            self._start(name)
+        self._client = self._local.wait_control_plane()
+        self._local.wait_agents(self._client)
+        self.task = int(self._client.post("/v1/tasks", self._spec)["task"])
+
+    def _start(self, name: str) -> None:
+        by_exec = any(name == local_cluster.agent_name(node) for node in self._by_exec)
+        if by_exec:
+            os.environ["UNICRON_ZYGOTE"] = "0"
+        try:
+            self._local.ensure(name)
+        finally:
+            os.environ.pop("UNICRON_ZYGOTE", None)
+
+    def stop(self) -> None:
+        local_cluster.stop_all(self.state, grace=False)
+
+    def tend(self) -> str:
+        return ""
+
+    def comes_back(self, case: str) -> bool:
+        return True
+
+    # --- the log --------------------------------------------------------------------------------
+    def look(self) -> list[dict[str, Any]]:
+        """All records until now."""
+        assert self._client is not None
+        last = self.records[-1]["seq"] if self.records else 0
+        try:
+            self.records += self._client.records(last, follow=False)
+        except (Interrupted, Refused, Unable, Unreachable):
+            pass
+        return self.records
+
+    def all(self, kind: str, **wanted: object) -> list[dict[str, Any]]:
+        """Records of a kind whose bodies say so, as last looked at."""
+        return [record for record in self.records if record["kind"] == kind
+                and all(record["body"].get(key) == value for key, value in wanted.items())]
+
+    def losses(self) -> dict[int, float]:
+        self.look()
+        return {record["body"]["first_iteration"] + offset: loss
+                for record in self.all("TaskProgressed", task=self.task)
+                for offset, loss in enumerate(record["body"]["losses"])}
+
+    def whole_batch(self, step: eyes.Line) -> bool | None:
+        """Whether what the members kept and ran is every micro-batch, once."""
+        self.look()
+        told = self.all("Reconfigured", task=self.task, generation=step["generation"])
+        parts = sorted(item for record in told for item in (*record["body"]["kept"],
+                                                             *record["body"]["todo"]))
+        train = self._spec["train"]
+        return parts == list(range(train["batch"]["global"] // train["batch"]["micro"]))
+
+    # --- its processes --------------------------------------------------------------------------
+    def process(self, name: str) -> Process:
+        found = self._local.find(name)
+        assert found is not None, f"{name} is gone"
+        return found
+
+    def keepers(self) -> list[int]:
+        """Server, control plane and agents: all that is beside the ranks."""
+        return [self.server_pid, *(self.process(name).pid for name in self._local.names())]
+
+    def view(self) -> dict[str, Any]:
+        assert self._client is not None
+        state = self._client.get("/v1/state")
+        return next(task for task in state["tasks"] if task["id"] == self.task)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank["rank"]: rank["pid"] for rank in self.view()["ranks"]}
