@@ -51,8 +51,8 @@ class Story:
         for rank in range(4):
             if rank != VICTIM:  # it waits in the collective that the victim does not enter
                 cluster.wait_traced(task, event="bucket", iteration=iteration, rank=rank)
+        struck_s = time.time()  # before: who strikes may himself be kept from the cores
         os.kill(line["pid"], signal.SIGSTOP)
-        struck_s = time.time()
         hold.unlink()
         return iteration, line["pid"], struck_s
 
