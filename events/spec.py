@@ -74,6 +74,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format,
     and a link `latest` that is moved only to what the log has published.
     `checkpoint_every` is in iterations; 0 writes the final model alone.
+    `overlap` reduces gradients while the last backward is still making them, in buckets of about
+    `bucket_params` parameters; 0 is Megatron's own size, 40 million.
     """
 
     model: Model = field(default_factory=Model)
@@ -84,6 +86,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int = 1234
     output: str
     checkpoint_every: int = 0
+    overlap: bool = False
+    bucket_params: int = 0
 
     @property
     def num_micro_batches(self) -> int:
@@ -195,6 +199,9 @@ def _check_train(train: Train, slots: Slots) -> None:
           "raise train.batch.global, lower train.batch.micro or slots.max")
     _need_count(train.iterations, "train.iterations")
     _need_count(train.checkpoint_every, "train.checkpoint_every", least=0)
+    _need_count(train.bucket_params, "train.bucket_params", least=0)
+    _need(train.overlap or not train.bucket_params, "train.bucket_params",
+          "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _need(train.output != "", "train.output", "must name a folder")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):

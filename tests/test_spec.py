@@ -64,6 +64,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({**train(), "train": {"iterations": 1}}, "train.output"),
     *((train(iterations=value), "train.iterations") for value in (0, -1, 2**31, 1.5, "1", True)),
     *((train(checkpoint_every=value), "train.checkpoint_every") for value in (-1, 2**31)),
+    *((train(bucket_params=value, overlap=True), "train.bucket_params") for value in (-1, 2**31)),
+    (train(bucket_params=1), "train.bucket_params"), (train(overlap="yes"), "train.overlap"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *((train(output=value), "train.output") for value in ("", "a\0b", 3)),
     (train(data="file"), "train.data"), (train(data=["a\0"]), "train.data[0]"),

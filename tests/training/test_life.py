@@ -157,10 +157,10 @@ import sys
 from unicron.workers.training import rank
 from unicron.workers.training.iteration import Iteration
 right = Iteration._micro_batch
-def wrong(self, item):
+def wrong(self, item, begin):
     if self.step_version == 2:
         raise ValueError("raised on purpose")
-    right(self, item)
+    right(self, item, begin)
 Iteration._micro_batch = wrong
 rank.main()
 """

@@ -371,14 +371,14 @@ from unicron.workers.training import rank
 from unicron.workers.training.iteration import Iteration
 fault = sys.argv.pop(1)
 right = Iteration._micro_batch
-def wrong(self, item):
+def wrong(self, item, begin):
     struck = self.step_version == 4 and item == 5
     if struck and fault == "dropped":
         self.done.append(item)
         return
-    right(self, item)
+    right(self, item, begin)
     if struck:
-        right(self, item)
+        right(self, item, begin)
 Iteration._micro_batch = wrong
 rank.main()
 """

@@ -8,6 +8,8 @@ the step (stepping.py) is touched before the whole reduction is known to be good
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from .communicators import Communicators
 from .control import Control
@@ -75,12 +77,12 @@ class Iteration:
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
         self.trained_in = generation
-        for item in self.owned:
-            if item in self.done:
-                continue
+        todo = [item for item in self.owned if item not in self.done]
+        for item in todo:
             if control.asked(generation) == "now":
                 return "quiesced"
-            self._micro_batch(item)
+            self._micro_batch(item, partial(self.reduction.begin, control, communicators)
+                              if item == todo[-1] else None)
         return self._reduce_and_step(control, communicators)
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
@@ -90,7 +92,8 @@ class Iteration:
             return stats
         return "boundary" if stats.num_stopping else "stepped"
 
-    def _micro_batch(self, item: int) -> None:
+    def _micro_batch(self, item: int, begin: Callable[[Stats], None] | None) -> None:
+        """Forward and backward; `begin` is to be called between those of the last one."""
         trainee, train = self.trainee, self.trainee.train
         self._item = item
         self._note("micro_batch")
@@ -100,8 +103,11 @@ class Iteration:
         self._note("forward")
         self.forward_calls += 1
         loss = trainee.loss(tokens)
+        if begin is not None:
+            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens)))
         self._note("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self.reduction.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
         self.done.append(item)

@@ -46,8 +46,12 @@ class Trainee:
     @property
     def gradients(self) -> list[Tensor]:
         """The local sum of gradients: Megatron's flat buffers, fp32."""
-        return [buffer.grad_data
-                for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
+        return [buffer.grad_data for buffer in self.buffers]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's flat buffers, which its buckets are parts of."""
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
     @property
     def bucket_groups(self) -> list[Any]:
@@ -86,7 +90,8 @@ def build(train: Train, device: torch.device, groups: Any = None) -> Trainee:
     ).to(device)
     ddp: Any = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap,
+                                      bucket_size=train.bucket_params or None,
                                       use_distributed_optimizer=False,
                                       check_for_nan_in_grad=False),
         module, pg_collection=groups,

@@ -1,13 +1,15 @@
 """The reduction: the local sums of all members added up, in place, over a copy that is put back.
 
 Its result counts only if the whole of it is known to be good, and nobody had begun to abort it.
+Overlapped with the last backward (flight.py), or after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,11 @@ from torch import Tensor
 from . import cpu
 from .communicators import Communicators
 from .control import Abandoned, Control, Interrupted
+from .flight import Buckets, Flight
+from .kept import Kept
 from .model import Trainee
-from .watched import Note, Watched
+from .trace import Note
+from .watched import Watched
 
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
 """`boundary`: stepped, and all members stop here. `quiesced`: told to stop. `failed`: see why."""
@@ -34,49 +39,114 @@ class Stats(NamedTuple):
 
 
 class Reduction:
-    """Adds up the gradients in Megatron's buffers. `why` says what made the last one fail."""
+    """Adds up the gradients in Megatron's buffers. `why` says what made the last one fail.
+
+    `num_complete` is how many buckets of the iteration were seen whole, in order, in a reduction
+    that came to nothing all the same.
+    """
 
     def __init__(self, trainee: Trainee, note: Note, *, closely: bool) -> None:
         self.why = ""
+        self.num_complete = 0
         self._trainee = trainee
         self._note = note
         self._watched = Watched(trainee, note, closely=closely)
-        self._kept: list[Tensor] = []
+        self._kept = Kept(trainee)
+        self._buckets = (Buckets(trainee.bucket_groups, self._kept, note)
+                         if trainee.train.overlap else None)
 
-    @property
-    def num_complete(self) -> int:
-        """How many buckets were seen whole in the last reduction, before it was left."""
-        return self._watched.num_complete
+    def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
+        """Before the last backward, which then launches buckets: launch the stats.
+
+        They are those of the whole local sum, that of the last micro-batch included, and go before
+        the first bucket: they die with whoever dies. Does nothing without overlap, or where this
+        member is told to stop at once: its last backward is then as any other.
+        """
+        if self._buckets is None:
+            return
+        self._note("reduce")
+        generation = communicators.generation
+        if control.asked(generation) == "now":
+            return
+        self._note("stats")
+        self._buckets.begin(self._told(control, communicators, mine),
+                            lambda: control.asked(generation) == "now")
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around every backward: only one that a reduction was begun for launches buckets."""
+        if self._buckets is None or self._buckets.flight is not None:
+            return nullcontext()
+        nothing: AbstractContextManager[None] = self._trainee.ddp.no_sync()
+        return nothing
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """The stats and gradients of all members; or why not, with the local sum as it was."""
-        self._note("reduce")
-        self._keep()
-        found = self._together(control, communicators, partial(self._reduce, communicators, mine))
+        if self._buckets is None:
+            found = self._run_at_once(control, communicators, mine)
+        else:
+            found = self._run_overlapped(self._buckets, control, communicators, mine)
         if isinstance(found, str):
-            self._put_back()
+            self._kept.put_back()
+        else:
+            self._kept.drop()
+            self.num_complete = 0
+        return found
+
+    def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
+                     ) -> Stats | Outcome:
+        self._note("reduce")
+        for group in self._trainee.bucket_groups:
+            self._kept.keep(group)
+        found = self._together(control, communicators, partial(
+            self._reduce, communicators, self._told(control, communicators, mine)))
+        self.num_complete = self._watched.num_complete
+        return found
+
+    def _run_overlapped(self, buckets: Buckets, control: Control, communicators: Communicators,
+                        mine: Stats) -> Stats | Outcome:
+        """What was begun in the last backward; all of it, if no backward was left to run."""
+        if buckets.flight is None:
+            self.begin(control, communicators, mine)
+        flight = buckets.flight
+        if flight is None:
+            return "quiesced"
+        buckets.launch_rest()
+        found = self._together(control, communicators, partial(self._land, communicators, flight))
+        self.num_complete = flight.num_complete
+        if isinstance(found, str):
+            if buckets.flight is not None:
+                flight.end(communicators.wake)
+            buckets.reset()
+        else:
+            # Nothing of this waits any more: Megatron takes note of what has ended.
+            finalize_model_grads([self._trainee.ddp], None, pg_collection=communicators.groups)
+            buckets.flight = None
+            self._note("reduced")
         return found
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """The stats alone: every member has come this far."""
-        return self._together(control, communicators, partial(self._stats, mine))
+        return self._together(control, communicators, partial(
+            self._stats, self._told(control, communicators, mine)))
 
     def _together(self, control: Control, communicators: Communicators,
-                  collective: Callable[[bool], Stats]) -> Stats | Outcome:
+                  collective: Callable[[], Stats]) -> Stats | Outcome:
         """Run what needs all members."""
-        generation = communicators.generation
-        stopping = control.asked(generation) is not None
         found: Stats | Outcome = "failed"
         self.why = ""
         try:
-            found = self._call(control, communicators, partial(collective, stopping))
-        except (Interrupted, Abandoned):
+            found = self._call(control, communicators, collective)
+        except Interrupted:
+            return "quiesced"
+        except Abandoned:
+            if self._buckets is not None:
+                self._buckets.flight = None  # the thread that waits for it sees to its end
             return "quiesced"
         except RuntimeError as error:
             if poisoned(error):
                 raise
             self.why = f"{type(error).__name__}: {error}".strip()
-        if communicators.woken or (self.why and control.asked(generation) == "now"):
+        if communicators.woken or (self.why and control.asked(communicators.generation) == "now"):
             return "quiesced"
         return found
 
@@ -93,26 +163,26 @@ class Reduction:
 
         return control.apart(communicators.generation, communicators.wake, call)
 
-    def _stats(self, mine: Stats, stopping: bool) -> Stats:
-        stats = torch.tensor(mine._replace(num_stopping=float(stopping)), dtype=torch.float64,
-                             device=self._trainee.device)
-        dist.all_reduce(stats)
-        return Stats(*stats.tolist())
+    def _told(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
+        """What this member has to say: its stats, and whether it was told to stop."""
+        stopping = control.asked(communicators.generation) is not None
+        return torch.tensor(mine._replace(num_stopping=float(stopping)), dtype=torch.float64,
+                            device=self._trainee.device)
 
-    def _reduce(self, communicators: Communicators, mine: Stats, stopping: bool) -> Stats:
+    def _stats(self, told: Tensor) -> Stats:
+        dist.all_reduce(told)
+        return Stats(*told.tolist())
+
+    def _reduce(self, communicators: Communicators, told: Tensor) -> Stats:
         """The loss sum, the token count and the wish to stop; then Megatron's own reduction.
 
         Without Megatron's division by the token count: what this does beside waiting, it could do
-        after it was abandoned, to a sum that has been put back.
+        after it was abandoned, to a sum that counts.
         """
         groups = communicators.groups
+        goes_on = partial(_check, communicators, groups)
         self._note("stats")
-        stats = self._stats(mine, stopping)
-
-        def goes_on() -> None:
-            if communicators.woken or communicators.groups is not groups:
-                raise RuntimeError("the generation ended meanwhile")
-
+        stats = self._stats(told)
         goes_on()
         with self._watched.reduction(goes_on):
             finalize_model_grads([self._trainee.ddp], None, pg_collection=groups)
@@ -121,15 +191,14 @@ class Reduction:
             torch.cuda.synchronize()
         return stats
 
-    def _keep(self) -> None:
-        if not self._kept:
-            self._kept = [torch.empty_like(part) for part in self._trainee.gradients]
-        for kept, live in zip(self._kept, self._trainee.gradients, strict=True):
-            kept.copy_(live)
+    def _land(self, communicators: Communicators, flight: Flight) -> Stats:
+        return Stats(*flight.land(self._note, partial(_check, communicators, communicators.groups)))
 
-    def _put_back(self) -> None:
-        for kept, live in zip(self._kept, self._trainee.gradients, strict=True):
-            live.copy_(kept)
+
+def _check(communicators: Communicators, groups: Any) -> None:
+    """RuntimeError as soon as the generation of these groups is being left."""
+    if communicators.woken or communicators.groups is not groups:
+        raise RuntimeError("the generation ended meanwhile")
 
 
 def poisoned(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...events.errors import UsageError
 from ...events.spec import Train, parse
@@ -80,7 +81,8 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
                             rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    trainee = model.build(train, device)
+    # Alone there is nothing to overlap: Megatron's plain reduction, whatever the spec says.
+    trainee = model.build(replace(train, overlap=False, bucket_params=0), device)
     trainee.ddp.config.finalize_model_grads_func = finalize_model_grads
     words = text.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))

@@ -4,6 +4,12 @@ Off unless UNICRON_TRACE_DIR names a folder. One line of JSON per event, one wri
 `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation, iteration,
 micro_batch and bucket (-1 where they mean nothing), event, each written when the phase begins.
 
+Where the reduction is overlapped with the last backward (`train.overlap`), `reduce` and `stats`
+come between the forward and the backward of a rank's last micro-batch, and `bucket` as each bucket
+is launched: in the middle of that backward, with its micro-batch's number, or after it, in a rank's
+first iteration and where nothing was left to run. `bucket_done` comes after the backward, as each
+is seen whole, in order, and `reduced` when all are. Without overlap there is one bucket.
+
 A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
 `hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
 they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
@@ -16,7 +22,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Event = Literal[
     "start", "ready", "meet", "settle", "give", "receive",
@@ -26,6 +32,12 @@ Event = Literal[
     "save", "saved",
 ]
 HOLD_S = 0.002
+
+
+class Note(Protocol):
+    """Tells that a phase begins."""
+
+    def __call__(self, event: Event, bucket: int = -1) -> None: ...
 
 
 class Struck(Exception):

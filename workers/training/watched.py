@@ -2,6 +2,7 @@
 
 The reduction and the step are Megatron's. What of it has begun, and what is whole, is read off its
 objects' methods: each bucket group's `finish_grad_sync`, and the optimizer's parts of a step.
+Where the reduction is overlapped, flight.py tells of the buckets.
 """
 
 from __future__ import annotations
@@ -11,18 +12,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from .model import Trainee, parts
-from .trace import Event
-
-
-class Note(Protocol):
-    """Tells that a phase begins."""
-
-    def __call__(self, event: Event, bucket: int = -1) -> None: ...
+from .trace import Note
 
 
 class Watched:
@@ -38,7 +33,7 @@ class Watched:
         self._note = note
         self._complete: list[bool] = []
         self._mine = threading.local()
-        for index, group in enumerate(trainee.bucket_groups):
+        for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
             _around(group, "finish_grad_sync", partial(self._enter, index),
                     partial(self._leave, index))
         optimizer = trainee.optimizer
