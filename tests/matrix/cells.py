@@ -74,6 +74,7 @@ POINTS = (
     Point("before the reduction"),
     Point("token count", event="stats"),
     Point("entering a bucket", event="bucket", bucket=0),
+    Point("entering the third bucket of four", event="bucket", bucket=2, only="overlapped"),
     Point("buckets whole on some ranks", "partial", "bucket_done", bucket=0),
     Point("embedding gradients", absent=SINGLE),
     Point("layer-norm gradients", absent=SINGLE),
@@ -103,7 +104,7 @@ POINTS = (
 BASE = Variant("base", {})
 VARIANTS = (
     BASE,
-    Variant("overlapped", {"overlap": True}),
+    Variant("overlapped", {"overlap": True, "bucket_params": 20_000}),
     Variant("bf16", {"precision": "bf16"}),
     Variant("fp16", {"precision": "fp16"}),
     Variant("per micro-batch", {"loss": "per_micro_batch"}),
