@@ -6,13 +6,14 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DRAWS := $(VENV)/.draws
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TEST_S_MAX := 3600
 BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST_S_MAX))
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation fault-matrix bench-recovery check types docs wheel clean
+.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +50,16 @@ fault-matrix: setup types ## faults at every point of training, a table (POINTS=
 N ?= 5
 SYSTEMS ?=
 CASES ?=
+$(DRAWS): $(STAMP)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[draw]'
+	@touch $@
+
+ROUNDS ?= 100
+SEED ?= 4
+PICTURE ?= build/chaos-training
+chaos-training: setup types $(DRAWS) ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
+	@$(BIN)/python tests/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
+
 bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery -n $(N) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)

@@ -16,27 +16,38 @@ NOISE_TIMES_MAX = 3
 ROUNDING_RATIO = 2.0**-23
 """Relative resolution of float32: two samples of the noise can be smaller than it by chance."""
 TWINS = """
-import json, sys, warnings
+import json, os, sys, warnings
 warnings.filterwarnings("ignore")
 from pathlib import Path
 from unicron.events.spec import parse
+from unicron.workers import linux
+from unicron.workers.training.rank import load
 from unicron.workers.training.reference import train_undisturbed
+load()
 train = parse(json.loads(sys.argv[1])).train
 num = train.num_micro_batches
 orders = [list(range(num)), list(reversed(range(num))), [(5 * i + 3) % num for i in range(num)]]
+parent, trained = os.getpid(), []
 for number, order in enumerate(orders):
+    if child := os.fork():
+        trained.append(child)
+        continue
+    linux.die_with(parent)
     train_undisturbed(train, Path(sys.argv[2]) / str(number), order=order)
+    sys.exit()
+sys.exit(any(os.waitpid(child, 0)[1] for child in trained))
 """
+"""All three beside each other."""
 
 
 class Twin:
     """The undisturbed twin, and the noise of summing its micro-batches in another order."""
 
-    def __init__(self, spec: JobSpec, folder: Path) -> None:
+    def __init__(self, spec: JobSpec, folder: Path, limit_s: float = TWIN_S) -> None:
         done = subprocess.run(
             [sys.executable, "-c", TWINS, msgspec.json.encode(spec).decode(), str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=TWIN_S, check=False)
+            timeout=limit_s, check=False)
         assert done.returncode == 0, done.stderr
         self.path = folder / "0" / "final"
         noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]

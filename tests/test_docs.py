@@ -30,7 +30,7 @@ def every_dependency_has_a_page(root: Path) -> list[str]:
     found: list[str] = []
     tools = root / "docs/decisions/development-tools.md"
     said = tools.read_text(encoding="utf-8").lower() if tools.exists() else ""
-    for text in [*project["dependencies"], *extras.get("train", []), *extras.get("dev", [])]:
+    for text in [*project["dependencies"], *(text for extra in extras.values() for text in extra)]:
         package = re.split(r"[\[<>=;~! ]", text)[0].lower()
         if text in extras.get("dev", []):
             documented = f"**{package}**" in said
