@@ -14,7 +14,8 @@ from unicron.workers.training.trace import Event
 
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-Scene = Literal["start", "sum", "step", "partial", "meeting", "ready", "receive", "joined"]
+Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready", "receive",
+                "joined"]
 """How a point is come to, see scenes.py."""
 
 RANKS = (0, 1, 2, 3)
@@ -76,6 +77,7 @@ POINTS = (
     Point("entering a bucket", event="bucket", bucket=0),
     Point("entering the third bucket of four", event="bucket", bucket=2, only="overlapped"),
     Point("buckets whole on some ranks", "partial", "bucket_done", bucket=0),
+    Point("some buckets whole, on some ranks", "partly", "bucket", bucket=2, only="overlapped"),
     Point("embedding gradients", absent=SINGLE),
     Point("layer-norm gradients", absent=SINGLE),
     Point("reduction whole", "step", "reduced"),

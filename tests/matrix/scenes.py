@@ -7,6 +7,7 @@ a race: who is to be struck, or to be late, is held where it is.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from rank_driver import START_S, Driver
@@ -63,7 +64,7 @@ class Play:
         self._arm(dict.fromkeys(self._at_point, STRUCK))
         self.driver.form(self.members)
         self._come()
-        self._reduce(others_in)
+        self._others_come("reduce", others_in)
         self._strike()
         self._heal()
 
@@ -72,14 +73,21 @@ class Play:
         self._play_sum(others_in=STRUCK + 1)
 
     def _play_partial(self) -> None:
-        """In the reduction, which is whole on some, and on one who is late is not."""
+        """When the reduction is whole on some ranks, and on one that is late no bucket is."""
+        self._strike_late(lambda: self._others_come("reduce", STRUCK + 1))
+
+    def _play_partly(self) -> None:
+        """When some buckets are whole on some ranks, none on one that is late, and nowhere all."""
+        self._strike_late(lambda: self._others_come("bucket_done", STRUCK, nth=self.point.bucket))
+
+    def _strike_late(self, others_come: Callable[[], None]) -> None:
         self.driver.start(*RANKS)
-        self._late = [self.driver.hold(LATE, "bucket_done", STRUCK, bucket=self.point.bucket)]
+        self._late = [self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0)]
         self._arm(dict.fromkeys(self._at_point, STRUCK))
         self.driver.form(self.members)
         self.driver.held(LATE, STRUCK)
         self._come()
-        self._reduce(STRUCK + 1, but=LATE)
+        others_come()
         self._strike()
         self._heal()
         assert len({(told.step_version, told.buckets_reduced)
@@ -91,7 +99,9 @@ class Play:
         late = self.driver.hold(LATE, "reduced", STRUCK)
         self.driver.form(self.members)
         self.driver.held(LATE, STRUCK)
-        self._reduce(STRUCK + 1, but=LATE)
+        for rank in self.members:
+            if rank != LATE:
+                self.driver.strike(rank, iteration=STRUCK + 1, event="reduce")
         held = self.driver.quiesce(self.members, "now")
         assert {held[rank].step_version - held[LATE].step_version
                 for rank in self.members} == {0, 1}
@@ -133,7 +143,7 @@ class Play:
         self._arm(dict.fromkeys(self._at_point, version))
         self.driver.form(self.members)
         self._come()
-        self._reduce(version)
+        self._others_come("reduce", version)
         self._strike()
         self._heal()
 
@@ -175,11 +185,11 @@ class Play:
             else:
                 self.driver.held(rank, iteration)
 
-    def _reduce(self, iteration: int, but: int = -1) -> None:
-        """Wait until the others begin the reduction of this iteration."""
+    def _others_come(self, event: str, iteration: int, nth: int = 1) -> None:
+        """Wait until all others begin this, but who is late."""
         for rank in self._others:
-            if rank != but:
-                self.driver.strike(rank, iteration=iteration, event="reduce")
+            if not (self._late and rank == LATE):
+                self.driver.strike(rank, iteration=iteration, event=event, nth=nth)
 
     def _strike(self) -> None:
         victim = self.victims[0]
