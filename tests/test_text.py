@@ -8,7 +8,7 @@ import pytest
 import torch
 from unicron.events.errors import UsageError
 from unicron.workers.training.draw import seed_of
-from unicron.workers.training.text import Text, load
+from unicron.workers.training.text import END_CODE, Text, carries_loss, load
 
 
 def test_the_default_is_pythons_own_documentation() -> None:
@@ -45,8 +45,22 @@ def test_files_are_read_in_order_and_named_by_their_bytes(tmp_path: Path) -> Non
     (tmp_path / "b").write_bytes(b"b" * 40)
     one = load((str(tmp_path / "a"), str(tmp_path / "b")), 16)
     other = load((str(tmp_path / "b"), str(tmp_path / "a")), 16)
-    assert len(one) == len(other) == 80
+    assert len(one) == len(other) == 81
+    row = one.sample(1, 0, 0, rows=1, sequence=79)[0]
+    assert row.tolist().count(END_CODE) == 1, "a document ends between two files"
     assert one.digest != other.digest
+
+
+def test_what_follows_the_end_of_a_document_carries_no_loss() -> None:
+    tokens = torch.tensor([[97, 98, END_CODE, 99, 100], [END_CODE, END_CODE, 97, 98, END_CODE]])
+    assert carries_loss(tokens).tolist() == [[True, True, False, True], [False, False, True, True]]
+
+
+def test_topics_of_the_default_text_are_documents() -> None:
+    words = load((), 64)
+    inside = [bool((~carries_loss(words.sample(1, 0, item, rows=64, sequence=512))).any())
+              for item in range(8)]
+    assert any(inside)
 
 
 def test_a_missing_or_short_file_is_one_line_and_a_hint(tmp_path: Path) -> None:

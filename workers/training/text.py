@@ -12,6 +12,8 @@ from ...events.errors import UsageError
 from .draw import seed_of
 
 VOCABULARY = 256
+END_CODE = 0
+"""The byte that ends a document. What follows it is of another document."""
 
 
 class Text:
@@ -38,13 +40,24 @@ class Text:
         return self._bytes[starts + torch.arange(sequence + 1)].to(torch.int64)
 
 
+def carries_loss(tokens: torch.Tensor) -> torch.Tensor:
+    """Which targets count: bool [rows, sequence] of a sample [rows, sequence + 1].
+
+    Not the ones that would have to be guessed from the end of another document.
+    """
+    return tokens[:, :-1] != END_CODE
+
+
 def load(paths: Sequence[str], sequence: int) -> Text:
     """The files in this order, or, if there are none, the running Python's own documentation.
+
+    Between two files, or two topics, stands END_CODE; one that a file has itself ends a document
+    as well.
 
     Raises UsageError when a file cannot be read or all of them are shorter than one sample.
     """
     if paths:
-        data = b"".join(_read(path) for path in paths)
+        data = bytes([END_CODE]).join(_read(path) for path in paths)
         origin = ", ".join(paths)
     else:
         data = _documentation()
@@ -68,4 +81,4 @@ def _read(path: str) -> bytes:
 def _documentation() -> bytes:
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    return bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))
