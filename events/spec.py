@@ -25,6 +25,9 @@ RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
 COUNT_NUM_MAX = 2**31 - 1
 SEED_MAX = 2**53
+LOSS_SCALE_RATIO_MAX = 3e38
+"""It and its inverse are numbers in fp32."""
+LOSS_SCALE_RATIO_MIN = 1e-30
 
 
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +70,20 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     clip_grad: float = 1.0
 
 
+class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss scale of fp16 that finds itself: halved by overflows, doubled after quiet.
+
+    The names are those of Megatron's `--initial-loss-scale`, `--min-loss-scale`,
+    `--loss-scale-window` (iterations without overflow before it is doubled) and `--hysteresis`
+    (overflows before it is halved).
+    """
+
+    initial: float = 2.0**32
+    min: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+
+
 class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training task that heals in memory.
 
@@ -74,6 +91,11 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format,
     and a link `latest` that is moved only to what the log has published.
     `checkpoint_every` is in iterations; 0 writes the final model alone.
+    `precision` is that of the model and its passes; beside bf16 and fp16 the optimizer keeps fp32
+    masters, and gradients are summed in fp32. `loss_scale` is constant; none means no scale in fp32
+    and bf16, and in fp16 the dynamic one.
+    `loss` says what the gradient is of. per_token: the sum over the tokens of the batch, divided
+    by their number. per_micro_batch: the mean over micro-batches of each one's mean over its own.
     `overlap` reduces gradients while the last backward is still making them, in buckets of about
     `bucket_params` parameters; 0 is Megatron's own size, 40 million.
     """
@@ -84,6 +106,10 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     iterations: int
     data: tuple[str, ...] = ()
     seed: int = 1234
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: float | None = None
+    dynamic_loss_scale: DynamicLossScale = field(default_factory=DynamicLossScale)
+    loss: Literal["per_token", "per_micro_batch"] = "per_token"
     output: str
     checkpoint_every: int = 0
     overlap: bool = False
@@ -111,6 +137,9 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     throughput: dict[int, float] = field(default_factory=dict[int, float])
 
 
+PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale)
+
+
 def parse(data: object) -> JobSpec:
     """Turn plain data (from YAML or JSON) into a checked, normalised spec.
 
@@ -126,8 +155,7 @@ def parse(data: object) -> JobSpec:
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), (JobSpec, Slots, Train, Model, Batch, Optimizer),
-                      DOCS) from None
+        raise refused(str(error), PARTS, DOCS) from None
     _check(spec)
     _check_writable(spec)
     return spec
@@ -204,6 +232,7 @@ def _check_train(train: Train, slots: Slots) -> None:
           "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _need(train.output != "", "train.output", "must name a folder")
+    _check_loss_scale(train)
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
         _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
@@ -216,6 +245,31 @@ def _check_train(train: Train, slots: Slots) -> None:
           "must be above 0")
     _need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
           "must be at least 0 and below train.iterations")
+
+
+def _check_loss_scale(train: Train) -> None:
+    constant, dynamic = train.loss_scale, train.dynamic_loss_scale
+    if constant is not None:
+        _need_scale(constant, "train.loss_scale")
+        _need(train.precision != "fp32", "train.loss_scale",
+              "is of no use in fp32, where no gradient is too small to be seen",
+              "leave it out, or set train.precision")
+    _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial")
+    _need_scale(dynamic.min, "train.dynamic_loss_scale.min")
+    _need(dynamic.min <= dynamic.initial, "train.dynamic_loss_scale.min",
+          f"{dynamic.min:g} is above initial {dynamic.initial:g}")
+    _need_count(dynamic.window, "train.dynamic_loss_scale.window")
+    _need_count(dynamic.hysteresis, "train.dynamic_loss_scale.hysteresis")
+    _need(dynamic == DynamicLossScale() or (train.precision == "fp16" and constant is None),
+          "train.dynamic_loss_scale",
+          f"is not used in {train.precision} with a loss_scale of its own" if constant is not None
+          else f"is not used in {train.precision}",
+          "it is for train.precision: fp16 without train.loss_scale")
+
+
+def _need_scale(value: float, path: str) -> None:
+    _need(LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX, path,
+          f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
 
 
 def _check_writable(spec: JobSpec) -> None:

@@ -72,6 +72,19 @@ REFUSED: list[tuple[Any, str]] = [
     (train(iterationz=1), "train.iterationz"),
     *((model(**{name: value}), f"train.model.{name}")
       for name in ("num_layers", "hidden", "num_heads", "sequence") for value in (0, -4, 2**31)),
+    (train(precision="fp8"), "train.precision"), (train(precision=16), "train.precision"),
+    (train(loss="per_sample"), "train.loss"),
+    (train(loss_scale=1024), "train.loss_scale"),
+    *((train(precision="bf16", loss_scale=value), "train.loss_scale")
+      for value in (0, -1, math.inf, math.nan, 1e39, 1e-31, "dynamic", True)),
+    (train(precision="bf16", dynamic_loss_scale={"initial": 8}), "train.dynamic_loss_scale"),
+    (train(precision="fp16", loss_scale=8, dynamic_loss_scale={"initial": 8}),
+     "train.dynamic_loss_scale"),
+    *((train(precision="fp16", dynamic_loss_scale={name: value}),
+       f"train.dynamic_loss_scale.{name}") for name, value in (
+        ("initial", 0), ("initial", math.inf), ("min", 0), ("min", 2.0**33),
+        ("window", 0), ("window", 2**31), ("hysteresis", 0), ("hysteresis", 1.5), ("factor", 2))),
+    (train(precision="fp16", dynamic_loss_scale={"initial": 0.5}), "train.dynamic_loss_scale.min"),
     (model(hidden=130, num_heads=4), "train.model.hidden"),
     *((model(dropout=value), "train.model.dropout") for value in (-0.1, 1, math.nan)),
     (model(tie_embeddings="yes"), "train.model.tie_embeddings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,36 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from changing import changed, leaves
+from msgspec.structs import replace
+from unicron.events.errors import UsageError
 from unicron.events.reports import LossNotFinite, TaskProgressed
-from unicron.events.spec import Model, Optimizer, Train
-from unicron.workers.training import checkpoint, cpu, groups, model, state, text
+from unicron.events.spec import DynamicLossScale, Model, Optimizer, Train
+from unicron.workers.training import checkpoint, cpu, groups, model, reference, state, text
 from unicron.workers.training.history import History
+from unicron.workers.training.stepping import step
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
-
-# Fixed by the spec, or by the schedule's position.
-GROUP_ENTRIES = {
-    "params", "lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "foreach", "capturable",
-    "differentiable", "fused", "decoupled_weight_decay", "wd_mult", "lr_mult", "max_lr", "min_lr",
-    "is_expert_parallel", "is_decoupled_lr", "default_config", "pre_wd_mult", "pre_lr_mult",
-    "start_wd", "end_wd", "initial_lr", "config_override",
+# The scale is doubled every other iteration, until that is too much.
+FP16 = DynamicLossScale(initial=2.0**12, window=2)
+PRECISIONS = {
+    "fp32": TRAIN, "bf16": replace(TRAIN, precision="bf16"),
+    "bf16-scaled": replace(TRAIN, precision="bf16", loss_scale=1024.0),
+    "fp16": replace(TRAIN, precision="fp16", dynamic_loss_scale=FP16),
 }
-SCHEDULE_ENTRIES = {
-    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
-    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
+# Beside the tensors of the state, what changes while training: carried in Numbers, or a
+# consequence of what is, or worth nothing between two iterations.
+CHANGES = {
+    "adam_steps": r"\.state\[\d+\]\[step\]",
+    "scheduled_samples": r"scheduler\.num_steps",
+    "loss_scales": r"\.grad_scaler\.(_scale|_growth_tracker|_hysteresis_tracker)",
+    "of the schedule's position": r"\.param_groups\[\d+\]\[(lr|weight_decay)\]",
+    "of the place": r"[.\[]draw[.\]]",
+    "gradients, cleared": r"\.(grad|main_grad|grad_data)",
+    "set before each use": r"\.found_inf",
 }
 
 
@@ -43,16 +54,28 @@ def alone() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def _train(trainee: model.Trainee, first: int, last: int) -> None:
+@pytest.fixture(params=PRECISIONS)
+def train(request: pytest.FixtureRequest) -> Train:
+    return PRECISIONS[request.param]
+
+
+def _train(trainee: model.Trainee, first: int, last: int) -> list[bool]:
+    """Train; whether each iteration stepped."""
     words = text.load((), 16)
+    stepped: list[bool] = []
     for iteration in range(first, last):
-        trainee.ddp.zero_grad_buffer()
-        trainee.optimizer.zero_grad()
+        _clear(trainee)
         trainee.draw.at(iteration, 0)
-        loss = trainee.loss(words.sample(1, iteration, 0, rows=2, sequence=16))
-        loss.backward()  # type: ignore[no-untyped-call]
-        trainee.optimizer.step()
-        trainee.scheduler.step(TRAIN.batch.global_)
+        tokens = words.sample(1, iteration, 0, rows=2, sequence=16)
+        trainee.optimizer.scale_loss(trainee.loss(tokens)).backward()
+        stepped.append(step(trainee, trainee.num_tokens(tokens), lambda event: None))
+    _clear(trainee)
+    return stepped
+
+
+def _clear(trainee: model.Trainee) -> None:
+    trainee.ddp.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
 
 
 def _same(one: model.Trainee, other: model.Trainee) -> bool:
@@ -60,49 +83,106 @@ def _same(one: model.Trainee, other: model.Trainee) -> bool:
     return list(mine) == list(theirs) and all(mine[name].equal(theirs[name]) for name in mine)
 
 
-def test_every_entry_of_the_state_is_listed(alone: Any) -> None:
-    trainee = model.build(TRAIN, torch.device("cpu"), alone)
-    _train(trainee, 0, 2)
-    listed = {id(tensor) for tensor in state.tensors(trainee).values()}
+def _unlisted(trainee: model.Trainee, first: int, last: int) -> list[str]:
+    """What changes in these iterations, and is neither state nor known to be none."""
+    roots = {name: getattr(trainee, name) for name in ("module", "ddp", "optimizer", "scheduler")}
+    before = leaves(roots)
+    _train(trainee, first, last)
+    after = leaves(roots)
     held = {tensor.data_ptr() for tensor in state.tensors(trainee).values()}
-    for name, tensor in [*trainee.module.named_parameters(), *trainee.module.named_buffers()]:
-        assert tensor.data_ptr() in held, f"{name} is not listed"
-    for key, value in trainee.module.state_dict().items():
-        assert value is None or value.data_ptr() in held, f"{key} is not listed"
-    for part in model.parts(trainee.optimizer):
-        for moments in part.state.values():
-            for name, value in moments.items():
-                assert name == "step" or id(value) in listed, f"optimizer's {name} is not listed"
-        for group in part.param_groups:
-            assert set(group) <= GROUP_ENTRIES, set(group) - GROUP_ENTRIES
-    assert set(trainee.scheduler.state_dict()) == SCHEDULE_ENTRIES
+    known = re.compile("|".join(CHANGES.values()))
+
+    def is_state(path: str) -> bool:
+        value = after.get(path)
+        return isinstance(value, tuple) and value[0] in held
+
+    return [path for path in changed(before, after)
+            if not is_state(path) and not known.search(path)]
 
 
-def test_a_copy_of_the_listed_state_trains_on_the_same(alone: Any, tmp_path: Path) -> None:
-    giver = model.build(TRAIN, torch.device("cpu"), alone)
+def test_whatever_changes_in_training_is_listed(alone: Any, train: Train) -> None:
+    trainee = model.build(train, torch.device("cpu"), alone)
+    _train(trainee, 0, 1)  # what is made at its first use is there
+    assert not _unlisted(trainee, 1, 6)
+
+
+def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    layer = trainee.module.decoder.layers[0]
+    layer.seen, layer.notes = torch.zeros(3), [{"times": 0}]
+
+    def count(module: Any, given: Any, made: Any) -> None:
+        layer.seen += 1
+        layer.notes[0]["times"] += 1
+
+    layer.register_forward_hook(count)
+    _train(trainee, 0, 1)
+    assert [path.rpartition("[0]")[2] or path for path in _unlisted(trainee, 1, 2)] == [
+        "[times]", ".seen"]
+
+
+def test_a_buffer_is_carried(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    trainee.module.register_buffer("expert_bias", torch.zeros(4))
+    assert "buffer.expert_bias" in state.tensors(trainee)
+
+
+def test_a_copy_of_the_listed_state_trains_on_the_same(
+        alone: Any, train: Train, tmp_path: Path) -> None:
+    giver = model.build(train, torch.device("cpu"), alone)
     history = History()
-    _train(giver, 0, 3)
-    for iteration in range(3):
+    skipped = _train(giver, 0, 5).count(False)
+    assert bool(skipped) == (train.precision == "fp16"), "2^12 is too much for fp16 at first"
+    for iteration in range(5):
         history.add(iteration, 5.0 - iteration, 0.1)
-    told = state.decode(state.encode(state.numbers(giver, 3, history)))
+    told = state.decode(state.encode(state.numbers(giver, 5, history)))
+    assert (told.consumed_samples - told.scheduled_samples) / train.batch.global_ == skipped
 
-    taker, theirs = model.build(TRAIN, torch.device("cpu"), alone), History()
+    taker, theirs = model.build(train, torch.device("cpu"), alone), History()
     for mine, other in zip(state.tensors(taker).values(), state.tensors(giver).values(),
                            strict=True):
         mine.copy_(other)
-    assert state.adopt(taker, told, theirs) == 3
+    assert state.adopt(taker, told, theirs) == 5
     assert theirs.losses == history.losses
 
-    checkpoint.save(tmp_path / "three", giver, 3, history)
-    reader, read = model.build(TRAIN, torch.device("cpu"), alone), History()
-    assert checkpoint.load(tmp_path / "three", reader, read) == 3
+    checkpoint.save(tmp_path / "five", giver, 5, history)
+    reader, read = model.build(train, torch.device("cpu"), alone), History()
+    assert checkpoint.load(tmp_path / "five", reader, read) == 5
     assert read.losses == history.losses
+    plain = reference.read(tmp_path / "five")
+    for name, tensor in state.tensors(giver).items():
+        assert plain[name].equal(tensor), f"{name}, read with nothing but torch"
+        assert plain[name].dtype == tensor.dtype
 
-    for trainee in (giver, taker, reader):
-        _train(trainee, 3, 6)
+    stepped = [_train(trainee, 5, 9) for trainee in (giver, taker, reader)]
+    assert stepped[0] == stepped[1] == stepped[2]
     assert _same(giver, taker)
     assert _same(giver, reader)
-    assert state.numbers(giver, 6, history) == state.numbers(taker, 6, theirs)
+    assert state.numbers(giver, 9, history) == state.numbers(taker, 9, theirs)
+
+
+def test_parameters_of_16_bits_are_their_masters_rounded(alone: Any) -> None:
+    trainee = model.build(PRECISIONS["bf16"], torch.device("cpu"), alone)
+    _train(trainee, 0, 3)
+    held = state.tensors(trainee)
+    params = [name for name in held if name.startswith("model.")]
+    for name in params:
+        master = held[name.replace("model.", "master.", 1)]
+        assert master.dtype == torch.float32
+        assert held[name].equal(master.to(torch.bfloat16))
+    # 2 bytes for the parameter; 4 each for its master and its two moments.
+    assert state.num_bytes(trainee) == 14 * sum(held[name].numel() for name in params)
+
+
+def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path) -> None:
+    giver = model.build(PRECISIONS["bf16"], torch.device("cpu"), alone)
+    checkpoint.save(tmp_path / "one", giver, 1, History())
+    reader = model.build(TRAIN, torch.device("cpu"), alone)
+    before = {name: tensor.clone() for name, tensor in state.tensors(reader).items()}
+    with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as told:
+        checkpoint.load(tmp_path / "one", reader, History())
+    assert told.value.hint.startswith("set train.precision: bf16")
+    assert all(tensor.equal(before[name]) for name, tensor in state.tensors(reader).items())
 
 
 def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:

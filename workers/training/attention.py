@@ -61,4 +61,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
                        ) >= self.dropout
             for head in range(q.size(1))
         ], dim=1)
-        return (scores.softmax(-1) * keep / (1 - self.dropout)) @ v
+        # As the fused kernels do: the sum of many small numbers is not for 16 bits.
+        weights = scores.softmax(-1, dtype=torch.float32) * keep / (1 - self.dropout)
+        return weights.to(v.dtype) @ v

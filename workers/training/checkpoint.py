@@ -1,8 +1,9 @@
 """Checkpoints in torch's distributed format, written and read by one member alone.
 
-The keys are those of state.py: `model.<parameter>`, `optimizer.exp_avg.<parameter>` and so on, and
-`numbers`, plain values. torch.distributed.checkpoint reads them with nothing of ours. It is loaded
-at its first use: most ranks never save, and it costs a starting one 0.8 s (measured).
+The keys are those of state.py: `model.<parameter>`, `master.<parameter>` where it has 16 bits,
+`optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values. torch.distributed.checkpoint
+reads them with nothing of ours. It is loaded at its first use: most ranks never save, and it costs
+a starting one 0.8 s (measured).
 """
 
 from __future__ import annotations
@@ -82,13 +83,22 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def load(folder: Path, trainee: Trainee, history: History) -> int:
-    """Read the whole state into the trainee; the step version."""
+    """Read the whole state into the trainee; the step version.
+
+    Raises UsageError, before anything is changed, for a state of another precision.
+    """
     import torch.distributed.checkpoint as dcp
 
+    told = state.numbers(trainee, 0, history)
     data: dict[str, Any] = dict(state.tensors(trainee))
-    data["numbers"] = msgspec.to_builtins(state.numbers(trainee, 0, history))
+    data["numbers"] = msgspec.to_builtins(told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        head = {"numbers": {"precision": ""}}
+        dcp.load(head, checkpoint_id=folder, no_dist=True)
+        if head["numbers"]["precision"] != told.precision:
+            raise UsageError(
+                f"{folder} holds a state of {head['numbers']['precision']}, not {told.precision}",
+                f"set train.precision: {head['numbers']['precision']}, or name another checkpoint")
         dcp.load(data, checkpoint_id=folder, no_dist=True)
-    told = msgspec.convert(data["numbers"], state.Numbers)
-    return state.adopt(trainee, told, history)
+    return state.adopt(trainee, msgspec.convert(data["numbers"], state.Numbers), history)

@@ -107,7 +107,7 @@ class Iteration:
             begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens)))
         self._note("backward")
         with self.reduction.backward():
-            loss.backward()  # type: ignore[no-untyped-call]
+            trainee.optimizer.scale_loss(loss).backward()
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
         self.done.append(item)
@@ -122,7 +122,7 @@ class Iteration:
         if isinstance(stats, str):
             return stats
         step(self.trainee, stats.num_tokens, self._note)
-        self.loss = stats.loss_sum / stats.num_tokens
+        self.loss = stats.loss_sum / self.trainee.divisor(stats.num_tokens)
         self.step_version += 1
         self.step_s = clock() - (self._began_s or clock())
         self._clear()

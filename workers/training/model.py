@@ -15,14 +15,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from ...events.spec import Model, Train
 from .attention import CoreAttention
 from .draw import Draw, seed_of
-from .text import VOCABULARY
+from .text import VOCABULARY, carries_loss
 
 Parts = tuple[Any, ...]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -59,16 +61,27 @@ class Trainee:
         return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Sum of the loss over all tokens of one micro-batch [rows, sequence + 1]."""
+        """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
+
+        The sum over its tokens, or what its mean adds to the mean of all micro-batches. One
+        without any token that carries loss adds 0; to that mean it counts as any other.
+        """
         tokens = tokens.to(self.device)
         per_token: Tensor = self.ddp(
             tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous()
         )
-        return per_token.float().sum()
+        loss = (per_token.float() * carries_loss(tokens)).sum()
+        if self.train.loss == "per_token":
+            return loss
+        return loss / max(self.num_tokens(tokens), 1) / self.train.num_micro_batches
 
     def num_tokens(self, tokens: Tensor) -> int:
         """How many tokens of a micro-batch carry loss."""
-        return tokens[:, 1:].numel()
+        return int(carries_loss(tokens).sum().item())
+
+    def divisor(self, num_tokens: float) -> float:
+        """By what the sum of all micro-batches, with so many tokens, is to be divided."""
+        return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
 
 
 def build(train: Train, device: torch.device, groups: Any = None) -> Trainee:
@@ -94,7 +107,8 @@ def build(train: Train, device: torch.device, groups: Any = None) -> Trainee:
                                       bucket_size=train.bucket_params or None,
                                       use_distributed_optimizer=False,
                                       check_for_nan_in_grad=False),
-        module, pg_collection=groups,
+        module if train.precision == "fp32" else Float16Module(config, module),
+        pg_collection=groups,
     )
     ddp.train()
     optimizer = _optimizer(train, ddp, groups)
@@ -109,9 +123,12 @@ def _config(train: Train) -> Any:
         num_layers=model.num_layers, hidden_size=model.hidden,
         num_attention_heads=model.num_heads, hidden_dropout=model.dropout,
         attention_dropout=model.dropout, use_cpu_initialization=True,
-        # The gradient's scale must not depend on how micro-batches are dealt.
+        # The gradient's scale must not depend on how micro-batches are dealt: with this Megatron
+        # adds up and divides by nothing, whichever loss is asked for.
         calculate_per_token_loss=True,
-        pipeline_dtype=torch.float32, bias_dropout_fusion=False,
+        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision], pipeline_dtype=DTYPES[train.precision],
+        bias_dropout_fusion=False,
     )
 
 
@@ -124,11 +141,15 @@ def _layers(draw: Draw) -> Any:
 
 
 def _optimizer(train: Train, ddp: Any, groups: Any) -> Any:
-    wanted = train.optimizer
+    wanted, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
         optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
         adam_beta1=wanted.beta1, adam_beta2=wanted.beta2, adam_eps=wanted.eps,
-        clip_grad=wanted.clip_grad, bf16=False, fp16=False, use_distributed_optimizer=False,
+        clip_grad=wanted.clip_grad, use_distributed_optimizer=False,
+        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision], loss_scale=train.loss_scale,
+        initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
+        loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
     )
     optimizer: Any = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False,
                                             pg_collection=groups)
@@ -150,10 +171,19 @@ def _materialise(optimizer: Any) -> None:
                                              exp_avg_sq=torch.zeros_like(param))
 
 
+def _chained(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def scalers(optimizer: Any) -> list[Any]:
+    """The loss scalers inside Megatron's optimizer: none where nothing is scaled."""
+    found = [getattr(part, "grad_scaler", None) for part in _chained(optimizer)]
+    return [scaler for scaler in found if scaler is not None]
+
+
 def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron's."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    found = [part.optimizer for part in chained if part.optimizer is not None]
+    found = [part.optimizer for part in _chained(optimizer) if part.optimizer is not None]
     assert all(isinstance(part, torch.optim.AdamW) for part in found)
     return found
 

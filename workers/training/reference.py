@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,9 +32,13 @@ from msgspec.structs import replace
 from ...events.errors import UsageError
 from ...events.spec import Train, parse
 
+if TYPE_CHECKING:
+    from .model import Trainee
+    from .text import Text
+
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The largest differences between two trainings.
+    """The largest differences between two trainings; of parameters, their fp32 masters.
 
     `param_rel` is |a - b| / |b| of all parameters as one vector, Euclidean: a tensor whose true
     gradient is zero (the bias of the keys) holds nothing but noise, and would drown the others.
@@ -84,35 +88,29 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     # Alone there is nothing to overlap: Megatron's plain reduction, whatever the spec says.
     trainee = model.build(replace(train, overlap=False, bucket_params=0), device)
     trainee.ddp.config.finalize_model_grads_func = finalize_model_grads
+    trainee.ddp.config.grad_scale_func = trainee.optimizer.scale_loss
+    # Megatron's name of the two losses. Without it, its schedule divides each micro-batch's sum by
+    # its own tokens and by the number of micro-batches, as its own training loop has it.
+    trainee.ddp.config.calculate_per_token_loss = train.loss == "per_token"
     words = text.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))
     assert sorted(items) == list(range(train.num_micro_batches))
     history = History()
     num_iterations = train.iterations if num_iterations is None else num_iterations
 
-    def forward_step(iterator: Iterator[tuple[int, int]], ddp: Any) -> tuple[Any, Any]:
-        iteration, item = next(iterator)
-        trainee.draw.at(iteration, item)
-        tokens = words.sample(train.seed, iteration, item, rows=train.batch.micro,
-                              sequence=train.model.sequence)
-        return trainee.loss(tokens), partial(loss_of, trainee.num_tokens(tokens))
-
-    def loss_of(num_tokens: int, loss: torch.Tensor) -> tuple[Any, Any, dict[str, float]]:
-        return (loss, torch.tensor(num_tokens, dtype=torch.int, device=device),
-                {"loss": loss.item(), "tokens": num_tokens})
-
     for iteration in range(num_iterations):
         trainee.ddp.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        told: list[dict[str, float]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
+        told: list[tuple[float, int]] = get_forward_backward_func()(
+            forward_step_func=partial(_forward, trainee, words),
             data_iterator=iter([(iteration, item) for item in items]), model=[trainee.ddp],
             num_microbatches=len(items), seq_length=train.model.sequence,
             micro_batch_size=train.batch.micro, forward_only=False,
         )
-        trainee.optimizer.step()
-        trainee.scheduler.step(train.batch.global_)
-        loss = math.fsum(part["loss"] for part in told) / math.fsum(part["tokens"] for part in told)
+        stepped, _, _ = trainee.optimizer.step()
+        if stepped:
+            trainee.scheduler.step(train.batch.global_)
+        loss = _loss(train, told)
         history.add(iteration, loss, 0.0)
         if tell is not None:
             tell(iteration, loss)
@@ -120,11 +118,44 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     checkpoint.save(out / "final", trainee, num_iterations, history)
     groups.forget()
     dist.destroy_process_group()
-    digest = hashlib.sha256()
-    for param in trainee.module.parameters():
-        digest.update(param.detach().cpu().numpy().tobytes())
-    return Result(losses=list(history.losses), digest=f"sha256:{digest.hexdigest()}",
+    return Result(losses=list(history.losses), digest=_digest(trainee.module),
                   path=str(out / "final"))
+
+
+def _forward(trainee: Trainee, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
+             ) -> tuple[Any, Any]:
+    """One micro-batch, as Megatron's schedule wants it: its losses, and what sums them up."""
+    import torch
+
+    iteration, item = next(iterator)
+    train = trainee.train
+    trainee.draw.at(iteration, item)
+    tokens = words.sample(train.seed, iteration, item, rows=train.batch.micro,
+                          sequence=train.model.sequence).to(trainee.device)
+    mask = (tokens[:, :-1] != 0).float()
+
+    def summed(losses: torch.Tensor) -> tuple[Any, Any, tuple[float, int]]:
+        loss, num_tokens = (losses.float() * mask).sum(), mask.sum().to(torch.int)
+        return loss, num_tokens, (loss.item(), int(num_tokens.item()))
+
+    return ddp(tokens[:, :-1].contiguous(), trainee.positions, None,
+               labels=tokens[:, 1:].contiguous()), summed
+
+
+def _digest(module: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for param in module.parameters():
+        digest.update(param.detach().cpu().view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _loss(train: Train, told: Sequence[tuple[float, int]]) -> float:
+    """The loss of an iteration, of the sum and the number of tokens of each micro-batch."""
+    if train.loss == "per_token":
+        return math.fsum(part for part, _ in told) / max(sum(number for _, number in told), 1)
+    return math.fsum(part / max(number, 1) for part, number in told) / len(told)
 
 
 def compare(one: Path, other: Path) -> Difference:
@@ -133,8 +164,9 @@ def compare(one: Path, other: Path) -> Difference:
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
     loss_abs = [abs(a - b) for a, b in losses]
     param_abs, gaps, norms = [0.0], [0.0], [1e-300]
+    kind = "master." if any(name.startswith("master.") for name in theirs) else "model."
     for name, wanted in theirs.items():
-        if name.startswith("model."):
+        if name.startswith(kind):
             gap = (mine[name] - wanted).double()
             param_abs.append(gap.abs().max().item())
             gaps.append(gap.square().sum().item())

@@ -2,17 +2,19 @@
 
 Everything that changes while training is named here, once, for the exchange between members and
 for checkpoints alike:
-- tensors: parameters, buffers, Adam's two moments;
-- numbers: Adam's step counts, the schedule's position (which is the number of consumed samples),
-  the step version, and the losses so far.
+- tensors: parameters, buffers, and for each parameter Adam's two moments and, where it has 16 bits,
+  its fp32 master;
+- numbers: Adam's step counts, the loss scale and its trackers, the schedule's position in samples
+  (which stands still in an iteration that is skipped), the step version and the consumed samples
+  (which do not), and the losses so far.
 Not state, because they follow from the spec and the iteration: the data's order, every random
-generator (draw.py), learning rate and weight decay (the schedule's position). Not there at all in
-fp32: master weights, loss scaler.
+generator (draw.py), learning rate and weight decay (the schedule's position).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -21,25 +23,41 @@ from msgspec import Struct
 from torch import Tensor
 
 from .history import History
-from .model import Trainee, parts
+from .model import Trainee, parts, scalers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Numbers(Struct, kw_only=True):
-    """The part of the state that is not tensors. `adam_steps` is by parameter name."""
+class LossScale(Struct, kw_only=True):
+    """A dynamic loss scale, and what Megatron counts to change it."""
 
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+class Numbers(Struct, kw_only=True):
+    """The part of the state that is not tensors.
+
+    `adam_steps` is by parameter name. `loss_scales` has one for each part of the optimizer that
+    scales dynamically. `precision` is the spec's, so that no other takes it for its own.
+    """
+
+    precision: str
     step_version: int
     consumed_samples: int
+    scheduled_samples: int
     adam_steps: dict[str, float]
+    loss_scales: list[LossScale]
     first_loss: int
     losses: list[float]
     step_s: list[float]
 
 
 def names(trainee: Trainee) -> dict[int, str]:
-    """id of a parameter -> its name, the same on every rank."""
-    return {id(param): name for name, param in trainee.module.named_parameters()}
+    """id of a parameter, as the optimizer has it -> its name, the same on every rank."""
+    return {id(getattr(param, "main_param", param)): name
+            for name, param in trainee.module.named_parameters()}
 
 
 def tensors(trainee: Trainee) -> dict[str, Tensor]:
@@ -47,6 +65,9 @@ def tensors(trainee: Trainee) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, param in trainee.module.named_parameters():
         found[f"model.{name}"] = param.data
+    for name, param in trainee.module.named_parameters():
+        if hasattr(param, "main_param"):
+            found[f"master.{name}"] = param.main_param.data
     for name, buffer in trainee.module.named_buffers():
         found[f"buffer.{name}"] = buffer
     for name, moments in _moments(trainee):
@@ -62,7 +83,11 @@ def num_bytes(trainee: Trainee) -> int:
 def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
     """The rest of the state, copied."""
     return Numbers(
-        step_version=step_version, consumed_samples=trainee.scheduler.num_steps,
+        precision=trainee.train.precision, step_version=step_version,
+        consumed_samples=step_version * trainee.train.batch.global_,
+        scheduled_samples=trainee.scheduler.num_steps,
+        loss_scales=[LossScale(**{**scaler.state_dict(), "scale": scaler.scale.item()})
+                     for scaler in _dynamic(trainee)],
         adam_steps={name: float(moments["step"]) for name, moments in _moments(trainee)},
         first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
     )
@@ -72,7 +97,9 @@ def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
     """Take over the numbers; the step version."""
     for name, moments in _moments(trainee):
         moments["step"].fill_(told.adam_steps[name])
-    trainee.scheduler.num_steps = told.consumed_samples
+    for scaler, scale in zip(_dynamic(trainee), told.loss_scales, strict=True):
+        scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
+    trainee.scheduler.num_steps = told.scheduled_samples
     trainee.scheduler.step(0)
     history.replace(told.first_loss, told.losses, told.step_s)
     return told.step_version
@@ -126,6 +153,11 @@ def encode(told: Numbers) -> bytes:
 
 def decode(data: bytes) -> Numbers:
     return msgspec.msgpack.decode(data, type=Numbers)
+
+
+def _dynamic(trainee: Trainee) -> list[Any]:
+    """Megatron's scalers that have a state: not the constant one."""
+    return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]
 
 
 def _moments(trainee: Trainee) -> Iterator[tuple[str, dict[str, Tensor]]]:

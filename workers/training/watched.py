@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .model import Trainee, parts
+from .model import Trainee, parts, scalers
 from .trace import Note
 
 
@@ -38,7 +38,7 @@ class Watched:
                     partial(self._leave, index))
         optimizer = trainee.optimizer
         _around(optimizer, "prepare_grads", lambda: note("unscale"))
-        for scaler in _scalers(optimizer):
+        for scaler in scalers(optimizer):
             _around(scaler, "update", lambda: note("scaler"))
         _around(optimizer, "get_grad_norm", lambda: note("norm"), lambda: note("clip"))
         _around(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
@@ -82,13 +82,6 @@ class Watched:
 
     def _middle_of_backward(self, gradient: Tensor) -> None:
         self._note("backward_mid")
-
-
-def _scalers(optimizer: Any) -> list[Any]:
-    """The loss scalers inside Megatron's optimizer: none in fp32."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    found = [getattr(part, "grad_scaler", None) for part in chained]
-    return [scaler for scaler in found if scaler is not None]
 
 
 def _around(thing: Any, method: str, before: Callable[[], None],
