@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,15 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Twin]:
-    """`twin(dropout)` of `small_spec`, trained once."""
-    made: dict[float, Twin] = {}
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twin]:
+    """`twin(dropout, **changes)` of `small_spec`, trained once for all who ask for the same."""
+    made: dict[str, Twin] = {}
 
-    def of(dropout: float) -> Twin:
-        if dropout not in made:
+    def of(dropout: float = 0.0, **changes: Any) -> Twin:
+        asked = json.dumps({**changes, "dropout": dropout}, sort_keys=True)
+        if asked not in made:
             folder = tmp_path_factory.mktemp("twin")
-            made[dropout] = Twin(small_spec(folder / "out", dropout=dropout), folder)
-        return made[dropout]
+            made[asked] = Twin(small_spec(folder / "out", dropout=dropout, **changes), folder)
+        return made[asked]
 
     return of
