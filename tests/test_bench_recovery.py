@@ -44,28 +44,39 @@ STORY = [
 ]
 
 
+BEFORE = {100: 1, 101: 1, 102: 1}
+
+
+def test_a_world_is_new_by_its_process_own_count_and_a_new_process_by_all() -> None:
+    assert recovery_watch.generations(STORY, 10.0) == BEFORE
+    assert recovery_watch.is_new(line(11.0, 0, "done", 4, 2), {100: 1, 102: 3})
+    assert not recovery_watch.is_new(line(11.0, 2, "done", 4, 2), {100: 1, 102: 3})
+    assert not recovery_watch.is_new(line(11.0, 1, "done", 4, 3, pid=900), {100: 1, 102: 3})
+    assert recovery_watch.is_new(line(11.0, 1, "done", 4, 4, pid=900), {100: 1, 102: 3})
+
+
 def test_the_step_is_the_first_of_the_new_world() -> None:
-    step = recovery_watch.first_step(STORY, 1, 10.0)
+    step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
     assert (step["t"], step["rank"], step["iteration"]) == (11.8, 0, 4)
-    assert recovery_watch.first_step(STORY, 2, 10.0) is None
+    assert recovery_watch.first_step(STORY, {100: 2, 102: 2}, 10.0) is None
     # a newer generation that stepped before the fault is of an earlier story
-    assert recovery_watch.first_step(STORY, 1, 12.0)["t"] == 12.6  # type: ignore[index]
+    assert recovery_watch.first_step(STORY, BEFORE, 12.0)["t"] == 12.6  # type: ignore[index]
 
 
 def test_recomputed_is_what_the_slowest_member_ran_in_the_new_world_before_that_step() -> None:
-    step = recovery_watch.first_step(STORY, 1, 10.0)
+    step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
-    assert recovery_watch.recompute_s(STORY, step, 1, 10.0) == pytest.approx(1.2)
+    assert recovery_watch.recompute_s(STORY, step, BEFORE, 10.0) == pytest.approx(1.2)
     without = [one for one in STORY if one["rank"] != 2]
-    assert recovery_watch.recompute_s(without, step, 1, 10.0) == pytest.approx(0.8)
+    assert recovery_watch.recompute_s(without, step, BEFORE, 10.0) == pytest.approx(0.8)
 
 
 def test_iterations_are_lost_where_the_new_world_begins_before_the_old_ones_end() -> None:
-    step = recovery_watch.first_step(STORY, 1, 10.0)
+    step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
-    assert recovery_watch.iterations_lost(STORY, step, 1) == 0
-    assert recovery_watch.iterations_lost(STORY, {**step, "iteration": 1}, 1) == 3
+    assert recovery_watch.iterations_lost(STORY, step, BEFORE) == 0
+    assert recovery_watch.iterations_lost(STORY, {**step, "iteration": 1}, BEFORE) == 3
 
 
 def test_how_long_an_iteration_takes_is_told_from_step_to_step_before_the_fault() -> None:
@@ -111,7 +122,7 @@ def test_the_phases_of_a_recovery_add_up_to_it() -> None:
         record(7, "Reconfigured", 10.30, 10.31, rank=2, generation=2, down_s=0.05),
         record(8, "Resume", 10.40, 10.40, generation=2),
     ]
-    step = recovery_watch.first_step(STORY, 1, 10.0)
+    step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     trial = Trial("dp4_sigkill", "unicron", 10.0, 1, 1.0, step=step, recompute_s=1.2)
     found = recovery_phases.phases(records, STORY, trial)
     assert tuple(found) == recovery_phases.PHASES

@@ -17,8 +17,10 @@ STRUCK_NUM = 3
 """Of those iterations, the one that is struck."""
 VICTIM_NUM = 2
 """The rank that is struck: not the first, which may host a store."""
-COLLECTIVE_S_MAX = 5.0
-"""What a peer's collective waits for a silent rank. Unicron needs no such limit."""
+COLLECTIVE_S_MAX = 2.0
+"""What a peer's collective waits for a silent rank: as long as Unicron lets one stand still."""
+BUILD_S_MAX = 30.0
+"""What building a group may take: processes do not start at the same instant."""
 SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16)}
 """Layers, hidden, heads and sequence of the models that growth is measured with."""
 Spec = dict[str, Any]

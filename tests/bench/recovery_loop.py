@@ -24,9 +24,10 @@ with cpu.uncompiled():
     from unicron.workers.training import groups, model, text
     from unicron.workers.training.trace import Trace
 
-from .recovery_job import COLLECTIVE_S_MAX, SAVE_EVERY_NUM
+from .recovery_job import BUILD_S_MAX, COLLECTIVE_S_MAX, SAVE_EVERY_NUM
 
 COLLECTIVE = datetime.timedelta(seconds=COLLECTIVE_S_MAX)
+BUILD = datetime.timedelta(seconds=BUILD_S_MAX)
 SPEC, FOLDER = "UNICRON_BENCH_SPEC", "UNICRON_BENCH_FOLDER"
 
 
@@ -96,6 +97,8 @@ class Loop:
 
     def run(self, place: int, num_members: int, saves: Callable[[], Any] | None) -> None:
         """Train until ended. `saves`: within what a checkpoint is written, by the first member."""
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE)
         while self.iteration < self.train.iterations:
             self.micro_batches(range(place, self.train.num_micro_batches, num_members))
             self.step(self.reduce(), tells=place == 0)
@@ -139,7 +142,7 @@ def main() -> None:
     from contextlib import nullcontext
 
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    dist.init_process_group("gloo", timeout=COLLECTIVE)
+    dist.init_process_group("gloo", timeout=BUILD)
     loop = Loop(dist.get_rank())
     loop.generation = int(restarts or 0)
     loop.build()

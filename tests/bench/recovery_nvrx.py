@@ -2,7 +2,8 @@
 
 As its users have it: the wrapped function is called again in the processes that are left, builds
 its groups and its model anew, and goes on from the last checkpoint. Its intervals are set to a
-tenth of a second, where their defaults are one to five.
+tenth of a second, where their defaults are one to five, and its limits for a rank that makes no
+progress to seconds, where they are minutes.
 """
 
 # No `from __future__ import annotations`: the wrapper reads its function's as classes.
@@ -12,7 +13,7 @@ import os
 import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
 
-from .recovery_loop import COLLECTIVE, Loop, groups
+from .recovery_loop import BUILD, COLLECTIVE, Loop, groups
 
 PORT = int(os.environ["MASTER_PORT"])
 
@@ -29,7 +30,7 @@ loop = Loop(int(os.environ["RANK"]))
     **dict.fromkeys(("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval",
                      "progress_watchdog_interval", "last_call_wait", "termination_grace_time"),
                     _seconds(0.1)),
-    soft_timeout=_seconds(20), hard_timeout=_seconds(30), heartbeat_timeout=COLLECTIVE,
+    soft_timeout=COLLECTIVE, hard_timeout=2 * COLLECTIVE, heartbeat_timeout=2 * COLLECTIVE,
 )
 def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     """Train until ended, or until a rank is lost: then this is called again."""
@@ -38,7 +39,7 @@ def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
                           is_master=place == 0, multi_tenant=True, wait_for_workers=True)
     dist.init_process_group("gloo", store=store, rank=place, world_size=num_members,
-                            timeout=COLLECTIVE)
+                            timeout=BUILD)
     groups.forget()
     loop.iteration = 0
     loop.build()

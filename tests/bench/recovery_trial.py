@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from . import recovery_watch as eyes
@@ -91,9 +92,9 @@ def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RA
     began_s = time.time()
     os.kill(pid, SIGNALS[case])
     usual = eyes.iteration_s(watch.lines, pid, began_s)
-    before = eyes.generation(watch.lines, began_s)
+    before = eyes.generations(watch.lines, began_s)
     pids = set(eyes.pids(watch.lines, began_s).values())
-    trial = Trial(case, system.name, began_s, before, usual[-1])
+    trial = Trial(case, system.name, began_s, max(before.values()), median(usual))
     step, why = None, ""
     for _ in watch.until(RECOVER_S_MAX):
         why = system.tend()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,27 @@ class Watch:
         return {line["iteration"]: (line["loss"], line["num_tokens"]) for line in self.told}
 
 
-def generation(lines: Iterable[Line], until_s: float) -> int:
-    """The newest generation that anybody trained in by then."""
-    return max((line["generation"] for line in lines if line["t"] <= until_s), default=0)
+def generations(lines: Iterable[Line], until_s: float) -> dict[int, int]:
+    """The newest generation that each process trained in by then."""
+    found: dict[int, int] = {}
+    for line in lines:
+        if line["t"] <= until_s:
+            found[line["pid"]] = max(found.get(line["pid"], 0), line["generation"])
+    return found
 
 
-def first_step(lines: Iterable[Line], after: int, from_s: float) -> Line | None:
-    """The first step that was completed in a generation newer than `after`, and after `from_s`."""
-    fits = (line for line in lines if line["event"] == "done" and line["generation"] > after
+def is_new(line: Line, before: Mapping[int, int]) -> bool:
+    """Whether it is of a generation after `before`: a process's own count, a new one's all's.
+
+    Not every system numbers its worlds alike in all processes.
+    """
+    known = before.get(line["pid"], max(before.values(), default=0))
+    return bool(line["generation"] > known)
+
+
+def first_step(lines: Iterable[Line], before: Mapping[int, int], from_s: float) -> Line | None:
+    """The first step that was completed in a new generation, after `from_s`."""
+    fits = (line for line in lines if line["event"] == "done" and is_new(line, before)
             and line["t"] > from_s)
     return min(fits, key=lambda line: float(line["t"]), default=None)
 
@@ -77,22 +90,23 @@ def micro_batches(lines: Iterable[Line]) -> Iterator[tuple[Line, float]]:
                 yield line, after["t"] - line["t"]
 
 
-def recompute_s(lines: Iterable[Line], step: Line, after: int, from_s: float) -> float:
+def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], from_s: float
+                ) -> float:
     """What the micro-batches took that the new world ran before that step: of whom it took most.
 
     A member's step waits for the slowest; what others did meanwhile cost nothing.
     """
     spent: dict[int, float] = {}
     for line, took_s in micro_batches(lines):
-        if line["generation"] > after and from_s < line["t"] and line["t"] + took_s <= step["t"]:
+        if is_new(line, before) and from_s < line["t"] and line["t"] + took_s <= step["t"]:
             spent[line["pid"]] = spent.get(line["pid"], 0.0) + took_s
     return max(spent.values(), default=0.0)
 
 
-def iterations_lost(lines: Iterable[Line], step: Line, after: int) -> int:
+def iterations_lost(lines: Iterable[Line], step: Line, before: Mapping[int, int]) -> int:
     """Completed before, and done again: how far before the old world's end the new one begins."""
     last = max((line["iteration"] for line in lines if line["event"] == "done"
-                and line["generation"] <= after and line["t"] < step["t"]), default=-1)
+                and not is_new(line, before) and line["t"] < step["t"]), default=-1)
     return max(0, last + 1 - step["iteration"])
 
 
