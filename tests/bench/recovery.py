@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-recovery")
     parser.add_argument("-n", type=int, default=5, help="strikes of each system in each case")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks for overhead")
+    parser.add_argument("--minutes", type=float, default=25.0, help="nothing begins after them")
     parser.add_argument("--systems", type=_words(SYSTEMS), default=SYSTEMS)
     parser.add_argument("--cases", type=_words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
@@ -93,20 +94,26 @@ def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[li
     def say(text: str) -> None:
         print(f"{time.monotonic() - began_s:6.0f} s  {text}", flush=True)
 
+    def has_time(what: str) -> bool:
+        late = time.monotonic() - began_s > asked.minutes * 60.0
+        if late:
+            say(f"{what} is left out: {asked.minutes:g} minutes are over")
+        return not late
+
     if any(case in cases for case in (*STRIKES, "breakdown")):
         struck = [case for case in STRIKES if case in cases]
         # The breakdown is of Unicron's own recoveries from a kill.
         rounds = Rounds(folder, systems if struck else ("unicron",), struck or STRIKES[:1], say)
         try:
-            rounds.run(num)
+            rounds.run(num, has_time)
         finally:
             yield rounds.rows("breakdown" in cases, num)
-    if "overhead" in cases or "overhead_copies" in cases:
+    if ("overhead" in cases or "overhead_copies" in cases) and has_time("overhead"):
         yield recovery_overhead.measure(folder / "overhead", cases, asked.pairs, say)
-    if "restart" in cases:
+    if "restart" in cases and has_time("restart"):
         yield recovery_growth.measure_restart(folder / "restart", num, say)
     for case in ("growth_ranks", "growth_params"):
-        if case in cases:
+        if case in cases and has_time(case):
             yield recovery_growth.measure(folder / case, case, say)
 
 

@@ -14,7 +14,7 @@ from .recovery_rows import Row, row
 from .recovery_trial import RECOVER_S_MAX, NotStarted, System, Trial, strike
 from .recovery_unicron import Unicron
 
-TWIN_NUM = 90
+TWIN_NUM = 70
 """Iterations of the undisturbed twin; losses of later ones are held to nothing."""
 TWIN_S_MAX = 180.0
 METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "iterations"),
@@ -40,11 +40,13 @@ class Rounds:
         self._twin: list[float] = []
         self._absent = environment.absent()
 
-    def run(self, num: int) -> None:
-        """`num` rounds."""
+    def run(self, num: int, has_time: Callable[[str], bool]) -> None:
+        """`num` rounds, while there is time for another one."""
         self._say("the undisturbed twin")
         self._twin = self._train_twin()
         for number in range(1, num + 1):
+            if not has_time(f"round {number} of {num}"):
+                break
             # In another order each time: no system always comes after the same one.
             turn = (number - 1) % len(self._systems)
             for name in (*self._systems[turn:], *self._systems[:turn]):

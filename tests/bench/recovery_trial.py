@@ -19,7 +19,7 @@ from .recovery_job import (
 )
 
 START_S_MAX = 90.0
-RECOVER_S_MAX = 20.0
+RECOVER_S_MAX = 15.0
 WHOLE_S_MAX = 40.0
 WARM_NUM = 5
 """Iterations that a member has done before it is struck."""
