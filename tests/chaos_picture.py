@@ -61,4 +61,4 @@ def _difference(axes: Any, curves: Curves) -> None:
         axes.plot(gaps, color=colour, linewidth=width, label=label)
     axes.set_ylabel("relative difference")
     axes.set_xlabel("iteration")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(ncols=2, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.95))

@@ -1,19 +1,22 @@
 """One long training through faults drawn at random, held to its undisturbed twin.
 
-`make chaos-training ROUNDS=100 SEED=...`: a whole cluster of real processes on this machine, three
+`make chaos-training ROUNDS=100 SEED=4`: a whole cluster of real processes on this machine, three
 nodes of two slots, a GPT on four ranks, ten iterations for every fault. Exits with 1 when losses or
-parameters are not the twin's, an iteration was lost or a checkpoint read.
+parameters are not the twin's, an iteration was lost or a checkpoint read. With PICTURE=docs the
+picture is README's, and the text below it is written anew from the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
 import statistics
 import sys
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,7 +39,9 @@ POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0,
 """Faults as many as these are no sign of a bad slot."""
 TWIN_S_MAX = 7200.0
 STALLED_S_MAX = 300.0
-TOLD_ITERATIONS = 100
+TOLD_ITERATIONS, CAPTION_COLUMNS = 100, 100
+README = Path("README.md")
+BEGIN, END = "<!-- chaos training -->\n", "<!-- end of chaos training -->"
 
 
 class Struck(NamedTuple):
@@ -177,6 +182,8 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
         chaos_picture.Curves(losses, calm[0], calm[1],
                              [(fault.kind, fault.iteration) for fault in run.faults]),
         f"{len(losses)} iterations through {len(run.faults)} faults", files)
+    if picture == Path("docs"):
+        _caption(run, figures, equal)
     print("picture:", *files)
     return 0 if equal else 1
 
@@ -188,6 +195,29 @@ def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> None
         for name, (value, unit) in {**figures, "equal": (int(equal), "")}.items()]
     FIGURES.parent.mkdir(parents=True, exist_ok=True)
     FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> None:
+    """Say under README's picture what this run was."""
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    kinds = Counter(fault.kind for fault in run.faults)
+    number = {name: f"{value:.2g}" for name, (value, _) in figures.items()}
+    caption = (
+        f"One training of {run.iterations} iterations on four ranks, and the same without a fault: "
+        f"{len(run.faults)} faults drawn at random "
+        f"({', '.join(f'{num} x {kind}' for kind, num in kinds.items())}), "
+        f"{number['iterations_lost']} iterations lost, {number['checkpoints_read']} checkpoints "
+        f"read. Largest relative difference of a loss {number['loss_gap']}, of the parameters "
+        f"{number['parameter_gap']}; summing the same micro-batches in another order changes them "
+        f"by {number['loss_noise']} and {number['parameter_noise']}: "
+        f"{'equal' if equal else 'NOT EQUAL'} within {NOISE_TIMES_MAX} times that. From fault to "
+        f"next step: median {number['fault_to_step_median']} s, longest "
+        f"{number['fault_to_step_max']} s, with all that it waits for (a stopped rank is given "
+        f"{POLICY['stopped_s_max']:g} s, a silent node {POLICY['silence_s_max']:g} s) and all that "
+        f"is done again. {os.cpu_count()} cores; `make chaos-training`.")
+    README.write_text(f"{before}{BEGIN}{textwrap.fill(caption, CAPTION_COLUMNS)}\n{END}"
+                      f"{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def _spec(output: Path, iterations: int) -> dict[str, Any]:
