@@ -46,7 +46,8 @@ class Point(NamedTuple):
 
     `nth` is which of the victim's own micro-batches; -1: none. `mate` is the second victim, who
     is struck at the point too if all ranks come to it, else wherever it is then. `only` is the
-    one variant that has this point. `train` is added to the spec.
+    one variant that has this point. `train` is added to the spec. `skips`: found-inf says that the
+    struck iteration takes no step.
     """
 
     name: str
@@ -59,11 +60,15 @@ class Point(NamedTuple):
     all_come: bool = True
     only: str = ""
     train: dict[str, Any] = {}  # noqa: RUF012
+    skips: bool = False
     absent: str = ""
 
 
 SINGLE = "a task is data-parallel: this is between pipeline or tensor ranks"
 SAVES = {"checkpoint_every": STRUCK}
+OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
+"""Measured: at 512 the first gradients of this task are not finite, at 256 they are. So iterations
+0 to 3 are skipped."""
 POINTS = (
     Point("start-up", "start", "start"),
     Point("before the first micro-batch", event="micro_batch", nth=0),
@@ -84,6 +89,8 @@ POINTS = (
     Point("scaling", "step", "scale"),
     Point("unscale, found-inf", "step", "unscale"),
     Point("scaler update", "step", "scaler", only="fp16"),
+    Point("scaler update, step skipped", "step", "scaler", only="fp16", train=OVERFLOWS,
+          skips=True),
     Point("norm", "step", "norm"),
     Point("clip", "step", "clip"),
     Point("before the optimizer step", "step", "step"),
@@ -132,7 +139,7 @@ class Cell(NamedTuple):
     def train(self) -> dict[str, Any]:
         """The `train` of its spec."""
         model = TRAIN["model"] | self.variant.train.get("model", {})
-        return TRAIN | self.point.train | self.variant.train | {"model": model}
+        return TRAIN | self.variant.train | self.point.train | {"model": model}
 
 
 def cells() -> Iterator[Cell]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rank_twin import Twin
 from unicron.events.reports import CheckpointSaved, TaskProgressed
 
-from .cells import ITERATIONS
+from .cells import ITERATIONS, STRUCK
 from .scenes import Play
 
 
@@ -16,6 +16,8 @@ def complaints(play: Play, twin: Twin) -> Iterator[str]:
     """Every way in which the run was not the undisturbed one; none when it was."""
     yield from _agreement(play)
     yield from _work(play)
+    if play.point.skips:
+        yield from _skip(play)
     driver = play.driver
     if sorted(driver.losses()) != list(range(ITERATIONS)):
         yield f"iterations lost: losses of {sorted(driver.losses())}"
@@ -70,3 +72,11 @@ def _work(play: Play) -> Iterator[str]:
         told = play.finished[rank].forward_calls
         if told != len(calls[rank]):
             yield f"rank {rank} counts {told} forward calls, its trace {len(calls[rank])}"
+
+
+def _skip(play: Play) -> Iterator[str]:
+    """The struck iteration took no step, the last one did."""
+    stepped = {line["iteration"] for rank in play.survivors for line in play.driver.trace(rank)
+               if line["event"] == "step"}
+    if STRUCK in stepped or ITERATIONS - 1 not in stepped:
+        yield f"steps were taken in {sorted(stepped)}"

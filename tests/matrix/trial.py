@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 import traceback
@@ -63,9 +64,11 @@ class Trials:
                        time.monotonic() - began_s)
 
     def twin(self, cell: Cell) -> Twin:
-        """Trained once for each variant."""
-        name = cell.variant.name
-        if name not in self._twins:
-            folder = self.folder / f"twin-{name.replace(' ', '-')}"
-            self._twins[name] = Twin(small_spec(folder / "out", **cell.train()), folder)
-        return self._twins[name]
+        """Of what is trained alike, trained once."""
+        what = cell.train()
+        what.pop("checkpoint_every", None)
+        key = json.dumps(what, sort_keys=True)
+        if key not in self._twins:
+            folder = self.folder / f"twin-{len(self._twins)}"
+            self._twins[key] = Twin(small_spec(folder / "out", **what), folder)
+        return self._twins[key]
