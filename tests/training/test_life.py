@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from unicron.events.reports import Quiesced, RankErrored, RankReady, ReconfigureFailed
 
 Drive = Callable[..., Any]
@@ -131,13 +132,15 @@ def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> Non
     driver.finish([0])
 
 
-def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> None:
     """gloo never tells a half-done send that its connection is closed: it is left behind."""
     model = {"num_layers": 2, "hidden": 768, "num_heads": 4, "sequence": 16}
-    driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6)
+    driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
+                   bucket_params=4_000_000 if overlap else 0)
     driver.start(0, 1)
     driver.form([0, 1])
-    driver.strike(1, iteration=2, event="reduce")
+    driver.strike(1, iteration=2, event="bucket" if overlap else "reduce")
     time.sleep(0.02)
     driver.processes[1].signal(signal.SIGSTOP)
     time.sleep(0.5)

@@ -96,6 +96,24 @@ def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
 
 
+def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twin: Twins) -> None:
+    """No process dies: the same members meet again, and nobody has anything left to run."""
+    three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
+    pids = {rank: three.processes[rank].popen.pid for rank in (0, 1, 2)}
+    three.form([0, 1, 2])
+    for rank in (0, 1, 2):
+        assert three.wait(CollectiveFailed, rank).iteration == STRUCK
+    assert "on purpose" in three.told(CollectiveFailed, 1)[0].error
+    held = three.quiesced([0, 1, 2])
+    assert held[1].micro_batches == (1, 4, 7, 10)
+    assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
+    told = three.form([0, 1, 2])
+    assert not any(told[rank].todo for rank in told)
+    finish(three, [0, 1, 2], twin(0.0))
+    assert {line["pid"] for rank in pids for line in three.trace(rank)} == set(pids.values())
+    assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
+
+
 def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
         three: Any, twin: Twins) -> None:
     """Rank 1 in the midst of it; rank 0 waits; rank 2 has two left. All go on with what they have,

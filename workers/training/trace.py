@@ -13,7 +13,8 @@ is seen whole, in order, and `reduced` when all are. Without overlap there is on
 A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
 `hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
 they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
-gone. With `"then": "raise"` it takes the file away and raises Struck instead.
+gone. With `"then": "raise"` it takes the file away and raises Struck instead; with `"fail"` a
+RuntimeError, as a collective does whose connection is cut.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Struck(Exception):
     """Raised on purpose, where it was asked for: no fault of a collective, whatever it is in."""
 
 
+THEN: dict[str, type[Exception]] = {"raise": Struck, "fail": RuntimeError}
+
 class Trace:
     """Writes nothing, and holds nobody, when `folder` is empty."""
 
@@ -71,9 +74,9 @@ class Trace:
         asked = self._asked()
         if asked is None or any(where[name] != asked[name] for name in where if name in asked):
             return
-        if asked.get("then") == "raise":
+        if error := THEN.get(asked.get("then", "")):
             self._hold.unlink()
-            raise Struck(f"on purpose: {event} of iteration {iteration}")
+            raise error(f"on purpose: {event} of iteration {iteration}")
         self._write(where | {"event": "held"})
         while self._hold.exists():
             time.sleep(HOLD_S)
