@@ -30,6 +30,20 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
         driver.close()
 
 
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A world of one; its groups."""
+    import torch.distributed as dist
+    from unicron.workers.training import cpu, groups
+
+    cpu.stand_in()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield groups.data_parallel(60)
+    groups.forget()
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Ranks in a tenth of the time, for tests that need many."""

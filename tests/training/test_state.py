@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from changing import changed, leaves
 from msgspec.structs import replace
 from unicron.events.errors import UsageError
 from unicron.events.reports import LossNotFinite, TaskProgressed
 from unicron.events.spec import DynamicLossScale, Model, Optimizer, Train
-from unicron.workers.training import checkpoint, cpu, groups, model, reference, state, text
+from unicron.workers.training import checkpoint, model, reference, state, text
 from unicron.workers.training.history import History
 from unicron.workers.training.stepping import step
 
@@ -41,17 +39,6 @@ CHANGES = {
     "gradients, cleared": r"\.(grad|main_grad|grad_data)",
     "set before each use": r"\.found_inf",
 }
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    """A world of one; its groups."""
-    cpu.stand_in()
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield groups.data_parallel(60)
-    groups.forget()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=PRECISIONS)

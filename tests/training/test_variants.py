@@ -16,7 +16,7 @@ import pytest
 import torch
 from rank_driver import TASK
 from unicron.events.orders import Quiesce
-from unicron.events.reports import CheckpointSaved, CollectiveFailed
+from unicron.events.reports import CheckpointSaved
 from unicron.workers.training.reference import read
 
 Drive = Callable[..., Any]
@@ -85,9 +85,9 @@ def strike_and_replace(driver: Any) -> None:
     driver.hold(1, "forward", STRUCK, micro_batch=5)
     driver.form(ALL)
     driver.held(1, STRUCK)
-    driver.kill(1)
     for rank in LEFT:
-        assert driver.wait(CollectiveFailed, rank).iteration == STRUCK
+        driver.strike(rank, iteration=STRUCK, event="reduce")
+    driver.kill(1)
     held = driver.quiesce(LEFT, "now")
     grown = driver.hold(0, "forward", GROWN)
     told = driver.form(LEFT)
@@ -123,6 +123,8 @@ def test_a_rank_is_replaced_in_every_precision(
     end = read(final(driver))
     num_skipped = (end["numbers.consumed_samples"] - end["numbers.scheduled_samples"]) / 8
     assert (num_skipped > 0) == (driver.spec.train.precision == "fp16")
+    said = driver.started[0].log.read_text().count("step skipped")
+    assert said == num_skipped, "each is a line in the log"
     stepped = {rank: "step" in events(driver, rank, STRUCK) for rank in LEFT}
     assert set(stepped.values()) == {variant != "fp16-skipped"}, "all decide alike"
     scaled = {rank: "scaler" in events(driver, rank, STRUCK) for rank in LEFT}
