@@ -52,7 +52,7 @@ class Loop:
         self.text = text.load(train.data, train.model.sequence)
         self.generation = 0
         self.iteration = 0
-        self.loss_sum, self.num_tokens = 0.0, 0
+        self.loss_sum, self.num_tokens, self.num_done = 0.0, 0, 0
 
     def build(self) -> None:
         """Anew, from the seed, in the process group that is up."""
@@ -64,7 +64,7 @@ class Loop:
         trainee, train = self.trainee, self.train
         trainee.ddp.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        self.loss_sum, self.num_tokens = 0.0, 0
+        self.loss_sum, self.num_tokens, self.num_done = 0.0, 0, 0
         for item in items:
             self.note("micro_batch", item)
             trainee.draw.at(self.iteration, item)
@@ -74,11 +74,16 @@ class Loop:
             loss.backward()
             self.loss_sum += loss.item()
             self.num_tokens += trainee.num_tokens(tokens)
+            self.num_done += 1
         self.note("reduce")
 
+    def stats(self) -> torch.Tensor:
+        """Loss sum, token count and number of micro-batches, to be summed over all."""
+        return torch.tensor([self.loss_sum, self.num_tokens, self.num_done], dtype=torch.float64)
+
     def reduce(self) -> torch.Tensor:
-        """Loss sum and token count of all; then Megatron's own reduction, which divides."""
-        stats = torch.tensor([self.loss_sum, self.num_tokens], dtype=torch.float64)
+        """The stats of all; then Megatron's own reduction, which divides."""
+        stats = self.stats()
         dist.all_reduce(stats)
         finalize_model_grads([self.trainee.ddp], torch.tensor(int(self.num_tokens)),
                              pg_collection=self.groups)
@@ -90,9 +95,9 @@ class Loop:
         self.trainee.scheduler.step(self.train.batch.global_)
         self.note("done")
         if tells:
-            loss_sum, num_tokens = stats.tolist()
+            loss_sum, num_tokens, num_done = stats.tolist()
             self.tell(event="loss", iteration=self.iteration, loss=loss_sum / num_tokens,
-                      num_tokens=int(num_tokens), generation=self.generation, at_s=time.time())
+                      num_done=int(num_done), generation=self.generation, at_s=time.time())
         self.iteration += 1
 
     def run(self, place: int, num_members: int, saves: Callable[[], Any] | None) -> None:

@@ -13,7 +13,7 @@ from unicron.workers import linux
 
 from . import recovery_environment as environment
 from . import recovery_watch as eyes
-from .recovery_job import NUM_RANKS, VICTIM_NUM, spec
+from .recovery_job import NUM_MICRO_BATCHES, NUM_RANKS, VICTIM_NUM, spec
 
 MARK = "UNICRON_BENCH_RUN"
 RESTARTS_NUM = 5
@@ -86,14 +86,12 @@ class Peer:
         return " ".join((said or ["nothing said"])[-1].split())[:160]
 
     def losses(self) -> dict[int, float]:
-        return {index: loss for index, (loss, _) in self.watch.losses().items()}
+        return self.watch.losses()
 
     def whole_batch(self, step: eyes.Line) -> bool | None:
-        train = json.loads((self.folder / "spec.json").read_text())["train"]
         told = [line for line in self.watch.told if line["iteration"] == step["iteration"]
                 and line["generation"] == step["generation"]]
-        wanted = train["batch"]["global"] * train["model"]["sequence"]
-        return bool(told[-1]["num_tokens"] == wanted) if told else None
+        return bool(told[-1]["num_done"] == NUM_MICRO_BATCHES) if told else None
 
     def stop(self) -> None:
         """Every process that was started with our mark, whoever its parent is."""

@@ -11,7 +11,6 @@ import os
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torchft import Manager, ProcessGroupGloo
 from torchft.manager import ReduceOp
@@ -49,7 +48,7 @@ def main() -> None:
     while loop.iteration < loop.train.iterations:
         manager.start_quorum()
         loop.micro_batches(range(replica, loop.train.num_micro_batches, NUM_RANKS))
-        stats = torch.tensor([loop.loss_sum, loop.num_tokens], dtype=torch.float64)
+        stats = loop.stats()
         parts = [stats, *loop.trainee.gradients]
         for work in [manager.allreduce(part, reduce_op=ReduceOp.SUM) for part in parts]:
             work.wait()

@@ -47,9 +47,9 @@ class Watch:
             yield self.look()
             time.sleep(LOOK_S)
 
-    def losses(self) -> dict[int, tuple[float, int]]:
-        """Loss and token count of each iteration, as last told by a peer."""
-        return {line["iteration"]: (line["loss"], line["num_tokens"]) for line in self.told}
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration, as last told by a peer."""
+        return {line["iteration"]: line["loss"] for line in self.told}
 
 
 def generations(lines: Iterable[Line], until_s: float) -> dict[int, int]:
