@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -61,6 +62,8 @@ class Run:
         self.spec = _spec(cluster.path / "out", self.iterations)
         self.script = draw(seed, rounds, self.iterations)
         self.faults: list[Struck] = []
+        self.load = 0.0
+        """Of the machine in the last five minutes, when it had trained."""
         self.began_s = time.monotonic()
         self.task = cluster.submit(self.spec)
         self.striker = Striker(cluster, self.task)
@@ -79,6 +82,7 @@ class Run:
             self.say(f"fault {number}/{len(self.script)}, iteration {self.faults[-1].iteration}: "
                      f"{fault.kind}, {done}")
         self._until(self.iterations)
+        self.load = os.getloadavg()[1]
         self.say("all iterations done")
 
     def _until(self, iteration: int) -> None:
@@ -150,7 +154,7 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
     loss_rel = max(abs(one - two) / two for one, two in zip(losses, calm[0], strict=True))
     closed = [one for one in told.incidents.values() if one.closed_s is not None]
     recoveries = run.recoveries()
-    lasted = [took_s for kind in recoveries.values() for took_s in kind]
+    lasted = [took_s for kind in recoveries.values() for took_s in kind] or [math.nan]
     figures: dict[str, tuple[float, str]] = {
         "iterations": (len(losses), ""), "faults": (len(run.faults), ""),
         "incidents": (len(told.incidents), ""),
@@ -162,6 +166,7 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
         "parameter_noise": (twin.noise[1], "relative"),
         "fault_to_step_median": (statistics.median(lasted), "s"),
         "fault_to_step_max": (max(lasted), "s"), "lasted": (lasted_s, "s"),
+        "load": (run.load, f"on {os.cpu_count()} cores"),
     }
     equal = (twin.allows(gap) and loss_rel <= NOISE_TIMES_MAX * twin.noise[0]
              and len(losses) == run.iterations and not figures["iterations_lost"][0]
@@ -210,12 +215,14 @@ def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> No
         f"{number['iterations_lost']} iterations lost, {number['checkpoints_read']} checkpoints "
         f"read. Largest relative difference of a loss {number['loss_gap']}, of the parameters "
         f"{number['parameter_gap']}; summing the same micro-batches in another order changes them "
-        f"by {number['loss_noise']} and {number['parameter_noise']}: "
-        f"{'equal' if equal else 'NOT EQUAL'} within {NOISE_TIMES_MAX} times that. From fault to "
+        f"by {number['loss_noise']} and {number['parameter_noise']} (at least one rounding of "
+        f"fp32): {'equal' if equal else 'NOT EQUAL'} within {NOISE_TIMES_MAX} times that. From "
+        "fault to "
         f"next step: median {number['fault_to_step_median']} s, longest "
         f"{number['fault_to_step_max']} s, with all that it waits for (a stopped rank is given "
         f"{POLICY['stopped_s_max']:g} s, a silent node {POLICY['silence_s_max']:g} s) and all that "
-        f"is done again. {os.cpu_count()} cores; `make chaos-training`.")
+        f"is done again, on {os.cpu_count()} cores under a load of {run.load:.0f}. "
+        "`make chaos-training`")
     README.write_text(f"{before}{BEGIN}{textwrap.fill(caption, CAPTION_COLUMNS)}\n{END}"
                       f"{rest.partition(END)[2]}", encoding="utf-8")
 
