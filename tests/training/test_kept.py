@@ -47,6 +47,7 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
         kept.keep(group)
         group.buckets[0].grad_data.mul_(7)
     late = second.buckets[0].grad_data
+    assert sum(copy.numel() for copy in kept._copies) == whole.numel(), "4 bytes a parameter"
     kept.put_back()
     late.fill_(float("nan"))
     assert trainee.gradients[0].equal(whole)

@@ -1,0 +1,77 @@
+"""Generations in one process: what one leaves open, or keeps, would hold up the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from unicron.events.spec import Model, Train
+from unicron.workers.training import communicators, cpu, model, sockets
+from unicron.workers.training.communicators import COLLECTIVE_S_MAX, Communicators
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
+              output="unused", overlap=True, bucket_params=3_000)
+
+
+def handles(thing: Any, seen: set[int]) -> int:
+    """How many process groups can be reached from here."""
+    if isinstance(thing, dist.ProcessGroup):
+        return 1
+    if id(thing) in seen or isinstance(thing, (torch.Tensor, str, type)):
+        return 0
+    seen.add(id(thing))
+    parts = (list(thing.values()) if isinstance(thing, dict)
+             else list(thing) if isinstance(thing, (list, tuple, set)) else [])
+    return sum(handles(part, seen) for part in [*parts, *getattr(thing, "__dict__", {}).values()])
+
+
+def limit_s(group: Any) -> float:
+    limit: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return limit
+
+
+def globals_kept() -> list[str]:
+    return [name for name, value in vars(parallel_state).items()
+            if isinstance(value, dist.ProcessGroup)]
+
+
+def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -> None:
+    cpu.stand_in()
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    before = len(sockets.inodes())
+    ours.meet(0, 0, 1, ours.endpoint, b"")
+    ours.up()
+    trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
+    roots = list(trainee.roots)
+    num_handles = handles(roots, set())
+    assert num_handles > 10
+    for generation in (1, 2):
+        group = ours.groups.dp
+        assert len(sockets.inodes()) > before
+        assert globals_kept()
+        assert limit_s(group) == COLLECTIVE_S_MAX
+        del group
+        ours.down(roots)
+        assert not handles(roots, set())
+        assert not globals_kept()
+        assert len(sockets.inodes()) == before, "gloo closes them with its last reference"
+        ours.meet(generation, 0, 1, ours.endpoint, b"")
+        ours.up()
+        assert handles(roots, set()) == num_handles, "each is back in its role"
+    ours.down(roots)
+
+
+def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that serve a model, too: the world's, and that of one member alone."""
+    cpu.stand_in()
+    monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    ours.meet(0, 0, 1, ours.endpoint, b"")
+    ours.up()
+    assert {limit_s(ours.groups.dp), limit_s(ours.groups.tp)} == {77.0}
+    ours.down([])
