@@ -27,8 +27,9 @@ from .recovery_unicron import Unicron
 
 SPARE_NUM = 2
 """Pairs more than are asked for: in a block or two, too few steps may be told."""
-BLOCK_S = 2.2
-"""Rank 0 tells its steps once a second."""
+BLOCK_S = 1.6
+BLOCK_NUM = 2
+"""A block lasts so long and so many iterations: rank 0 tells its steps once a second."""
 STANDS_S = 3600.0
 """No stop of a block may look like a fault."""
 COPY_EVERY_NUM = 5
@@ -130,10 +131,14 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
             side.start()
             _warm(side)
             stand_still(side)
+        told = sides[0].steps()
+        usual_s = (told[-1][0] - told[0][0]) / (told[-1][1] - told[0][1])
+        block_s = BLOCK_S + BLOCK_NUM * usual_s
         say(f"overhead: {num_pairs + SPARE_NUM} times {', '.join(one.name for one in sides)}")
         for index in range(num_pairs + SPARE_NUM):
             # Every other time the other way round: whoever comes second is not the same.
-            spans.append({side.name: block(side) for side in sides[::1 if index % 2 else -1]})
+            turn = sides[::1 if index % 2 else -1]
+            spans.append({side.name: block(side, block_s) for side in turn})
         for side in sides:
             go_on(side)
             steps[side.name] = side.steps()
@@ -178,11 +183,11 @@ def _warm(side: Side) -> None:
         time.sleep(0.2)
 
 
-def block(side: Side) -> tuple[float, float]:
+def block(side: Side, block_s: float) -> tuple[float, float]:
     """Let it run alone for a while: from when to when."""
     go_on(side)
     began_s = time.time()
-    time.sleep(BLOCK_S)
+    time.sleep(block_s)
     ended_s = time.time()
     stand_still(side)
     return began_s, ended_s
