@@ -12,7 +12,8 @@ from ..events.records import Record, Report
 from ..events.reports import Body, EpochStarted, Policy, PolicySet
 from .fold import fold
 from .heart import HEART, advance
-from .state import NUM_REQUESTS_MAX, ClusterState, accepts, open_orders
+from .intake import accepts
+from .state import NUM_REQUESTS_MAX, ClusterState, open_orders
 
 PAGE_RECORDS_MAX = 1_000
 

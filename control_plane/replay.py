@@ -14,7 +14,8 @@ from ..events.records import Record, Report
 from .decide import decide
 from .fold import fold
 from .heart import HEART, decision_record, report_record
-from .state import ClusterState, accepts, state_hash
+from .intake import accepts
+from .state import ClusterState, state_hash
 
 
 class Verdict(Struct, kw_only=True):

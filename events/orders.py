@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .reports import Body, FaultKind
+from .reports import Body, FaultKind, Origin
 from .spec import JobSpec
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
@@ -38,6 +38,25 @@ class Member(Struct, frozen=True):
     attempt: int
     node: str
     endpoint: str
+
+
+class Keeper(Struct, frozen=True):
+    """The keeper of a node, at host:port: it takes copies of state into its memory."""
+
+    node: str
+    endpoint: str
+
+
+class Copy(Struct, frozen=True, kw_only=True):
+    """A copy of a rank's whole state, in the memory of a node's keeper, as CopyKept told of it."""
+
+    node: str
+    endpoint: str
+    rank: int
+    generation: int
+    step_version: int
+    copy_bytes: int
+    checksum: str
 
 
 # --- decisions ----------------------------------------------------------------------------------
@@ -74,6 +93,8 @@ class IncidentClosed(Body, frozen=True):
 
     `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
     that had been stepped and were done again; `ckpt_read` says whether a checkpoint was needed.
+    `origin` is the farthest that a member's state came from (a copy or a peer: of `origin_node`),
+    `received_bytes` what all members received of state.
     """
 
     of: int
@@ -84,6 +105,9 @@ class IncidentClosed(Body, frozen=True):
     dealt: int
     ckpt_read: bool
     why: str
+    origin: Origin = ""
+    origin_node: str = ""
+    received_bytes: int = 0
 
 
 class ThroughputSet(Body, frozen=True):
@@ -225,7 +249,11 @@ class Reconfigure(Body, frozen=True):
     store: str
     dp: int
     checkpoint: str
-    """Loaded by all when no member brings state; empty starts at iteration 0."""
+    """Read by the first member when nobody brings state and no copy serves; empty: iteration 0."""
+    copies: tuple[Copy, ...] = ()
+    """Where nobody has state: what the first member tries first, in this order."""
+    keepers: tuple[Keeper, ...] = ()
+    """To whom the first member sends copies of its state from now on."""
 
 
 class Resume(Body, frozen=True):
@@ -235,6 +263,25 @@ class Resume(Body, frozen=True):
     task: int
     generation: int
     progress_from: int
+
+
+class KeepCopies(Body, frozen=True):
+    """From now on these keepers get the copies of generation `generation`: one was lost, or came.
+
+    `nodes` are those of its members.
+    """
+
+    nodes: tuple[str, ...]
+    task: int
+    generation: int
+    keepers: tuple[Keeper, ...]
+
+
+class DropCopies(Body, frozen=True):
+    """The task has ended: forget its copies. Once only: a keeper that misses it is bounded."""
+
+    nodes: tuple[str, ...]
+    task: int
 
 
 class PublishCheckpoint(Body, frozen=True):
@@ -262,5 +309,7 @@ class InjectFault(Body, frozen=True):
     stop_s: float
 
 
-ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, PublishCheckpoint, InjectFault)
-Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | PublishCheckpoint | InjectFault)
+ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, KeepCopies, DropCopies,
+          PublishCheckpoint, InjectFault)
+Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | KeepCopies | DropCopies
+         | PublishCheckpoint | InjectFault)

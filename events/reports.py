@@ -6,10 +6,14 @@ from typing import Literal
 
 from msgspec import Struct
 
+from .policy import Policy as Policy
 from .spec import JobSpec
 
 FaultKind = Literal["rank", "stop", "node"]
 """What may be broken on purpose: a rank killed, a rank stopped, an agent killed with its ranks."""
+
+Origin = Literal["", "own", "peer", "copy", "checkpoint", "seed"]
+"""Whence a member's state is, from the nearest to the farthest ("": not told)."""
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -23,45 +27,6 @@ class EpochStarted(Body, frozen=True):
     nonce: str
     code: str
     heart: int
-
-
-class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every limit and prior that the heart reads. Times in seconds."""
-
-    silence_s_max: float = 5.0
-    """A node not heard of for this long is unreachable."""
-    evidence_s_max: float = 1.0
-    """How long a collective's failure waits for its root cause before a reattempt in place; and
-    members that hold, for those on silent nodes."""
-    start_s_max: float = 180.0
-    quiesce_s_max: float = 60.0
-    """How long a rank told to stop at once may take (a micro-batch is finished first)."""
-    boundary_s_max: float = 600.0
-    """How long a rank told to stop at an iteration's end may take."""
-    reconfigure_s_max: float = 30.0
-    stop_s_max: float = 10.0
-    stopped_s_max: float = 2.0
-    """How long a training rank may be stopped (SIGSTOP) before its process is ended."""
-    restarts_max: int = 3
-    """Restarts of one rank, or of a whole task, without progress in between."""
-    restart_iterations: int = 10
-    """Iterations after which earlier restarts are forgiven."""
-    replace_after_s: float = 60.0
-    """A task wholly on unreachable nodes is replaced after this."""
-    mtbf_gpu_s: float = 2_000.0 * 3600
-    """Prior: mean time between faults of one GPU (the order of Llama 3: 419 in 54 days)."""
-    transition_s: float = 10.0
-    """Prior: what one reconfiguration of a task costs it."""
-    gain_min: float = 0.005
-    """A plan changes a healthy task only for this share of the cluster's WAF."""
-    calibrate_iterations: int = 20
-    """Undisturbed iterations at one size before their times count as measured throughput."""
-    calibrate_min: float = 0.1
-    """A table is set anew only when a measured rate differs from it by this share."""
-    observe: bool = False
-    """Decide, price and log everything, act on nothing."""
-    allow_inject: bool = False
-    """Whether operators may break things on purpose (FaultRequested)."""
 
 
 class PolicySet(Body, frozen=True):
@@ -152,7 +117,8 @@ class NodeJoined(Body, frozen=True):
     """An agent started. Whatever an older incarnation of this node ran is dead.
 
     `incarnation` is the agent's start in ms since 1970; the newest wins.
-    `host` is the address at which its ranks can be reached.
+    `host` is the address at which its ranks can be reached, `keeper` where its keeper takes copies
+    of their state ("": it has none).
     """
 
     node: str
@@ -161,6 +127,7 @@ class NodeJoined(Body, frozen=True):
     pid: int
     num_slots: int
     accelerator: str = "cpu"
+    keeper: str = ""
 
 
 class NodeLeft(Body, frozen=True):
@@ -169,6 +136,15 @@ class NodeLeft(Body, frozen=True):
     node: str
     incarnation: int
     reason: str
+
+
+class CopiesLost(Body, frozen=True):
+    """The node's keeper has no copies of the task any more; `task` 0: of none."""
+
+    node: str
+    incarnation: int
+    task: int
+    why: str
 
 
 class ReportsLost(Body, frozen=True):
@@ -287,8 +263,9 @@ class Reconfigured(Body, frozen=True):
 
     Of iteration `step_version`: `kept` are the micro-batches whole in its own sum, `todo` those
     that it will run, `dealt` the part of `todo` that the iteration's dealing had given to a rank
-    that is gone. `source` is the rank that gave it its state: itself, another, or -1 for none
-    (built from the seed, or read from the order's checkpoint). Times in seconds.
+    that is gone. `source` is the rank that gave it its state: itself, another, or -1 for none.
+    `origin` says whence that state is, -1 being a copy or the checkpoint of the order, or the seed;
+    `origin_node` is the peer's, or the copy's. Times in seconds.
     """
 
     task: int
@@ -304,6 +281,8 @@ class Reconfigured(Body, frozen=True):
     down_s: float
     up_s: float
     settle_s: float
+    origin: Origin = ""
+    origin_node: str = ""
 
 
 class ReconfigureFailed(Body, frozen=True):
@@ -340,6 +319,23 @@ class LossNotFinite(Body, frozen=True):
     generation: int
     iteration: int
     text: str
+
+
+class CopyKept(Body, frozen=True):
+    """The keeper of `node` holds, whole, a copy of this rank's state after `step_version` steps.
+
+    Told at most every second, the newest. `checksum` names how it was made: `crc32:` and 8 hex
+    digits over all `copy_bytes`.
+    """
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    step_version: int
+    node: str
+    copy_bytes: int
+    checksum: str
 
 
 class CheckpointSaved(Body, frozen=True):

@@ -90,7 +90,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `data` empty means the byte-level text of the running Python's own documentation.
     `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format,
     and a link `latest` that is moved only to what the log has published.
-    `checkpoint_every` is in iterations; 0 writes the final model alone.
+    `checkpoint_every` is in iterations; 0 writes the final model alone. `copy_every` too: so often
+    the state is copied into the memory of two nodes; 0 never.
     `precision` is that of the model and its passes; beside bf16 and fp16 the optimizer keeps fp32
     masters, and gradients are summed in fp32. `loss_scale` is constant; none means no scale in fp32
     and bf16, and in fp16 the dynamic one.
@@ -112,6 +113,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss: Literal["per_token", "per_micro_batch"] = "per_token"
     output: str
     checkpoint_every: int = 0
+    copy_every: int = 10
     overlap: bool = False
     bucket_params: int = 0
 
@@ -226,8 +228,8 @@ def _check_train(train: Train, slots: Slots) -> None:
           f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
           "raise train.batch.global, lower train.batch.micro or slots.max")
     _need_count(train.iterations, "train.iterations")
-    _need_count(train.checkpoint_every, "train.checkpoint_every", least=0)
-    _need_count(train.bucket_params, "train.bucket_params", least=0)
+    for name in ("checkpoint_every", "copy_every", "bucket_params"):
+        _need_count(getattr(train, name), f"train.{name}", least=0)
     _need(train.overlap or not train.bucket_params, "train.bucket_params",
           "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane.fold import fold
 from unicron.control_plane.heart import HEART, advance
+from unicron.control_plane.intake import accepts
 from unicron.control_plane.replay import verify
 from unicron.control_plane.state import (
     NUM_REQUESTS_MAX,
     ClusterState,
-    accepts,
     decode_state,
     encode_state,
     open_orders,

@@ -25,13 +25,13 @@ ARROWS = {
     "cli": {"", "events", "control_plane", "workers", "cli"},
 }
 # What training may import of the workers' room beside its own: what agents and ranks both speak.
-SHARED = ("training", "wire", "forking", "linux")
+SHARED = ("training", "wire", "forking", "keeping", "linux")
 PURE = (
     *(f"control_plane/{name}.py" for name in (
         "state", "fold", "severity", "throughput", "planner", "placement", "transition",
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
-        "fold_ranks", "fold_requests", "incidents", "command", "processes", "calibration",
-        "pricing", "waiting", "withhold", "leaving")),
+        "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
+        "calibration", "pricing", "waiting", "withhold", "leaving", "copies", "intake")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -31,11 +31,12 @@ Each record travels in one envelope:
 ROOMS = (
     ("reports", "Reports: what happened"),
     ("orders", "Decisions and orders: what was decided"),
+    ("policy", "Policy: what PolicySet sets"),
 )
 
 
 def render(root: Path) -> str:
-    """The whole page, from events/reports.py and events/orders.py under `root`."""
+    """The whole page, from the files of ROOMS in events/ under `root`."""
     parts = [HEAD]
     for module, title in ROOMS:
         source = (root / f"events/{module}.py").read_text(encoding="utf-8")
@@ -81,7 +82,8 @@ def _docstring(node: ast.stmt | None) -> str:
 
 MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"
 MAP_END = "<!-- End of the code map. -->\n"
-MAP_ROOMS = ("events", "control_plane", "workers", "workers/agent", "workers/training", "cli")
+MAP_ROOMS = ("events", "control_plane", "workers", "workers/agent", "workers/keeper",
+             "workers/training", "cli")
 
 
 def render_map(root: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,10 +13,11 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log import AgentPort
-from ...events.reports import Body, NodeJoined, NodeLeft
+from ...events.reports import Body, CopiesLost, NodeJoined, NodeLeft
 from .. import linux
+from .keeper import Keeper
 from .link import CALL_S_MAX, Link
-from .node import Node
+from .node import MARK, Node
 from .outbox import Forgotten, Outbox
 from .ranks import STOP_GRACE_S, Ranks
 from .spool import Spool
@@ -67,11 +69,13 @@ class Agent:
 
     async def _serve(self, stop: asyncio.Event) -> None:
         node = self._node
+        keeper = self._keeper()
         self._outbox.put(NodeJoined(
             node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
-            num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu"))
+            num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
+            keeper=keeper.endpoint))
         async with asyncio.TaskGroup() as group:
-            ranks = Ranks(node, self._report, group)
+            ranks = Ranks(node, self._report, group, keeper)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),
@@ -92,6 +96,18 @@ class Agent:
                     loop.cancel()
             finally:
                 ranks.kill_all()
+                keeper.close()
+
+    def _keeper(self) -> Keeper:
+        node = self._node
+
+        def lost(task: int, why: str) -> None:
+            self._outbox.put(CopiesLost(node=node.name, incarnation=node.incarnation, task=task,
+                                        why=why))
+
+        return Keeper(node.host, node.secret, os.environ,
+                      (MARK, f"{node.mark}{node.incarnation}:keeper"),
+                      node.state_dir / "logs" / f"keeper-{node.name}.log", lost)
 
     def _report(self, body: Body, occurred_s: float | None) -> None:
         self._outbox.put(body, occurred_s)

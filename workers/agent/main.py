@@ -17,7 +17,7 @@ from msgspec import Struct
 from ...events.errors import Unavailable, UsageError
 from ...events.redis_log import RedisLog, connect
 from ...events.talk import Talk
-from .. import linux
+from .. import keeping, linux
 from .agent import Agent
 from .join import join
 from .link import backoff_s
@@ -96,7 +96,8 @@ async def _run(options: Options, incarnation: int) -> int:
             node = Node(name=options.node, incarnation=incarnation, cluster=joined.cluster,
                         host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                         devices=_devices(options, os.environ), trace=options.trace,
-                        rank_argv=options.rank_argv)
+                        rank_argv=options.rank_argv,
+                        secret=keeping.secret_of(options.token, joined.cluster))
             spool, left = spools(state_dir / "agents", node.name, node.source)
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...events.orders import StartRank
-from .. import linux
+from .. import keeping, linux
 from .pipe import Pipe
 from .processes import Process
 from .zygote import Zygote
@@ -32,6 +32,8 @@ class Node(Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
+    secret: str = ""
+    """What keepers and ranks of the cluster know each other by (workers/keeping.py)."""
 
     @property
     def source(self) -> str:
@@ -91,6 +93,8 @@ def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> d
             "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
+    if order.spec.train is not None:
+        env[keeping.SECRET] = node.secret
     if order.spec.command:
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,

@@ -12,7 +12,9 @@ import structlog
 
 from ...events import reports
 from ...events.orders import (
+    DropCopies,
     InjectFault,
+    KeepCopies,
     PublishCheckpoint,
     Quiesce,
     Reconfigure,
@@ -32,6 +34,7 @@ from ...events.reports import (
 )
 from .. import linux
 from ..wire import Frame
+from .keeper import Keeper
 from .node import MARK, Node, Starter
 from .pipe import Pipe
 from .processes import Exit, Process
@@ -45,7 +48,8 @@ PUBLISH_S_MAX = 60.0
 
 RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
-             reports.LossNotFinite, reports.CheckpointSaved, reports.RankFinished)
+             reports.LossNotFinite, reports.CopyKept, reports.CheckpointSaved,
+             reports.RankFinished)
 """The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
@@ -75,8 +79,9 @@ class Ranks:
     """All ranks of the node. `report` spools a body; `group` owns one task per rank."""
 
     def __init__(self, node: Node, report: Callable[[Body, float | None], None],
-                 group: asyncio.TaskGroup) -> None:
+                 group: asyncio.TaskGroup, keeper: Keeper) -> None:
         self._node = node
+        self._keeper = keeper
         self._starter = Starter(node)
         self._report = report
         self._group = group
@@ -120,9 +125,11 @@ class Ranks:
                 for rank in ranks:
                     rank.generation = max(rank.generation, order.generation)
                 self._forward(record, ranks)
-            case Resume() as order:
+            case Resume() | KeepCopies() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
+            case DropCopies() as order:
+                self._keeper.forget(order.task)
             case PublishCheckpoint() as order:
                 self._do(self._publish(order, record, again), f"publish {record.seq}")
             case InjectFault() as order:

@@ -1,0 +1,44 @@
+"""The policy: every limit and prior that the heart reads."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every limit and prior that the heart reads. Times in seconds."""
+
+    silence_s_max: float = 5.0
+    """A node not heard of for this long is unreachable."""
+    evidence_s_max: float = 1.0
+    """How long a collective's failure waits for its root cause before a reattempt in place; and
+    members that hold, for those on silent nodes."""
+    start_s_max: float = 180.0
+    quiesce_s_max: float = 60.0
+    """How long a rank told to stop at once may take (a micro-batch is finished first)."""
+    boundary_s_max: float = 600.0
+    """How long a rank told to stop at an iteration's end may take."""
+    reconfigure_s_max: float = 30.0
+    stop_s_max: float = 10.0
+    stopped_s_max: float = 2.0
+    """How long a training rank may be stopped (SIGSTOP) before its process is ended."""
+    restarts_max: int = 3
+    """Restarts of one rank, or of a whole task, without progress in between."""
+    restart_iterations: int = 10
+    """Iterations after which earlier restarts are forgiven."""
+    replace_after_s: float = 60.0
+    """A task wholly on unreachable nodes is replaced after this."""
+    mtbf_gpu_s: float = 2_000.0 * 3600
+    """Prior: mean time between faults of one GPU (the order of Llama 3: 419 in 54 days)."""
+    transition_s: float = 10.0
+    """Prior: what one reconfiguration of a task costs it."""
+    gain_min: float = 0.005
+    """A plan changes a healthy task only for this share of the cluster's WAF."""
+    calibrate_iterations: int = 20
+    """Undisturbed iterations at one size before their times count as measured throughput."""
+    calibrate_min: float = 0.1
+    """A table is set anew only when a measured rate differs from it by this share."""
+    observe: bool = False
+    """Decide, price and log everything, act on nothing."""
+    allow_inject: bool = False
+    """Whether operators may break things on purpose (FaultRequested)."""

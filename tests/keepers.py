@@ -1,0 +1,65 @@
+"""The product's keeper in a thread of the tests: they look at its shelf, and alter it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from unicron.events.orders import Copy, Keeper
+from unicron.events.reports import CopyKept
+from unicron.workers.keeper.process import serve
+from unicron.workers.keeper.shelf import Shelf, Stored
+
+SECRET = "5ec3e7"
+BYTES_MAX = 1 << 30
+WAIT_S = 60.0
+
+
+class LocalKeeper:
+    """Listens on loopback, as node `node`."""
+
+    def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: str = SECRET) -> None:
+        self.lost: list[int] = []
+        self.shelf = Shelf(bytes_max, self.lost.append)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.keeper = Keeper(node, f"127.0.0.1:{self.listener.getsockname()[1]}")
+        self._thread = threading.Thread(target=serve, daemon=True,
+                                        args=(self.listener, self.shelf, secret))
+        self._thread.start()
+
+    def stored(self, task: int) -> list[Stored]:
+        """Its whole copies of a task, the newest last."""
+        return self.shelf.of(task)
+
+    def wait(self, task: int, where: Callable[[Stored], bool] = lambda stored: True) -> Stored:
+        """Until it has such a copy: the newest of them."""
+        last_s = time.monotonic() + WAIT_S
+        while time.monotonic() < last_s:
+            found = [one for one in self.stored(task) if where(one)]
+            if found:
+                return found[-1]
+            time.sleep(0.005)
+        raise AssertionError(f"{self.keeper.node} never had it")
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        try:
+            self.listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.listener.close()
+        self._thread.join(10)
+
+
+def alter(stored: Stored) -> None:
+    """One bit of a copy flips in its memory."""
+    stored.memory[len(stored.memory) // 2] ^= 1
+
+
+def named(keeper: LocalKeeper, told: CopyKept) -> Copy:
+    """A copy as an order names it."""
+    return Copy(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
+                generation=told.generation, step_version=told.step_version,
+                copy_bytes=told.copy_bytes, checksum=told.checksum)

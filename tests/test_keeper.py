@@ -1,0 +1,351 @@
+"""The keeper: two whole copies of each task in bounded memory, for whoever knows the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from keepers import SECRET, LocalKeeper, alter
+from unicron.workers import keeping, linux
+from unicron.workers.agent.keeper import Keeper
+from unicron.workers.keeper.process import BYTES_MAX, bytes_max
+from unicron.workers.keeper.shelf import NoRoom, Shelf, Stored
+from unicron.workers.keeping import Failed, Go, Offer, Sum, Wish
+
+TASK = 7
+WAIT_S = 30.0
+
+
+def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
+    return Offer(task=task, rank=0, attempt=1, generation=generation, step_version=step,
+                 layout="abc", copy_bytes=size, numbers_bytes=0)
+
+
+def keep(shelf: Shelf, one: Offer) -> None:
+    shelf.add(Stored(offer=one, checksum="", memory=shelf.reserve(one)))
+
+
+def steps(shelf: Shelf, task: int = TASK) -> list[int]:
+    return [one.offer.step_version for one in shelf.of(task)]
+
+
+# --- the shelf ----------------------------------------------------------------------------------
+def test_the_two_newest_copies_of_each_task_stay() -> None:
+    shelf = Shelf(10_000, lambda task: None)
+    for step in (10, 20, 30):
+        keep(shelf, offer(step))
+        keep(shelf, offer(step + 1, task=8))
+    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
+    assert shelf.used_bytes == 400
+    found = shelf.find(TASK, 1, 20)
+    assert found is not None
+    assert found.offer.step_version == 30, "the newest that is as new as was asked for"
+    assert shelf.find(TASK, 1, 31) is None
+    assert shelf.find(TASK, 2, 10) is None
+    shelf.forget(TASK)
+    assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
+
+
+def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
+    lost: list[int] = []
+    shelf = Shelf(450, lost.append)
+    keep(shelf, offer(10))
+    keep(shelf, offer(10, task=8))
+    keep(shelf, offer(20, task=8))
+    keep(shelf, offer(20))
+    keep(shelf, offer(30))  # takes the place of the oldest of those that have a newer one
+    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [10, 20])
+    keep(shelf, offer(5, task=9, size=250))
+    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
+    with pytest.raises(NoRoom, match="does not fit beside the 450 of 450 in use"):
+        shelf.reserve(offer(1, task=10))
+    with pytest.raises(NoRoom, match="a copy of 451 bytes does not fit into 450"):
+        shelf.reserve(offer(40, size=451))
+    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
+    assert lost == []
+
+
+def test_a_task_may_replace_its_only_copy_and_it_is_told_when_nothing_is_left() -> None:
+    lost: list[int] = []
+    shelf = Shelf(150, lost.append)
+    keep(shelf, offer(10))
+    keep(shelf, offer(20))
+    assert (steps(shelf), lost) == ([20], [])
+    broken = offer(30)
+    shelf.give_up(broken, shelf.reserve(broken))
+    assert (steps(shelf), lost, shelf.used_bytes) == ([], [TASK], 0)
+    shelf.give_up(broken, shelf.reserve(broken))
+    assert lost == [TASK], "there was nothing to lose"
+
+
+def test_a_member_of_an_old_generation_takes_nobodys_place() -> None:
+    shelf = Shelf(1000, lambda task: None)
+    keep(shelf, offer(10, generation=3))
+    with pytest.raises(NoRoom, match="generation 2 of task 7 is over"):
+        shelf.reserve(offer(50, generation=2))
+    keep(shelf, offer(8, generation=4))  # from an older copy, in a later generation
+    assert steps(shelf) == [10, 8]
+
+
+def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
+    shelf = Shelf(1000, lambda task: None)
+    one = offer(10)
+    memory = shelf.reserve(one)
+    shelf.forget(TASK)
+    assert shelf.used_bytes == 0
+    shelf.add(Stored(offer=one, checksum="", memory=memory))
+    shelf.give_up(one, memory)
+    assert (steps(shelf), shelf.used_bytes) == ([], 0)
+
+
+def test_how_much_memory_copies_take_may_be_told() -> None:
+    assert bytes_max({BYTES_MAX: "123"}) == 123
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    total = re.search(r"MemTotal: +(\d+)", text)
+    assert total is not None
+    assert 0 < bytes_max({}) < int(total[1]) * 1024 / 2
+
+
+# --- the conversation ---------------------------------------------------------------------------
+@pytest.fixture
+def keeper() -> Iterator[LocalKeeper]:
+    made = LocalKeeper("n1")
+    yield made
+    made.close()
+
+
+def data(size: int = 3_000_001) -> bytes:
+    """Longer than a chunk and than what a socket takes at once."""
+    return bytes(range(256)) * (size // 256) + bytes(size % 256)
+
+
+def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> str:
+    with keeping.knock(endpoint, secret) as connection:
+        return keeping.put(connection, one, [memoryview(sent)])
+
+
+def get(endpoint: str, wish: Wish) -> tuple[Offer, bytes]:
+    target = bytearray()
+
+    def room(one: Offer) -> memoryview:
+        target.extend(bytes(one.copy_bytes))
+        return memoryview(target)
+
+    with keeping.knock(endpoint, SECRET) as connection:
+        found, _ = keeping.get(connection, wish, room)
+    return found, bytes(target)
+
+
+WISH = Wish(task=TASK, generation=1, step_version=1)
+
+
+def test_a_copy_comes_back_as_it_was_sent(keeper: LocalKeeper) -> None:
+    sent = data()
+    one = offer(10, size=len(sent))
+    checksum = put(keeper.keeper.endpoint, one, sent)
+    assert checksum == f"crc32:{zlib.crc32(sent):08x}" == keeper.stored(TASK)[0].checksum
+    assert get(keeper.keeper.endpoint, WISH) == (one, sent)
+
+
+def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> None:
+    sent = data()
+    put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
+    alter(keeper.stored(TASK)[0])
+    with pytest.raises(Failed, match="the copy was altered"):
+        get(keeper.keeper.endpoint, WISH)
+
+
+def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(
+        keeper: LocalKeeper) -> None:
+    sent = data()
+    put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
+    with keeping.knock(keeper.keeper.endpoint, SECRET) as connection:
+        keeping.send(connection, offer(20, size=len(sent)))
+        keeping.receive(connection, Go)
+        checksum = keeping.pour(connection, [memoryview(sent[:-1] + b"x")])
+        keeping.send(connection, Sum(checksum=f"crc32:{zlib.crc32(sent):08x}"))
+        with pytest.raises(Failed, match=f"what came comes to {checksum}"):
+            keeping.receive(connection, keeping.Kept)
+    assert steps(keeper.shelf) == [10]
+    assert keeper.shelf.used_bytes == len(sent)
+
+
+def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
+    sent = data()
+    with keeping.knock(keeper.keeper.endpoint, SECRET) as connection:
+        keeping.send(connection, offer(10, size=len(sent)))
+        keeping.receive(connection, Go)
+        connection.sendall(sent[: len(sent) // 2])
+        assert keeper.shelf.used_bytes == len(sent)
+    wait(lambda: keeper.shelf.used_bytes == 0, "the half is gone")
+    with pytest.raises(Failed, match="no copy of task 7"):
+        get(keeper.keeper.endpoint, WISH)
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(keeper: LocalKeeper) -> None:
+    with pytest.raises(Failed, match="of another cluster, or its token has changed"):
+        put(keeper.keeper.endpoint, offer(10), bytes(100), secret="guessed")
+    with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as connection:
+        keeping.receive(connection, keeping.Greeting)
+        keeping.send(connection, offer(10))  # without a proof
+        connection.settimeout(WAIT_S)
+        assert connection.recv(1) == b""
+    assert steps(keeper.shelf) == []
+
+
+def test_a_keeper_that_does_not_know_the_secret_gets_no_state() -> None:
+    """It plays along, and says any answer."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard: list[keeping.Message] = []
+
+    def play() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            keeping.send(connection, keeping.Greeting(nonce=bytes(32)))
+            heard.append(keeping.receive(connection, keeping.Proof))
+            keeping.send(connection, keeping.Proof(answer=bytes(32)))
+            connection.settimeout(WAIT_S)
+            assert connection.recv(1) == b"", "nothing else was said to it"
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    with listener, pytest.raises(Failed, match="does not know this cluster's secret"):
+        put(f"127.0.0.1:{listener.getsockname()[1]}", offer(10), bytes(100))
+    thread.join(WAIT_S)
+    assert SECRET.encode() not in heard[0].answer  # type: ignore[attr-defined]
+
+
+def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
+    for nonsense in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as one:
+            keeping.receive(one, keeping.Greeting)
+            one.sendall(nonsense)
+            one.shutdown(socket.SHUT_WR)
+            one.settimeout(WAIT_S)
+            try:
+                assert one.recv(100) == b""
+            except ConnectionResetError:
+                pass
+    put(keeper.keeper.endpoint, offer(10), bytes(100))
+    assert steps(keeper.shelf) == [10]
+
+
+def test_a_secret_is_of_one_cluster_and_one_token() -> None:
+    secrets = {keeping.secret_of(token, cluster) for token in ("a", "b") for cluster in ("c", "d")}
+    assert len(secrets) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+
+
+# --- the process, as an agent has it ------------------------------------------------------------
+class Told(list[tuple[int, str]]):
+    """What the agent heard of its keeper."""
+
+    def hear(self, task: int, why: str) -> None:
+        self.append((task, why))
+
+
+@asynccontextmanager
+async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[Keeper]:
+    keeper = Keeper("127.0.0.1", SECRET, {**os.environ, **env},
+                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+async def until(look: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.01)
+
+
+def wait(look: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -> None:
+    async def live() -> None:
+        told = Told()
+        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
+            endpoint = keeper.endpoint
+            assert keeper.pid == 0
+            await asyncio.to_thread(put, endpoint, offer(10), bytes(100))
+            first = keeper.pid
+            assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
+            with pytest.raises(Failed, match="a copy of 1001 bytes does not fit into 1000"):
+                await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: told, "its end is heard of")
+            assert told == [(0, "the keeper has ended")]
+            await asyncio.to_thread(put, endpoint, offer(30), bytes(100))
+            assert keeper.pid not in (0, first)
+            assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
+            keeper.forget(TASK)
+            await until(lambda: _nothing(endpoint), "the task is forgotten")
+            last = keeper.pid
+        assert linux.read(last) is None or linux.read(last).state == "Z"  # type: ignore[union-attr]
+        assert told == [(0, "the keeper has ended")], "its end on purpose is none to be told"
+        with pytest.raises(ConnectionRefusedError):
+            put(endpoint, offer(40), bytes(100))
+        assert "refused: a copy of 1001 bytes" in (tmp_path / "keeper.log").read_text()
+
+    asyncio.run(live())
+
+
+def _nothing(endpoint: str) -> bool:
+    try:
+        get(endpoint, WISH)
+    except Failed:
+        return True
+    return False
+
+
+def test_what_it_had_to_let_go_is_told_by_the_task(tmp_path: Path) -> None:
+    async def live() -> None:
+        told = Told()
+        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
+            await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+            connection = await asyncio.to_thread(keeping.knock, keeper.endpoint, SECRET)
+            with connection:
+                keeping.send(connection, offer(20))
+                await asyncio.to_thread(keeping.receive, connection, Go)
+            await until(lambda: told, "it is told")
+            assert [task for task, _ in told] == [TASK]
+
+    asyncio.run(live())
+
+
+def test_it_ends_with_its_agent(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        async def live() -> None:
+            async with agents(tmp_path, Told()) as keeper:
+                await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+                os.write(write, b"%d\n" % keeper.pid)
+                await asyncio.sleep(WAIT_S)
+
+        asyncio.run(live())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        pid = int(told.readline())
+    assert linux.read(pid) is not None
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    wait(lambda: (proc := linux.read(pid)) is None or proc.state == "Z", "the keeper has ended")

@@ -1,0 +1,120 @@
+"""The agent's keeper: a process that holds copies of ranks' state in its memory (workers/keeper).
+
+The agent holds the listening socket and starts the keeper at the first connection, and anew when it
+has ended: so a node that keeps nothing has no such process, and a new keeper is found where the
+last one was. The agent never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from .. import keeping, linux
+
+ARGV = (sys.executable, "-P", "-m", "unicron.workers.keeper.process")
+BACKLOG_NUM = 64
+AGAIN_S = 1.0
+"""How long a keeper that has ended is left alone: it may end at once again."""
+TASK_BYTES = 8
+
+_log = structlog.get_logger("agent")
+
+
+class Keeper:
+    """Listens on `host`; `lost` hears which task has no copies any more (0: none has), and why."""
+
+    def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
+                 log_path: Path, lost: Callable[[int, str], None]) -> None:
+        self._env = {**env, keeping.SECRET: secret, marker[0]: marker[1]}
+        self._log_path = log_path
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG_NUM)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
+        self._loop.add_reader(self._listener, self._start)
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: there is none now."""
+        return self._popen.pid if self._popen is not None else 0
+
+    def forget(self, task: int) -> None:
+        """The task has ended: its copies may go."""
+        if self._socket is not None:
+            try:
+                self._socket.send(task.to_bytes(TASK_BYTES, "big"))
+            except OSError:
+                pass  # it has ended, or hears nothing: its memory is bounded
+
+    def close(self) -> None:
+        """End it, and listen no more; twice is harmless."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        if self._again is not None:
+            self._again.cancel()
+        self._end()
+
+    def _start(self) -> None:
+        """Somebody wants a keeper."""
+        self._loop.remove_reader(self._listener)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        parent = os.getpid()
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, self._log_path.open("ab") as log:
+                fds = (theirs.fileno(), self._listener.fileno())
+                self._popen = subprocess.Popen(
+                    [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1])],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
+                    pass_fds=fds, start_new_session=True,
+                    preexec_fn=lambda: linux.die_with(parent))
+        except OSError as error:
+            ours.close()
+            _log.warning("no keeper", why=str(error))
+            self._listen_again()
+            return
+        self._socket = ours
+        self._loop.add_reader(ours, self._hear)
+        _log.info("keeps copies", pid=self._popen.pid, endpoint=self.endpoint)
+
+    def _hear(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(TASK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._lost(int.from_bytes(data, "big"), "they made room for one that did not come")
+            return
+        self._end()
+        _log.warning("the keeper has ended, and with it its copies", see=str(self._log_path))
+        self._lost(0, "the keeper has ended")
+        self._listen_again()
+
+    def _listen_again(self) -> None:
+        self._again = self._loop.call_later(
+            AGAIN_S, lambda: self._loop.add_reader(self._listener, self._start))
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
+        self._socket = self._popen = None

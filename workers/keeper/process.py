@@ -1,0 +1,148 @@
+"""The keeper: `python -m unicron.workers.keeper.process --fd N --listen M`.
+
+It serves the listening socket M, which its agent holds too, so that a keeper that is started anew
+is found where the last one was. Socket N is the agent's: a task's number comes when the task has
+ended, and goes back when nothing is left of one that has not. Ends with its agent.
+
+Environment: UNICRON_COPIES_SECRET (keeping.py); UNICRON_COPIES_BYTES_MAX, the memory that copies
+may take (default: a quarter of what is available when it starts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...events.talk import Talk
+from .. import keeping, linux
+from ..keeping import Failed, Kept, Offer, Refused, Sum, Wish
+from .shelf import NoRoom, Shelf, Stored
+
+BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
+AVAILABLE_SHARE = 0.25
+TALKS_NUM_MAX = 64
+"""Conversations at once; who comes beyond that waits in the socket's queue."""
+NICE_NUM = 5
+"""Training comes first where both want the same core."""
+TASK_BYTES = 8
+
+
+def main() -> None:
+    """Serve until the agent's end of the socket is closed."""
+    parser = argparse.ArgumentParser(prog="unicron.workers.keeper.process")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--listen", type=int, required=True)
+    asked = parser.parse_args()
+    agent, listener = socket.socket(fileno=asked.fd), socket.socket(fileno=asked.listen)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    linux.call_oneself("keeper")
+    os.nice(NICE_NUM)
+    secret = os.environ[keeping.SECRET]
+
+    def lost(task: int) -> None:
+        agent.send(task.to_bytes(TASK_BYTES, "big"))
+
+    shelf = Shelf(bytes_max(os.environ), lost)
+    say(f"copies may take {shelf.bytes_max} bytes")
+    threading.Thread(target=serve, args=(listener, shelf, secret), daemon=True).start()
+    while data := agent.recv(TASK_BYTES):
+        shelf.forget(int.from_bytes(data, "big"))
+    os._exit(0)
+
+
+def bytes_max(environment: Mapping[str, str]) -> int:
+    """How much memory copies may take, in bytes. Raises ValueError."""
+    if BYTES_MAX in environment:
+        return int(environment[BYTES_MAX])
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return int(AVAILABLE_SHARE * available_kib * 1024)
+
+
+def say(what: str) -> None:
+    """One line for whoever reads the keeper's log."""
+    Talk(sys.stderr).write(f"{what}\n")
+
+
+def serve(listener: socket.socket, shelf: Shelf, secret: str) -> None:
+    """Talk to whoever connects, each in a thread of its own, until the listener is closed."""
+    free = threading.Semaphore(TALKS_NUM_MAX)
+    while True:
+        free.acquire()
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+                return
+            free.release()
+            continue
+        threading.Thread(target=_talk, args=(connection, shelf, secret, free),
+                         daemon=True).start()
+
+
+def _talk(connection: socket.socket, shelf: Shelf, secret: str, free: threading.Semaphore) -> None:
+    try:
+        with connection:
+            connection.settimeout(keeping.STALL_S_MAX)
+            converse(connection, shelf, secret)
+    except (OSError, Failed) as error:
+        say(f"a conversation ended: {error or type(error).__name__}")
+    finally:
+        free.release()
+
+
+def converse(connection: socket.socket, shelf: Shelf, secret: str) -> None:
+    """One conversation, from the greeting on. Raises OSError, Failed."""
+    if not keeping.let_in(connection, secret):
+        raise Failed("somebody without the cluster's secret")
+    message = keeping.receive(connection, Offer, Wish)
+    if isinstance(message, Offer):
+        _take_in(connection, shelf, message)
+    elif isinstance(message, Wish):
+        _hand_out(connection, shelf, message)
+
+
+def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
+    try:
+        memory = shelf.reserve(offer)
+    except NoRoom as error:
+        say(f"refused: {error}")
+        keeping.send(connection, Refused(why=str(error)))
+        return
+    try:
+        keeping.send(connection, keeping.Go())
+        checksum = keeping.take(connection, memoryview(memory))
+        told = keeping.receive(connection, Sum)
+        assert isinstance(told, Sum)
+        if told.checksum == checksum:
+            shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
+    finally:
+        shelf.give_up(offer, memory)
+    if told.checksum == checksum:
+        keeping.send(connection, Kept())
+        return
+    why = f"what came comes to {checksum}, what was sent to {told.checksum}"
+    say(f"refused: a copy of task {offer.task}: {why}")
+    keeping.send(connection, Refused(why=why))
+
+
+def _hand_out(connection: socket.socket, shelf: Shelf, wish: Wish) -> None:
+    stored = shelf.find(wish.task, wish.generation, wish.step_version)
+    if stored is None:
+        keeping.send(connection, Refused(why=f"no copy of task {wish.task} generation "
+                                             f"{wish.generation} step {wish.step_version}"))
+        return
+    keeping.send(connection, stored.offer)
+    keeping.pour(connection, [memoryview(stored.memory)])
+    keeping.send(connection, Sum(checksum=stored.checksum))
+
+
+if __name__ == "__main__":
+    main()

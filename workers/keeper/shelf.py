@@ -1,0 +1,125 @@
+"""What a keeper holds: of each task the two newest copies, whole, in bounded memory."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from ..keeping import Offer
+
+NUM_COPIES_MAX = 2
+"""Of one task."""
+
+
+class NoRoom(Exception):
+    """A copy is not taken; `str()` says why."""
+
+
+class Stored(Struct, frozen=True, kw_only=True, eq=False):
+    """A whole copy. Whoever reads `memory` may go on when it is not on the shelf any more."""
+
+    offer: Offer
+    checksum: str
+    memory: mmap.mmap
+
+
+class Shelf:
+    """At most `bytes_max` bytes of copies, whole ones and those on their way. Safe for threads.
+
+    `lost` hears of a task of which nothing is left although it has not ended.
+    """
+
+    def __init__(self, bytes_max: int, lost: Callable[[int], None]) -> None:
+        self.bytes_max = bytes_max
+        self._lost = lost
+        self._stored: list[Stored] = []
+        """In the order of their arrival."""
+        self._coming: dict[int, Offer] = {}
+        """What is on its way, by the id of its memory."""
+        self._bare: set[int] = set()
+        """Tasks whose only copy made room for one that is on its way."""
+        self._newest: dict[int, int] = {}
+        """By task: the highest generation that offered a copy."""
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """By whole copies and by those on their way."""
+        return sum(offer.copy_bytes for offer in (
+            *(one.offer for one in self._stored), *self._coming.values()))
+
+    def reserve(self, offer: Offer) -> mmap.mmap:
+        """Memory for a copy that is about to come. Raises NoRoom.
+
+        Where memory is short, copies go of which there is a newer one, the oldest first; then the
+        task's own. Another task's only copy never does.
+        """
+        with self._lock:
+            newest = self._newest.get(offer.task, 0)
+            if offer.generation < newest:
+                raise NoRoom(f"generation {offer.generation} of task {offer.task} is over: "
+                             f"there are copies of generation {newest}")
+            if not 0 < offer.copy_bytes <= self.bytes_max:
+                raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit into "
+                             f"{self.bytes_max}")
+            while self.used_bytes + offer.copy_bytes > self.bytes_max:
+                out = self._dispensable(offer.task)
+                if out is None:
+                    raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit beside the "
+                                 f"{self.used_bytes} of {self.bytes_max} in use")
+                self._stored.remove(out)
+                if not self._of(out.offer.task):
+                    self._bare.add(offer.task)
+            self._newest[offer.task] = offer.generation
+            memory = mmap.mmap(-1, offer.copy_bytes)
+            self._coming[id(memory)] = offer
+            return memory
+
+    def add(self, stored: Stored) -> None:
+        """The copy is whole. What the task has beyond the newest is forgotten."""
+        with self._lock:
+            if self._coming.pop(id(stored.memory), None) is None:
+                return  # the task was forgotten meanwhile
+            self._stored.append(stored)
+            self._bare.discard(stored.offer.task)
+            for old in self._of(stored.offer.task)[:-NUM_COPIES_MAX]:
+                self._stored.remove(old)
+
+    def give_up(self, offer: Offer, memory: mmap.mmap) -> None:
+        """The copy did not become whole; nothing if it did."""
+        with self._lock:
+            is_known = self._coming.pop(id(memory), None) is not None
+            is_lost = is_known and offer.task in self._bare
+            self._bare.discard(offer.task)
+        if is_lost:
+            self._lost(offer.task)
+
+    def of(self, task: int) -> list[Stored]:
+        """The whole copies of a task, the newest last."""
+        with self._lock:
+            return self._of(task)
+
+    def find(self, task: int, generation: int, step_version: int) -> Stored | None:
+        """The newest copy of this generation, if it is of as many steps or more."""
+        with self._lock:
+            fit = [one for one in self._of(task) if one.offer.generation == generation
+                   and one.offer.step_version >= step_version]
+            return fit[-1] if fit else None
+
+    def forget(self, task: int) -> None:
+        """The task has ended."""
+        with self._lock:
+            self._stored = [one for one in self._stored if one.offer.task != task]
+            self._coming = {key: one for key, one in self._coming.items() if one.task != task}
+            self._newest.pop(task, None)
+            self._bare.discard(task)
+
+    def _of(self, task: int) -> list[Stored]:
+        return [one for one in self._stored if one.offer.task == task]
+
+    def _dispensable(self, task: int) -> Stored | None:
+        older = [one for one in self._stored if one is not self._of(one.offer.task)[-1]]
+        return next(iter([*older, *self._of(task)]), None)

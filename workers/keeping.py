@@ -1,0 +1,245 @@
+"""What a rank and a keeper say to each other: copies of state over TCP, checked on both sides.
+
+A conversation is one connection. Both prove first that they know the cluster's secret, each by its
+answer to the other's nonce, so that the secret itself is never sent: Greeting, Proof, Proof. Then
+the rank says one of
+
+- Offer: the keeper answers Go, takes `copy_bytes` bytes and a Sum, and answers Kept;
+- Wish: the keeper answers with the Offer of what it has, its bytes, and their Sum.
+
+Refused stands for each answer. A message is 4 bytes of length, the higher first, and msgpack.
+Nothing is encrypted: the network between the nodes is trusted as it is for the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import zlib
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import Struct
+
+SECRET = "UNICRON_COPIES_SECRET"
+"""Names, in the environment of keepers and ranks, what they prove to know: hex digits."""
+MESSAGE_BYTES_MAX = 64 << 10
+CHUNK_BYTES = 1 << 20
+"""Summed up and sent while it is still in the processor's cache."""
+NONCE_LENGTH = 32
+CHECKSUM = "crc32"
+CONNECT_S_MAX = 2.0
+STALL_S_MAX = 10.0
+"""How long the other side may take for the next bytes, and for each answer."""
+
+
+class Failed(Exception):
+    """The conversation came to nothing; `str()` says why, in one line."""
+
+
+class Message(Struct, frozen=True, kw_only=True, tag=True):
+    """Root of all messages."""
+
+
+class Greeting(Message, frozen=True, kw_only=True):
+    nonce: bytes
+
+
+class Proof(Message, frozen=True, kw_only=True):
+    """`answer` proves the secret; the first one brings the nonce that the second one answers."""
+
+    answer: bytes
+    nonce: bytes = b""
+
+
+class Offer(Message, frozen=True, kw_only=True):
+    """A copy: whose state, after how many steps, in which layout, and how many bytes it has.
+
+    The last `numbers_bytes` of them are what is not tensors.
+    """
+
+    task: int
+    rank: int
+    attempt: int
+    generation: int
+    step_version: int
+    layout: str
+    copy_bytes: int
+    numbers_bytes: int
+
+
+class Wish(Message, frozen=True, kw_only=True):
+    """The newest copy of this generation, of `step_version` steps or more."""
+
+    task: int
+    generation: int
+    step_version: int
+
+
+class Go(Message, frozen=True, kw_only=True):
+    """There is room: send."""
+
+
+class Sum(Message, frozen=True, kw_only=True):
+    """Follows the bytes: what their sender takes them to come to."""
+
+    checksum: str
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """The copy is there, whole."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    why: str
+
+
+_decoder = msgspec.msgpack.Decoder(
+    Greeting | Proof | Offer | Wish | Go | Sum | Kept | Refused)
+
+
+def secret_of(token: str, cluster: str) -> str:
+    """What all nodes of a cluster can derive, and nobody who does not know its token."""
+    return hmac.new(token.encode(), f"copies of {cluster}".encode(), "sha256").hexdigest()
+
+
+# --- messages and bytes -------------------------------------------------------------------------
+def send(connection: socket.socket, message: Message) -> None:
+    """Raises OSError."""
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def receive(connection: socket.socket, *kinds: type[Message]) -> Message:
+    """The next message, one of these kinds. Raises OSError, Failed."""
+    head = bytearray(4)
+    fill(connection, memoryview(head))
+    size = int.from_bytes(head, "big")
+    if size > MESSAGE_BYTES_MAX:
+        raise Failed(f"a message of {size} bytes")
+    data = bytearray(size)
+    fill(connection, memoryview(data))
+    try:
+        message = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Failed(f"a message that is not understood: {error}") from None
+    if isinstance(message, kinds):
+        return message
+    if isinstance(message, Refused):
+        raise Failed(message.why)
+    raise Failed(f"{type(message).__name__} out of turn")
+
+
+def fill(connection: socket.socket, target: memoryview) -> None:
+    """Read exactly as much as `target` holds. Raises OSError."""
+    while target:
+        num_bytes = connection.recv_into(target)
+        if not num_bytes:
+            raise ConnectionResetError("the other side hung up")
+        target = target[num_bytes:]
+
+
+def pour(connection: socket.socket, parts: Iterable[memoryview],
+         goes_on: Callable[[], None] = lambda: None) -> str:
+    """Send the parts one after the other; the checksum of all. Raises OSError.
+
+    `goes_on` is asked before each chunk, and raises to leave off.
+    """
+    code = 0
+    for part in parts:
+        for begin in range(0, len(part), CHUNK_BYTES):
+            goes_on()
+            chunk = part[begin : begin + CHUNK_BYTES]
+            code = zlib.crc32(chunk, code)
+            connection.sendall(chunk)
+    return named(code)
+
+
+def take(connection: socket.socket, target: memoryview) -> str:
+    """Receive as many bytes as `target` holds; their checksum. Raises OSError."""
+    code = 0
+    for begin in range(0, len(target), CHUNK_BYTES):
+        chunk = target[begin : begin + CHUNK_BYTES]
+        fill(connection, chunk)
+        code = zlib.crc32(chunk, code)
+    return named(code)
+
+
+def named(code: int) -> str:
+    """A checksum as it is told: `crc32:89abcdef`."""
+    return f"{CHECKSUM}:{code:08x}"
+
+
+# --- who is there -------------------------------------------------------------------------------
+def knock(endpoint: str, secret: str) -> socket.socket:
+    """A connection to the keeper at `endpoint`, each side known to the other.
+
+    Raises OSError, Failed.
+    """
+    host, _, port = endpoint.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=CONNECT_S_MAX)
+    try:
+        connection.settimeout(STALL_S_MAX)
+        greeting = receive(connection, Greeting)
+        assert isinstance(greeting, Greeting)
+        nonce = secrets.token_bytes(NONCE_LENGTH)
+        send(connection, Proof(answer=_answer(secret, "rank", greeting.nonce), nonce=nonce))
+        proof = receive(connection, Proof)
+        assert isinstance(proof, Proof)
+        if not hmac.compare_digest(proof.answer, _answer(secret, "keeper", nonce)):
+            raise Failed(f"{endpoint} does not know this cluster's secret")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def let_in(connection: socket.socket, secret: str) -> bool:
+    """The keeper's side of it: whether the other one may go on. Raises OSError, Failed."""
+    nonce = secrets.token_bytes(NONCE_LENGTH)
+    send(connection, Greeting(nonce=nonce))
+    proof = receive(connection, Proof)
+    assert isinstance(proof, Proof)
+    if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
+        send(connection, Refused(why="this keeper is of another cluster, or its token has changed"))
+        return False
+    send(connection, Proof(answer=_answer(secret, "keeper", proof.nonce)))
+    return True
+
+
+def _answer(secret: str, who: str, nonce: bytes) -> bytes:
+    return hmac.new(secret.encode(), who.encode() + b" " + nonce, "sha256").digest()
+
+
+# --- what a rank does ---------------------------------------------------------------------------
+def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
+        goes_on: Callable[[], None] = lambda: None) -> str:
+    """Have the keeper take a copy; its checksum. Raises OSError, Failed."""
+    send(connection, offer)
+    receive(connection, Go)
+    checksum = pour(connection, parts, goes_on)
+    send(connection, Sum(checksum=checksum))
+    receive(connection, Kept)
+    return checksum
+
+
+def get(connection: socket.socket, wish: Wish, room: Callable[[Offer], memoryview]
+        ) -> tuple[Offer, str]:
+    """Receive a copy into what `room` gives for it; what it is, and its checksum.
+
+    Raises OSError, and Failed where it is not there, is not what was wished for, or was altered.
+    """
+    send(connection, wish)
+    offer = receive(connection, Offer)
+    assert isinstance(offer, Offer)
+    if (offer.task, offer.generation) != (wish.task, wish.generation) or (
+            offer.step_version < wish.step_version):
+        raise Failed(f"a copy of task {offer.task} generation {offer.generation} "
+                     f"step {offer.step_version} is not what was asked for")
+    checksum = take(connection, room(offer))
+    told = receive(connection, Sum)
+    assert isinstance(told, Sum)
+    if told.checksum != checksum:
+        raise Failed(f"the copy was altered: it comes to {checksum}, and was {told.checksum}")
+    return offer, checksum
