@@ -48,6 +48,10 @@ class IncidentHistory(Struct, kw_only=True):
     dealt: int = 0
     iterations_lost: int = 0
     ckpt_read: bool = False
+    origin: str = ""
+    """The farthest that a member's state came from; of which node, and how many bytes in all."""
+    origin_node: str = ""
+    received_bytes: int = 0
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
@@ -245,6 +249,8 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     incident.outcome, incident.pause_s = body["outcome"], body["pause_s"]
     incident.iterations_lost, incident.ckpt_read = body["iterations_lost"], body["ckpt_read"]
     incident.kept, incident.dealt = body["kept"], body["dealt"]
+    incident.origin, incident.origin_node = body.get("origin", ""), body.get("origin_node", "")
+    incident.received_bytes = body.get("received_bytes", 0)
 
 
 def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:
@@ -273,6 +279,8 @@ def _stepping(told: History, record: Plain) -> None:
     if stops and (task.resumed or task.stepping_num):
         since_s = min(task.suspended_s.values(), default=record["at_s"])
         task.stepping_num, task.resumed, task.stopped_s = 0, 0, since_s
+    elif kind == "Quiesce" and not task.stepping_num:
+        task.resumed = 0  # what it still tells on its way to the boundary does not end a pause
     elif kind == "TaskPlaced":
         task.num_seats = len(body["seats"])
     elif kind == "Reconfigure":

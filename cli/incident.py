@@ -111,7 +111,8 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "closed_s": one.closed_s, "seq": told.seq,
         "cost": {"pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
                  "slot_s": slot_s(told, one, now_s), "kept": one.kept, "dealt": one.dealt,
-                 "ckpt_read": one.ckpt_read},
+                 "ckpt_read": one.ckpt_read, "origin": one.origin,
+                 "origin_node": one.origin_node, "received_bytes": one.received_bytes},
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
                                    if x["kind"] == "NodeSilenced"
                                    and x["at_s"] <= one.detected_s), default=0.0),

@@ -84,8 +84,11 @@ def _quiesced(body: Plain) -> str:
 
 
 def _reconfigured(body: Plain) -> str:
-    from_ = {body["rank"]: "own state", -1: "no state yet"}.get(
-        body["source"], f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}")
+    got = scaled(body["received_bytes"], "B")
+    from_ = {"copy": f"{got} from a copy on {body.get('origin_node')}",
+             "checkpoint": f"{got} from the checkpoint"}.get(
+        body.get("origin", ""), {body["rank"]: "own state", -1: "no state yet"}.get(
+            body["source"], f"{got} from rank {body['source']}"))
     return (f"{_who(body)} generation {body['generation']} step {body['step_version']}, "
             f"{from_}, kept {len(body['kept'])} todo {len(body['todo'])} "
             f"dealt {len(body['dealt'])}, {ms(body['down_s'] + body['up_s'] + body['settle_s'])}")
@@ -110,8 +113,15 @@ def _opened(body: Plain) -> str:
 def _closed(body: Plain) -> str:
     return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
             f"{body['iterations_lost']} iterations lost, kept {body['kept']} dealt {body['dealt']}"
-            f"{', a checkpoint was read' if body['ckpt_read'] else ''}"
+            f"{', a checkpoint was read' if body['ckpt_read'] else ''}{_whence(body)}"
             f"{_because(body['why'])}")
+
+
+def _whence(body: Plain) -> str:
+    """Where the state came from that the task went on with, where no member had kept it."""
+    got = scaled(body.get("received_bytes", 0), "B")
+    return {"copy": f", {got} from a copy on {body.get('origin_node')}",
+            "seed": ", from the start again"}.get(body.get("origin", ""), "")
 
 
 def _plan(body: Plain) -> str:
@@ -136,7 +146,13 @@ def _start(body: Plain) -> str:
 
 def _reconfigure(body: Plain) -> str:
     members = ranks(member["rank"] for member in body["members"])
-    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}"
+    copies = body.get("copies")
+    from_ = f", from a copy on {_nodes(copies)}" if copies else ""
+    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}{from_}"
+
+
+def _nodes(there: list[Plain]) -> str:
+    return " ".join(dict.fromkeys(one["node"] for one in there)) or "nobody"
 
 
 def _switches(policy: Plain) -> str:
@@ -171,6 +187,9 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "FaultRequested": lambda b: f"{_fault(b)}{_because(b['reason'])}",
     "NodeJoined": _joined,
     "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
+    "CopiesLost": lambda b: f"{b['node']} has no copies any more"
+                            f"{' of task ' + str(b['task']) if b['task'] else ''}"
+                            f"{_because(b['why'])}",
     "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
     "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
     "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
@@ -188,6 +207,8 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
                                    f"{_first_line(b['error'])}",
     "TaskProgressed": _progressed,
     "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
+    "CopyKept": lambda b: f"{_who(b)} step {b['step_version']}, {scaled(b['copy_bytes'], 'B')} "
+                          f"in memory on {b['node']}",
     "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "
                                  f"{scaled(b['ckpt_bytes'], 'B')}, {b['path']}"
                                  f"{', final' if b['final'] else ''}",
@@ -211,6 +232,9 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "
                          f"{ranks(b['ranks'])}{', saved first' if b.get('save') else ''}",
     "Reconfigure": _reconfigure,
+    "KeepCopies": lambda b: f"task {b['task']} generation {b['generation']}: copies to "
+                            f"{_nodes(b['keepers'])}",
+    "DropCopies": lambda b: f"task {b['task']} is over, on {' '.join(b['nodes'])}",
     "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
                         f"tells progress from iteration {b['progress_from']}",
     "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",

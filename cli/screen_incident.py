@@ -77,9 +77,17 @@ def _cost(cost: Plain, outcome: str) -> str:
         return f"not over; {cost['slot_s']:.1f} slot-s so far"
     kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
             if cost["kept"] or cost["dealt"] else "")
-    read = "a checkpoint was read" if cost["ckpt_read"] else "no checkpoint read"
     return (f"{ms(cost['pause_s'])} pause, {cost['iterations_lost']} iterations lost, "
-            f"{cost['slot_s']:.1f} slot-s, {read}{kept}")
+            f"{cost['slot_s']:.1f} slot-s, {_whence(cost)}{kept}")
+
+
+def _whence(cost: Plain) -> str:
+    """Where the state came from that it went on with, where no member had kept it."""
+    got = scaled(cost["received_bytes"], "B")
+    if cost["ckpt_read"]:
+        return "a checkpoint was read"
+    return {"copy": f"{got} from a copy on {cost['origin_node']}",
+            "seed": "begun again"}.get(cost["origin"], "no checkpoint read")
 
 
 def bar(phases: list[Plain]) -> list[str]:

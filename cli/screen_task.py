@@ -181,7 +181,12 @@ def _copies(task: Plain) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    disk += f": {count(lost)} iterations would be lost if all went" if lost else ""
+    disk += f": {count(lost)} iterations would be lost if all processes went" if lost else ""
+    if task["copies"]:
+        newest = max(copy["step_version"] for copy in task["copies"])
+        where = sorted({copy["node"] for copy in task["copies"]
+                        if copy["step_version"] == newest})
+        disk = f"in memory iteration {count(newest)} ({' '.join(where)}); {disk}"
     holders = [one for one in task["ranks"] if one["state"] == "member" and one["has_state"]]
     nodes = list(dict.fromkeys(one["node"] for one in holders))
     if not holders:
@@ -189,8 +194,8 @@ def _copies(task: Plain) -> list[str]:
     elif len(holders) == 1:
         live = f"one seat ({nodes[0]}): nobody else holds its state"
     else:
-        where = f"all on {nodes[0]}" if len(nodes) == 1 else f"on {' '.join(nodes)}"
-        live = f"{len(holders)} live replicas, {where}: {ranks(one['rank'] for one in holders)}"
+        there = f"all on {nodes[0]}" if len(nodes) == 1 else f"on {' '.join(nodes)}"
+        live = f"{len(holders)} live replicas, {there}: {ranks(one['rank'] for one in holders)}"
     return labelled("copies", f"{live}; {disk}")
 
 

@@ -352,7 +352,7 @@ def _unfinished(state: StateDir) -> list[str]:
         again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"
         lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
                      f"iterations; the next up starts it again {again}")
-    if any(task["unsaved"] for task in live):
+    if any(task["unpublished"] for task in live):
         lines.append("to lose nothing: unicron drain every node first, then down; unicron undrain "
                      "each after the next up")
     return lines

@@ -13,6 +13,7 @@ from typing import Any
 from ..events import reports as r
 from ..events.records import Record
 from .calibration import keep_times
+from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
 from .fold_ranks import PROCESSES
@@ -28,11 +29,11 @@ from .folding import (
     fault,
     give_up_node,
     stepped,
+    take_origin,
 )
 from .severity import EXITED_ABNORMALLY, network_status
 from .state import (
     NUM_SLOTS_MAX,
-    Checkpoint,
     ClusterState,
     Node,
     Rank,
@@ -104,7 +105,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     state.nodes[body.node] = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
-        since_s=record.at_s, drained=old is not None and old.drained,
+        since_s=record.at_s, keeper=body.keeper, drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
     disarm(state, f"replace/{body.node}")
@@ -196,11 +197,12 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
     task.settled = body.step_version
     await_silent(state, task)
     incident = state.incidents.get(task.incident)
-    if incident is not None and incident.down_since_s >= 0:
+    if incident is None:
+        return
+    take_origin(incident, body)
+    if incident.down_since_s >= 0:
         incident.kept += len(body.kept)
         incident.dealt += len(body.dealt)
-        if body.source == -1 and body.step_version > 0:
-            incident.ckpt_read = True
 
 
 def _reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
@@ -253,30 +255,6 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
         stepped(state, task)
 
 
-def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
-        return
-    ways = [task.saved, task.checkpoint, *task.publishing.values()]
-    if any(way is not None and way.generation == body.generation
-           and way.step_version > body.step_version for way in ways):
-        return  # who was told to save was relieved, and had begun: another has saved more
-    output = task.spec.train.output if task.spec.train is not None else ""
-    task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
-                            path=body.path.removeprefix(output).lstrip("/"), final=body.final)
-
-
-def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
-    task = state.tasks.get(body.task)
-    published = task.publishing.get(body.order) if task is not None else None
-    if task is None or published is None:
-        return
-    for order in [order for order in task.publishing if order <= body.order]:
-        del task.publishing[order]
-        state.orders.pop(order, None)
-    task.checkpoint = published
-
-
 def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
@@ -306,7 +284,5 @@ HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
-    r.CheckpointSaved: _checkpoint_saved,
-    r.CheckpointPublished: _checkpoint_published, r.RankFinished: _rank_finished,
-    **PROCESSES, **REQUESTS, **DECISIONS,
+    r.RankFinished: _rank_finished, **PROCESSES, **COPIES, **REQUESTS, **DECISIONS,
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
 from ..events import orders as o
 from ..events.codec import encode_record
 from ..events.records import Record
@@ -20,6 +18,7 @@ from .folding import (
     disarm_phase,
     find,
     find_ghost,
+    keep_on,
     make_ghost,
     say_why,
     set_phase,
@@ -169,7 +168,8 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
         return
     disarm_phase(state, task)
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
-                         *task.publishing])
+                         task.keep_order, *task.publishing])
+    task.copies, task.keepers = [], ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
     if body.outcome != "finished":  # nothing has shown that it was the slots
         for slot in task.blamed.values():
@@ -235,7 +235,9 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     if task is None or body.generation <= task.generation:
         return
     disarm_phase(state, task)
-    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                         task.keep_order])
+    keep_on(task, body.keepers)
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
@@ -258,6 +260,8 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
+    # Copies of steps that are to be taken again were tried, and served nobody.
+    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)
@@ -267,22 +271,6 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     set_phase(state, task, "training")
 
 
-def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
-    task = state.tasks.get(body.task)
-    if task is None:
-        return
-    known = [x for x in (task.saved, *task.publishing.values())
-             if x is not None and (x.generation, x.path) == (body.generation, body.path)]
-    if not known:
-        return
-    for order in [key for key, value in task.publishing.items() if value is known[0]]:
-        del task.publishing[order]
-        close_orders(state, [order])
-    node = body.nodes[0] if body.nodes else ""
-    task.publishing[record.seq], task.saved = replace(known[0], node=node), None
-    state.orders[record.seq] = encode_record(record)
-
-
 DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     o.IncidentOpened: _incident_opened, o.IncidentEscalated: _incident_escalated,
     o.IncidentClosed: _incident_closed, o.ThroughputSet: _throughput_set,
@@ -290,5 +278,4 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     o.TaskEnded: _task_ended, o.OrderWithheld: _order_withheld,
     o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
-    o.PublishCheckpoint: _publish,
 }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from ..events.orders import Keeper
 from ..events.records import Record
+from ..events.reports import Reconfigured
 from .severity import EXITED_ABNORMALLY, severity_of
 from .state import (
     EARNED_S,
     NUM_EARNED_MAX,
+    ORIGINS,
     ClusterState,
     Deadline,
     Fault,
+    Incident,
     Node,
     Phase,
     Rank,
@@ -160,9 +164,11 @@ def has_settled(task: Task, rank: Rank) -> bool:
 
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
-    """All processes of this incarnation are dead; a fault of their tasks if `why` says so."""
+    """All processes of this incarnation are dead, its keeper too; a fault of their tasks if `why`
+    says so."""
     for number in sorted(state.tasks):
         task = state.tasks[number]
+        task.copies = [copy for copy in task.copies if copy.node != node.name]
         for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
             drop_rank(state, task, ghost)
         gone = [task.ranks[key] for key in sorted(task.ranks)
@@ -214,6 +220,23 @@ def stepped(state: ClusterState, task: Task) -> None:
         incident.pause_s += state.at_s - incident.down_since_s
         incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
+
+
+def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
+    """From now on these take the task's copies; those that did still have theirs."""
+    task.keepers = keepers
+    task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
+
+
+def take_origin(incident: Incident, body: Reconfigured) -> None:
+    """What an incident says of where state came from: the farthest of all, and all bytes."""
+    origin = body.origin
+    if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
+        origin = "checkpoint"
+    incident.received_bytes += max(body.received_bytes, 0)
+    incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"
+    if ORIGINS.index(origin) > ORIGINS.index(incident.origin):
+        incident.origin, incident.origin_node = origin, body.origin_node
 
 
 def earned(state: ClusterState, task: Task, iteration: int) -> None:

@@ -158,4 +158,6 @@ def _close(state: ClusterState, task: Task, outcome: Literal["healed", "failed",
     down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
     return IncidentClosed(of=incident.id, outcome=outcome, pause_s=incident.pause_s + down_s,
                           iterations_lost=incident.iterations_lost, kept=incident.kept,
-                          dealt=incident.dealt, ckpt_read=incident.ckpt_read, why=why)
+                          dealt=incident.dealt, ckpt_read=incident.ckpt_read, why=why,
+                          origin=incident.origin, origin_node=incident.origin_node,
+                          received_bytes=incident.received_bytes)

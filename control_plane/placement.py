@@ -199,7 +199,11 @@ def why_placed(task: Task, seats: Sequence[Seat]) -> str:
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.is_train or len(nodes) > 1:
         return f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
-    num, since = task.unsaved, "checkpoint" if task.saved_iteration else "start"
+    num, since = task.lost_with(nodes[0]), "checkpoint" if task.saved_iteration else "start"
+    elsewhere = [copy for copy in task.copies if copy.node != nodes[0]]
+    where = "no state elsewhere"
+    if elsewhere and max(copy.step_version for copy in elsewhere) >= task.saved_iteration:
+        since, where = "copy", f"a copy on {' '.join(sorted({copy.node for copy in elsewhere}))}"
     lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
     what = "one seat" if len(seats) == 1 else f"all {len(seats)} seats"
-    return f"{what} on {nodes[0]}, no state elsewhere: its loss would cost {lost}"
+    return f"{what} on {nodes[0]}, {where}: its loss would cost {lost}"

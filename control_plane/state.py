@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Struct, field
 
 from ..events.codec import decode_record
-from ..events.orders import Member, PlanChosen, Seat, Severity, Slot, ThroughputSet
-from ..events.records import Record, Report
-from ..events.reports import Policy, ReportsLost
+from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Severity, Slot, ThroughputSet
+from ..events.records import Record
+from ..events.reports import Origin, Policy
 from ..events.spec import JobSpec
 
 SCHEMA = "unicron-state-2"
@@ -26,6 +26,8 @@ EARNED_S = 1800
 NUM_EARNED_MAX = 48
 """Spans that the state keeps: 24 h."""
 
+ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
+"""From the nearest to the farthest."""
 Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
 Health = Literal["healthy", "unreachable", "lost", "left"]
 RankState = Literal["ordered", "started", "ready", "member", "finished"]
@@ -55,6 +57,8 @@ class Node(Struct, kw_only=True):
     pid: int
     num_slots: int
     accelerator: str
+    keeper: str = ""
+    """Where its keeper takes copies, host:port; empty: it has none."""
     health: Health = "healthy"
     since_s: float = 0.0
     silenced_seq: int = 0
@@ -160,6 +164,11 @@ class Incident(Struct, kw_only=True):
     """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
     dealt_before: int = 0
     ckpt_read: bool = False
+    origin: Origin = ""
+    """The farthest that a member's state was taken from, and of which node."""
+    origin_node: str = ""
+    received_bytes: int = 0
+    """Of state, by all members."""
     outcome: str = ""
     closed_s: float = 0.0
 
@@ -232,6 +241,13 @@ class Task(Struct, kw_only=True):
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
     """By the seq of the order."""
     checkpoint: Checkpoint | None = None
+    keepers: tuple[Keeper, ...] = ()
+    """Who takes copies of its state now."""
+    keep_order: int = 0
+    copies: list[Copy] = field(default_factory=list[Copy])
+    """What keepers hold of it, as told: the two newest of each node, the newest last."""
+    kept_on: list[str] = field(default_factory=list[str])
+    """Nodes whose keepers may hold something of it."""
     iteration: int = 0
     """Iterations told as finished."""
     furthest: int = 0
@@ -265,7 +281,12 @@ class Task(Struct, kw_only=True):
     @property
     def unsaved(self) -> int:
         """Iterations that would be lost with all its processes, as far as told."""
-        return max(self.iteration - self.saved_iteration, 0)
+        return self.lost_with("")
+
+    def lost_with(self, node: str) -> int:
+        """Iterations that would be lost with all its processes and with this node's copies."""
+        copied = [copy.step_version for copy in self.copies if copy.node != node]
+        return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property
     def is_train(self) -> bool:
@@ -360,20 +381,6 @@ def state_hash(state: ClusterState) -> str:
 def open_orders(state: ClusterState) -> list[Record]:
     """Orders that somebody may still have to carry out, by seq: the orders streams hold them."""
     return [decode_record(state.orders[seq]) for seq in sorted(state.orders)]
-
-
-def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
-    """Whether a report is the next of its source (ARCHITECTURE, "Sources and acknowledgement")."""
-    node, _, incarnation = report.source.rpartition("/")
-    known, last = state.nodes.get(node), state.sources.get(report.source, 0)
-    old = known is not None and incarnation.isdecimal() and int(incarnation) < known.incarnation
-    if old and last == 0:
-        return "duplicate"
-    if report.source_seq <= last:
-        return "duplicate"
-    if report.source_seq == last + 1 or isinstance(report.body, ReportsLost):
-        return "next"
-    return "later"
 
 
 def live_tasks(state: ClusterState) -> list[Task]:

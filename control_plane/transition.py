@@ -22,7 +22,7 @@ from ..events.orders import (
     TaskEnded,
 )
 from ..events.reports import Body
-from . import command
+from . import command, copies
 from .incidents import close_incident, end_incident, network_incident, open_incidents
 from .leaving import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
 from .processes import slot_free, start_rank, stop_pending, stop_rank
@@ -140,12 +140,15 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     """Be the next generation, of everybody who holds and has a seat."""
     yield from network_incident(state, task)
+    ranks = _next_members(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
-                    for rank in _next_members(state, task))
+                    for rank in ranks)
     yield Reconfigure(
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
-        dp=len(members), checkpoint=task.checkpoint.path if task.checkpoint is not None else "")
+        dp=len(members), checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        copies=copies.sources(state, task, ranks),
+        keepers=copies.keepers(state, task, members[0].node))
 
 
 def _next_members(state: ClusterState, task: Task) -> list[Rank]:
@@ -211,11 +214,10 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _finish(state, task)
     else:
         yield from _transition(state, task)
+        yield from copies.keep(state, task)
         yield from _stop(state, task)
         yield from _start(state, task)
-    if not task.outcome:
-        yield from _publish(state, task)
-        yield from close_incident(state, task)
+    yield from _last(state, task)
 
 
 def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -229,7 +231,13 @@ def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
         if task.is_train:
             yield from _transition(state, task)
         yield from withhold(state, task, _next_orders(state, task))
-    if not task.outcome:
+    yield from _last(state, task)
+
+
+def _last(state: ClusterState, task: Task) -> Iterator[Body]:
+    if task.outcome:
+        yield from copies.drop(state, task)
+    else:
         yield from _publish(state, task)
         yield from close_incident(state, task)
 

@@ -89,6 +89,8 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "output": spec.train.output if spec.train is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
+        "unpublished": max(task.iteration - task.saved_iteration, 0),
+        "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
 

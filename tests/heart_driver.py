@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from unicron.control_plane.heart import HEART, advance
+from unicron.control_plane.intake import accepts
 from unicron.control_plane.replay import verify
-from unicron.control_plane.state import ClusterState, Task, accepts, state_hash
+from unicron.control_plane.state import ClusterState, Task, state_hash
 from unicron.control_plane.transition import step
 from unicron.control_plane.view import view
 from unicron.events import orders as o
@@ -61,7 +62,8 @@ class Driver:
 
     def join(self, node: str, *, incarnation: int = 1, slots: int = 2) -> list[Record]:
         return self.tell(f"{node}/{incarnation}", r.NodeJoined(
-            node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots))
+            node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots,
+            keeper=f"{node}:1"))
 
     def submit(self, job: JobSpec) -> int:
         name = f"operator/{len(self.seqs)}"

@@ -130,7 +130,8 @@ def test_what_is_unfinished_is_told_before_anything_is_stopped(
     state = StateDir(tmp_path / "state")
     state.create()
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
-    task = {"state": "running", "iterations": 60, "checkpoint": "", "iteration": 40, "unsaved": 40}
+    task = {"state": "running", "iterations": 60, "checkpoint": "", "iteration": 40,
+            "unpublished": 40}
     tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"}]
 
     class Asked:
@@ -152,7 +153,7 @@ def test_what_is_unfinished_is_told_before_anything_is_stopped(
         "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
         "the next up"]
     assert lines[2].startswith("stopp")
-    tasks[:1] = [{**tasks[0], "unsaved": 0}]
+    tasks[:1] = [{**tasks[0], "unpublished": 0}]
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
     command.down(state)
     assert "to lose nothing" not in capsys.readouterr().out

@@ -56,7 +56,7 @@ def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
     assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
     # reached again: what it still runs is stopped before its slots are used
     heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
-    assert kinds(heard) == ["StopRank", "StopRank", "PlanChosen", "TaskPlaced"]
+    assert kinds(heard) == ["StopRank", "StopRank", "KeepCopies", "PlanChosen", "TaskPlaced"]
     records = d.obey(heard)
     d.progress(task)
     assert len(task_of(d, task).living_members()) == 4
@@ -93,7 +93,7 @@ def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
     assert d.state.incidents == {}
     assert len(task_of(d, task).members) == 2
     back = d.join("n2", incarnation=2)
-    assert kinds(back) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
+    assert kinds(back) == ["KeepCopies", "PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
     d.obey(back)
     assert len(task_of(d, task).members) == 4
 
@@ -180,7 +180,7 @@ def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
 def test_a_task_finishes(d: Driver) -> None:
     task = d.running()
     done = finish(d, task)
-    assert kinds(done) == ["PublishCheckpoint", "TaskEnded"]
+    assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropCopies"]
     assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
     assert the(o.TaskEnded, done).outcome == "finished"
     assert open_orders(d.state) == []
@@ -212,7 +212,7 @@ def test_publication_after_the_last_exit(d: Driver) -> None:
         final=True))
     assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
     assert kinds(finish(d, task, save=False)) == []
-    assert kinds(d.obey(saved)) == ["TaskEnded"]
+    assert kinds(d.obey(saved)) == ["TaskEnded", "DropCopies"]
 
 
 def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:

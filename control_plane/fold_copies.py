@@ -1,0 +1,106 @@
+"""The fold of what is kept of a task's state: checkpoints, and copies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..events import orders as o
+from ..events import reports as r
+from ..events.codec import encode_record
+from ..events.records import Record
+from .folding import close_orders, keep_on
+from .state import Checkpoint, ClusterState
+
+NUM_COPIES_MAX = 2
+"""Of one task on one node, as a keeper has them."""
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    ways = [task.saved, task.checkpoint, *task.publishing.values()]
+    if any(way is not None and way.generation == body.generation
+           and way.step_version > body.step_version for way in ways):
+        return  # who was told to save was relieved, and had begun: another has saved more
+    output = task.spec.train.output if task.spec.train is not None else ""
+    task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
+                            path=body.path.removeprefix(output).lstrip("/"), final=body.final)
+
+
+def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
+    task = state.tasks.get(body.task)
+    published = task.publishing.get(body.order) if task is not None else None
+    if task is None or published is None:
+        return
+    for order in [order for order in task.publishing if order <= body.order]:
+        del task.publishing[order]
+        state.orders.pop(order, None)
+    task.checkpoint = published
+
+
+def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
+    task = state.tasks.get(body.task)
+    if task is None:
+        return
+    known = [x for x in (task.saved, *task.publishing.values())
+             if x is not None and (x.generation, x.path) == (body.generation, body.path)]
+    if not known:
+        return
+    for order in [key for key, value in task.publishing.items() if value is known[0]]:
+        del task.publishing[order]
+        close_orders(state, [order])
+    node = body.nodes[0] if body.nodes else ""
+    task.publishing[record.seq], task.saved = replace(known[0], node=node), None
+    state.orders[record.seq] = encode_record(record)
+
+
+# --- copies in memory ---------------------------------------------------------------------------
+def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
+    """Of the current generation alone: what a member of an old one has, nobody asks for."""
+    task, node = state.tasks.get(body.task), state.nodes.get(body.node)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if node is None or node.health == "left" or not node.keeper:
+        return
+    copy = o.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
+                  generation=body.generation, step_version=body.step_version,
+                  copy_bytes=body.copy_bytes, checksum=body.checksum)
+    here = [one for one in task.copies if one.node == node.name][1 - NUM_COPIES_MAX :]
+    task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
+
+
+def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    for task in state.tasks.values():
+        if body.task in (0, task.id):
+            task.copies = [copy for copy in task.copies if copy.node != body.node]
+
+
+def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    close_orders(state, [task.keep_order])
+    task.keep_order = record.seq
+    state.orders[record.seq] = encode_record(record)
+    keep_on(task, body.keepers)
+
+
+def _drop_copies(state: ClusterState, record: Record, body: o.DropCopies) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        task.kept_on = []
+
+
+COPIES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.CheckpointSaved: _checkpoint_saved, r.CheckpointPublished: _checkpoint_published,
+    o.PublishCheckpoint: _publish, r.CopyKept: _copy_kept, r.CopiesLost: _copies_lost,
+    o.KeepCopies: _keep_copies, o.DropCopies: _drop_copies,
+}

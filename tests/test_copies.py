@@ -1,0 +1,201 @@
+"""Copies in the heart's eyes: who takes them, which count, and what a task comes back from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from heart_driver import Driver, at_rest, finish, only, spec, task_of, the
+from unicron.control_plane.view import view
+from unicron.events import orders as o
+from unicron.events import reports as r
+
+ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
+
+
+def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0) -> None:
+    """The first member tells that a node's keeper has a copy."""
+    it = d.state.tasks[task]
+    first = it.members[0]
+    d.tell(d.source(first.node), r.CopyKept(
+        task=task, rank=first.rank, attempt=first.attempt,
+        generation=generation or it.generation, step_version=step, node=node, copy_bytes=12,
+        checksum="crc32:00000001"))
+
+
+def copies(d: Driver, task: int) -> list[tuple[str, int]]:
+    return [(copy.node, copy.step_version) for copy in task_of(d, task).copies]
+
+
+def keepers(d: Driver, task: int) -> list[str]:
+    return [keeper.node for keeper in task_of(d, task).keepers]
+
+
+def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
+    """All its processes die at once; what is ordered until it trains again."""
+    begin = len(d.log)
+    for rank in sorted(task_of(d, task).ranks):
+        d.exit(task, rank)
+    d.obey(d.log[begin:])
+    return [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
+
+
+def test_the_first_members_node_and_one_without_members_take_copies() -> None:
+    d = Driver(nodes=4)
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    order = only(o.Reconfigure, d.log)[-1].body
+    assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
+    assert order.keepers == (o.Keeper("n1", "n1:1"), o.Keeper("n3", "n3:1"))
+    assert keepers(d, task) == ["n1", "n3"]
+    at_rest(d)
+
+
+def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
+    d = Driver(nodes=2)
+    train = {"iterations": 50, "output": "/tmp/out", "copy_every": 0,
+             "batch": {"global": 24, "micro": 2}}
+    assert keepers(d, d.running(spec(train=train))) == []
+    alone = Driver(nodes=1)
+    assert keepers(alone, alone.running(spec())) == ["n1"]
+
+
+def test_who_is_silent_or_drained_is_relieved_while_the_task_trains() -> None:
+    d = Driver(nodes=4, slots=1)
+    task = d.running(spec(**ONE))
+    assert keepers(d, task) == ["n1", "n2"]
+    told = d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    order = the(o.KeepCopies, told)
+    assert (order.nodes, order.generation) == (("n1",), 1)
+    assert [keeper.node for keeper in order.keepers] == ["n1", "n3"] == keepers(d, task)
+    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    assert keepers(d, task) == ["n1", "n3"], "who has copies already stays"
+    d.tell("operator/1", r.NodeDrained(node="n3"))
+    assert keepers(d, task) == ["n1", "n2"]
+    assert len([x for x in d.state.orders.values() if b"KeepCopies" in x]) == 1, "the last stands"
+    at_rest(d)
+
+
+def test_copies_of_the_current_generation_count_and_two_of_each_node_stay() -> None:
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    for step in (10, 20, 30):
+        kept(d, task, "n1", step)
+    kept(d, task, "n2", 30)
+    kept(d, task, "n9", 30)
+    assert copies(d, task) == [("n1", 20), ("n1", 30), ("n2", 30)]
+    kept(d, task, "n2", 40, generation=9)
+    assert copies(d, task)[-1] == ("n2", 30)
+    shown = next(x for x in view(d.state)["tasks"] if x["id"] == task)
+    assert [copy["step_version"] for copy in shown["copies"]] == [20, 30, 30]
+
+
+def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    for node in ("n1", "n2"):
+        kept(d, task, node, 10)
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room"))
+    assert copies(d, task) == [("n2", 10)]
+    kept(d, task, "n1", 20)
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=7, task=0, why="another one's"))
+    assert copies(d, task) == [("n2", 10), ("n1", 20)]
+    d.join("n2", incarnation=2, slots=1)
+    assert copies(d, task) == [("n1", 20)]
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended"))
+    assert copies(d, task) == []
+
+
+def test_what_would_be_lost_counts_copies_elsewhere() -> None:
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    d.progress(task, 30)
+    it = task_of(d, task)
+    assert (it.iteration, it.unsaved) == (31, 31)
+    kept(d, task, "n1", 30)
+    kept(d, task, "n2", 20)
+    assert (it.unsaved, it.lost_with("n1"), it.lost_with("n2")) == (1, 11, 1)
+
+
+def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n2", 10)
+    kept(d, task, "n1", 20)
+    kept(d, task, "n2", 20)
+    d.steps[task] = 20  # what the members will say that they came back with
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version, x.generation, x.endpoint) for x in order.copies] == [
+        ("n1", 20, 1, "n1:1"), ("n2", 20, 1, "n2:1"), ("n2", 10, 1, "n2:1")]
+    d.progress(task)
+    closed = the(o.IncidentClosed, d.log[-10:])
+    assert closed.iterations_lost == 11
+    assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
+    at_rest(d)
+
+
+def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 30)
+    kept(d, task, "n2", 10)
+    d.steps[task] = 10
+    wipe(d, task)
+    assert copies(d, task) == [("n2", 10)]
+
+
+def test_a_copy_older_than_the_published_checkpoint_is_left_out() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    kept(d, task, "n1", 10)
+    d.progress(task, 19)
+    d.obey(d.save(task, 0))
+    assert task_of(d, task).saved_iteration == 20
+    (order,) = wipe(d, task)
+    assert (order.checkpoint, order.copies) == ("gen-1/iter-20", ())
+    kept(d, task, "n1", 20)
+    (order,) = wipe(d, task)
+    assert [copy.step_version for copy in order.copies] == [20], "memory is nearer than the disk"
+
+
+def test_while_a_member_has_state_no_copy_is_named() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec())
+    kept(d, task, "n1", 1)
+    begin = len(d.log)
+    d.obey(d.exit(task, 3))
+    orders = [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
+    assert orders
+    assert all(order.copies == () for order in orders)
+
+
+def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 5)
+    begin = len(d.log)
+    for rank in (0, 1):
+        d.exit(task, rank)
+    starts = [x for x in d.log[begin:] if isinstance(x.body, o.StartRank)]
+    told = [x for start in starts for x in d.do(start.body)]
+    order = the(o.Reconfigure, told)
+    for rank, origin, source, size in ((0, "copy", -1, 12), (1, "peer", 0, 10)):
+        process = d.state.tasks[task].ranks[rank]
+        told = d.tell(d.source(process.slot.node), r.Reconfigured(
+            task=task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=4, kept=(), todo=(0,), dealt=(), source=source, received_bytes=size,
+            down_s=0.0, up_s=0.0, settle_s=0.0, origin=origin, origin_node="n2"))  # type: ignore[arg-type]
+    d.steps[task] = 4
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert (closed.origin, closed.origin_node, closed.received_bytes) == ("copy", "n2", 22)
+    assert (closed.iterations_lost, closed.ckpt_read) == (2, False)
+
+
+def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    kept(d, task, "n1", 10)
+    done = finish(d, task)
+    assert the(o.DropCopies, done).nodes == ("n1", "n2")
+    assert (copies(d, task), task_of(d, task).kept_on) == ([], [])
+    at_rest(d)
