@@ -14,8 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keepers import SECRET, LocalKeeper
 from nursery import Forked, Nursery
-from unicron.events.orders import Member, Quiesce, QuiesceMode, Reconfigure, Resume, Slot, StartRank
+from unicron.events.orders import (
+    Copy,
+    Member,
+    Quiesce,
+    QuiesceMode,
+    Reconfigure,
+    Resume,
+    Slot,
+    StartRank,
+)
 from unicron.events.reports import (
     Body,
     Quiesced,
@@ -26,6 +36,7 @@ from unicron.events.reports import (
     TaskProgressed,
 )
 from unicron.events.spec import JobSpec, parse
+from unicron.workers import keeping
 from unicron.workers.training.control import EXIT_AGENT_GONE
 from unicron.workers.wire import Frame, Unpacker, pack
 
@@ -43,7 +54,7 @@ class Process:
         self.socket, theirs = socket.socketpair()
         self.log = folder / f"{rank}-{attempt}.log"
         environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
-                       "UNICRON_RANK": str(rank)}
+                       "UNICRON_RANK": str(rank), keeping.SECRET: SECRET}
         self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("wb") as output, theirs:
             if isinstance(argv, Nursery):
@@ -72,6 +83,8 @@ class Driver:
         self.processes: dict[int, Process] = {}
         self.started: list[Process] = []
         self.generation = 0
+        self.keepers: list[LocalKeeper] = []
+        """Who takes copies, from the next generation on."""
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
         self._num_held: dict[int, int] = {}
@@ -141,7 +154,8 @@ class Driver:
         for rank in ranks:
             self.processes[rank].send(body)
 
-    def reconfigure(self, ranks: list[int], checkpoint: str = "") -> int:
+    def reconfigure(self, ranks: list[int], checkpoint: str = "",
+                    copies: tuple[Copy, ...] = ()) -> int:
         """Order a new generation of these ranks; its number."""
         self.generation += 1
         members: list[Member] = []
@@ -151,7 +165,8 @@ class Driver:
             members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
         self.order(Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
                                members=tuple(members), store=members[0].endpoint,
-                               dp=len(members), checkpoint=checkpoint), ranks)
+                               dp=len(members), checkpoint=checkpoint, copies=copies,
+                               keepers=tuple(one.keeper for one in self.keepers)), ranks)
         return self.generation
 
     def reconfigured(self, ranks: list[int]) -> dict[int, Reconfigured]:
@@ -161,10 +176,10 @@ class Driver:
         self.order(Resume(nodes=("n1",), task=TASK, generation=self.generation,
                           progress_from=progress_from), ranks)
 
-    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = ""
-             ) -> dict[int, Reconfigured]:
+    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
+             copies: tuple[Copy, ...] = ()) -> dict[int, Reconfigured]:
         """A new generation, up and training."""
-        self.reconfigure(ranks, checkpoint)
+        self.reconfigure(ranks, checkpoint, copies)
         told = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
         return told
@@ -273,6 +288,8 @@ class Driver:
                 process.popen.kill()
             process.popen.wait(10)
             process.socket.close()
+        for keeper in self.keepers:
+            keeper.close()
 
 
 def small_spec(output: Path | str, **changes: Any) -> JobSpec:

@@ -26,7 +26,7 @@ Spec = dict[str, Any]
 
 def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
           rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
-          checkpoint_every: int = 0) -> Spec:
+          checkpoint_every: int = 0, copy_every: int = 10) -> Spec:
     """A tiny GPT, four micro-batches an iteration.
 
     `rates` are TFLOP/s by slots; it declares those of its sizes. Its learning rate is constant:
@@ -42,6 +42,7 @@ def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int
             "batch": {"global": 8, "micro": 2},
             "optimizer": {"lr": RATE, "min_lr": RATE, "decay": "constant"},
             "iterations": iterations, "seed": seed, "checkpoint_every": checkpoint_every,
+            "copy_every": copy_every,
             "output": str(output / name),
         },
     }

@@ -31,8 +31,12 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
     again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
     again.start(*ranks)
     again.generation = saved.generation
-    for report in again.form(ranks, checkpoint=saved.path).values():
-        assert (report.step_version, report.source) == (saved.step_version, -1)
+    first, *others = again.form(ranks, checkpoint=saved.path).values()
+    assert (first.step_version, first.source, first.origin) == (
+        saved.step_version, -1, "checkpoint")
+    for report in others:
+        assert (report.step_version, report.source, report.origin) == (
+            saved.step_version, first.rank, "peer")
     again.finish(ranks)
     assert sorted(again.losses()) == list(range(ITERATIONS)), "what was saved remembers losses"
     final = again.told(CheckpointSaved)[-1]

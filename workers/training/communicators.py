@@ -17,7 +17,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ REACH_S = 0.05
 class Communicators:
     """This process's place in one generation at a time, and the store that it hosts for others.
 
-    `wake` may be called from any thread; everything else from the one that trains.
+    `wake` and `spare` may be called from any thread; everything else from the one that trains.
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
@@ -134,6 +135,16 @@ class Communicators:
         self.store = None
         self.woken = False
         self.down_s = time.monotonic() - began_s
+
+    @contextmanager
+    def spare(self, descriptor: int) -> Generator[None]:
+        """Meanwhile this socket is none of a generation's: `wake` leaves it alone."""
+        inode = os.fstat(descriptor).st_ino
+        self._mine[inode] = descriptor
+        try:
+            yield
+        finally:
+            del self._mine[inode]
 
     def wake(self) -> None:
         """End every wait of this generation in this process, with an error. From any thread."""

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ...events.orders import Quiesce, QuiesceMode, Reconfigure, Resume
+from ...events.orders import KeepCopies, Quiesce, QuiesceMode, Reconfigure, Resume
 from ...events.reports import Body
 from ...events.talk import Talk
 from ..wire import Frame, Unpacker, pack
@@ -66,6 +66,8 @@ class Control:
         self._apart = False
         self._abandoned = False
         self._others = _one_thread()
+        self.keep: KeepCopies | None = None
+        """Who is to get copies from now on, as told last."""
 
     def start(self, early: list[Frame]) -> None:
         """Listen from now on; `early` are orders that came together with the first frame."""
@@ -180,6 +182,8 @@ class Control:
         return found
 
     def _take(self, order: Body) -> None:
+        if isinstance(order, KeepCopies):
+            self.keep = order
         if not isinstance(order, (Quiesce, Reconfigure, Resume)):
             return
         if isinstance(order, Quiesce) and order.ranks and self._rank not in order.ranks:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import structlog
 import torch
+import torch.distributed as dist
 
-from ...events.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.orders import Keeper, Quiesce, Reconfigure, Resume, StartRank
 from ...events.reports import (
     CheckpointSaved,
     CollectiveFailed,
+    Origin,
     Quiesced,
     RankFinished,
     RankReady,
     Reconfigured,
     ReconfigureFailed,
 )
-from . import checkpoint, cpu, model, state, text
+from .. import keeping
+from . import checkpoint, copies, cpu, model, state, text
 from .communicators import Communicators
 from .control import Control, Interrupted
 from .history import History
@@ -33,6 +37,16 @@ PROGRESS_S = 1.0
 """How often the first member tells its progress."""
 
 log = structlog.get_logger()
+
+
+class Found(NamedTuple):
+    """Where a member's state came from: Reconfigured tells it so."""
+
+    step_version: int
+    origin: Origin
+    node: str
+    received_bytes: int
+    source: int
 
 
 class Spoilt(Exception):
@@ -57,6 +71,7 @@ class Member:
         self.generation = 0
         self.inside = False
         self.members: tuple[int, ...] = ()
+        self.keepers: tuple[Keeper, ...] = ()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
@@ -71,6 +86,9 @@ class Member:
         self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
         self.iteration = Iteration(self.trainee, words, self.trace)
+        self.secret = environment.get(keeping.SECRET, "")
+        self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
+                                    tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.spoilt = False
         self.saved: CheckpointSaved | None = None
@@ -120,7 +138,7 @@ class Member:
             self.communicators.down(self.trainee.roots)
             self.inside = False
         self.generation = order.generation
-        self.members = ranks
+        self.members, self.keepers = ranks, order.keepers
         why, told = "", None
         try:
             with self.control.waiting_for_others(order.generation, self.communicators.wake):
@@ -157,17 +175,15 @@ class Member:
         self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches)
         share = settlement.shares[place]
-        step_version, received_bytes, source = settlement.step_version, 0, NO_STATE
-        if step_version == NO_STATE:
-            step_version = self._without_state(order)
+        if settlement.step_version == NO_STATE:
+            found = self._without_state(order, place)
         else:
             takers = [other for other, part in enumerate(settlement.shares)
                       if part.source == place and other != place]
             if takers:
-                self._give(takers)
-            if share.source != place:
-                received_bytes = self._receive(share.source)
-            source = order.members[share.source].rank
+                self._give(takers, settlement.step_version)
+            found = self._from_member(order, place, share.source)
+        step_version = found.step_version
         if step_version >= self.train.iterations:
             share = Share(kept=(), todo=(), dealt=(), source=share.source)
         if not self.communicators.woken:
@@ -175,22 +191,53 @@ class Member:
         return Reconfigured(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=order.generation, step_version=step_version, kept=share.kept,
-            todo=share.todo, dealt=share.dealt, source=source,
-            received_bytes=received_bytes, down_s=self.communicators.down_s,
-            up_s=up_s - began_s, settle_s=clock() - up_s,
+            todo=share.todo, dealt=share.dealt, source=found.source,
+            received_bytes=found.received_bytes, down_s=self.communicators.down_s,
+            up_s=up_s - began_s, settle_s=clock() - up_s, origin=found.origin,
+            origin_node=found.node,
         )
 
-    def _without_state(self, order: Reconfigure) -> int:
-        """Nobody has state: the published checkpoint, or what the seed gave."""
-        if not order.checkpoint:
+    def _from_member(self, order: Reconfigure, place: int, source: int) -> Found:
+        """The state of the member at place `source`, which may be this one's own."""
+        giver = order.members[source]
+        if source == place:
+            return Found(self.step_version, "own", giver.node, 0, giver.rank)
+        received_bytes = self._receive(source)
+        return Found(self.step_version, "peer", giver.node, received_bytes, giver.rank)
+
+    def _without_state(self, order: Reconfigure, place: int) -> Found:
+        """Nobody has state: the first member finds it, the others take it from there."""
+        found = self._restore(order) if place == 0 else None
+        told = torch.tensor([found.step_version if found is not None else 0],
+                            device=self.trainee.device)
+        dist.broadcast(told, 0)
+        step_version = int(told.item())
+        if step_version == 0:
             if self.spoilt:
                 raise Spoilt("what this process built from the seed has been written over")
-            return 0
-        folder = Path(self.train.output) / order.checkpoint
-        return checkpoint.load(folder, self.trainee, self.history)
+            return Found(0, "seed", "", 0, NO_STATE)
+        if found is None:
+            return self._from_member(order, place, 0)
+        self._give(list(range(1, len(order.members))), step_version)
+        return found
 
-    def _give(self, takers: list[int]) -> None:
-        told = state.numbers(self.trainee, self.step_version, self.history)
+    def _restore(self, order: Reconfigure) -> Found:
+        """A copy of the order, else its checkpoint, else what the seed gave (step version 0)."""
+        copied = copies.restore(self.trainee, self.history, self.start.task, order.copies,
+                                self.secret)
+        if copied is not None:
+            self.spoilt = True
+            step_version, copy, copy_bytes = copied
+            return Found(step_version, "copy", copy.node, copy_bytes, NO_STATE)
+        if not order.checkpoint:
+            return Found(0, "seed", "", 0, NO_STATE)
+        self.spoilt = True
+        folder = Path(self.train.output) / order.checkpoint
+        step_version = checkpoint.load(folder, self.trainee, self.history)
+        return Found(step_version, "checkpoint", "", state.num_bytes(self.trainee), NO_STATE)
+
+    def _give(self, takers: list[int], step_version: int) -> None:
+        told = state.numbers(self.trainee, step_version, self.history)
         for taker in takers:
             self._note("give")
             state.give(self.trainee, told, taker)
@@ -219,6 +266,7 @@ class Member:
                 self.history.add(self.step_version - 1, self.iteration.loss, self.iteration.step_s)
                 if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:
                     self._tell_progress()
+                self._copy_when_due()
                 self._save_when_due()
         self._tell_progress()
         if outcome == "stepped":
@@ -250,6 +298,17 @@ class Member:
                          generation=self.generation, dp=self.communicators.num_members)
             self.told_to = max(self.told_to, self.history.end)
         self.told_s = clock()
+
+    def _copy_when_due(self) -> None:
+        """By the first member alone."""
+        every = self.train.copy_every
+        if (every and self.step_version % every == 0 and self.step_version < self.train.iterations
+                and self.communicators.place == 0):
+            told = self.control.keep
+            keepers = (told.keepers if told is not None and told.generation == self.generation
+                       else self.keepers)
+            self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
+                             keepers)
 
     def _save_when_due(self) -> None:
         """By the first member alone."""

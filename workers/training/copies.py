@@ -1,0 +1,234 @@
+"""Copies of the whole state in the memory of keepers, taken at a boundary and sent beside training.
+
+The main thread copies the state into a buffer of its own, once, and goes on; a thread that lives
+only as long sends it to one keeper after the other (workers/keeping.py). It holds the interpreter
+for no longer than it takes to name the next bytes: sums, sends and waits are made without it. A
+copy is skipped while the last one is on its way, and one that a keeper does not take is a line in
+the rank's log: training never waits for a copy and is never hurt by one.
+
+The bytes are the tensors of state.py, one behind the other, each at a multiple of ALIGN_BYTES, then
+its numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import structlog
+import torch
+from msgspec import MsgspecError
+from torch import Tensor
+
+from ...events.orders import Copy, Keeper, StartRank
+from ...events.reports import Body, CopyKept
+from .. import keeping
+from ..keeping import Failed, Offer, Wish
+from . import state
+from .history import History
+from .iteration import clock
+from .model import Trainee
+from .trace import Event
+
+ALIGN_BYTES = 64
+TELL_S = 1.0
+"""How often it is told that a keeper has a copy: the newest one; and at once in each generation."""
+
+log = structlog.get_logger()
+
+
+class Snapshot:
+    """The whole state as it was after `step_version` steps, in host memory.
+
+    The buffer is made once and used again: its first filling takes longer than all others.
+    """
+
+    def __init__(self) -> None:
+        self.step_version = 0
+        self.layout = ""
+        self.numbers = b""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[str, Tensor] = {}
+
+    def take(self, trainee: Trainee, step_version: int, history: History) -> None:
+        """Copy the state as it is now. One pass over its bytes."""
+        live = state.tensors(trainee)
+        layout = layout_of(live)
+        if layout != self.layout:
+            self.layout = layout
+            self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
+                                       pin_memory=trainee.device.type == "cuda")
+            self._views = views(self._buffer, live)
+        for name, tensor in live.items():
+            self._views[name].copy_(tensor)
+        self.step_version = step_version
+        self.numbers = state.encode(state.numbers(trainee, step_version, history))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self._views
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy as it is sent."""
+        return self._buffer.numel() + len(self.numbers)
+
+    def parts(self) -> list[memoryview]:
+        """What is sent, one behind the other."""
+        return [self._buffer.numpy().data, memoryview(self.numbers)]
+
+
+class Copier:
+    """Sends copies of one rank's state. `spare` keeps a connection from being shut with others'.
+
+    `tell` takes reports, from any thread; `note` is the trace's.
+    """
+
+    def __init__(self, start: StartRank, secret: str, *,
+                 spare: Callable[[int], AbstractContextManager[None]],
+                 tell: Callable[[Body], None],
+                 note: Callable[[Event, int, int], None]) -> None:
+        self._start = start
+        self._secret = secret
+        self._spare, self._tell, self._note = spare, tell, note
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._generation = 0
+        self._told_s: dict[str, float] = {}
+        self._failing: dict[str, str] = {}
+        """By node: why its keeper did not take the last copy; said on change."""
+
+    def copy(self, trainee: Trainee, step_version: int, history: History, generation: int,
+             keepers: tuple[Keeper, ...]) -> None:
+        """Take a snapshot now and have it sent; nothing while the last one is on its way."""
+        if not keepers or (self._thread is not None and self._thread.is_alive()):
+            return
+        if generation != self._generation:
+            self._generation, self._told_s = generation, {}
+        self._note("copy", generation, step_version)
+        self._snapshot.take(trainee, step_version, history)
+        self._thread = threading.Thread(target=self._send, args=(generation, keepers),
+                                        name="copies", daemon=True)
+        self._thread.start()
+
+    def _send(self, generation: int, keepers: tuple[Keeper, ...]) -> None:
+        snapshot, start = self._snapshot, self._start
+        offer = Offer(task=start.task, rank=start.rank, attempt=start.attempt,
+                      generation=generation, step_version=snapshot.step_version,
+                      layout=snapshot.layout, copy_bytes=snapshot.num_bytes,
+                      numbers_bytes=len(snapshot.numbers))
+        for keeper in keepers:
+            why = ""
+            try:
+                checksum = self._put(keeper, offer)
+            except (OSError, Failed) as error:
+                why = str(error) or type(error).__name__
+            else:
+                self._say_kept(keeper, offer, checksum)
+            if why and self._failing.get(keeper.node) != why:
+                log.warning("copy not kept", node=keeper.node, iteration=snapshot.step_version,
+                            why=why)
+            self._failing[keeper.node] = why
+        self._note("copied", generation, snapshot.step_version)
+
+    def _put(self, keeper: Keeper, offer: Offer) -> str:
+        halfway = iter(range(offer.copy_bytes // keeping.CHUNK_BYTES // 2, -1, -1))
+
+        def goes_on() -> None:
+            if next(halfway, -1) == 0:
+                self._note("copy_mid", offer.generation, offer.step_version)
+
+        with (keeping.knock(keeper.endpoint, self._secret) as connection,
+              self._spare(connection.fileno())):
+            return keeping.put(connection, offer, self._snapshot.parts(), goes_on)
+
+    def _say_kept(self, keeper: Keeper, offer: Offer, checksum: str) -> None:
+        now_s = clock()
+        if now_s - self._told_s.get(keeper.node, -TELL_S) < TELL_S:
+            return
+        self._told_s[keeper.node] = now_s
+        self._tell(CopyKept(
+            task=offer.task, rank=offer.rank, attempt=offer.attempt, generation=offer.generation,
+            step_version=offer.step_version, node=keeper.node, copy_bytes=offer.copy_bytes,
+            checksum=checksum))
+
+
+# --- the layout of the bytes --------------------------------------------------------------------
+def layout_of(tensors: dict[str, Tensor]) -> str:
+    """16 hex digits of the names, kinds and shapes, in their order."""
+    told = "".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
+                   for name, tensor in tensors.items())
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def flat_bytes(tensors: dict[str, Tensor]) -> int:
+    """How many bytes the tensors take, one behind the other."""
+    return sum(_padded(tensor) for tensor in tensors.values())
+
+
+def views(buffer: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where in `buffer` (bytes) each of them lies, as a tensor of the same kind and shape."""
+    found: dict[str, Tensor] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        found[name] = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        begin += _padded(tensor)
+    return found
+
+
+def _padded(tensor: Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+# --- back from a copy ---------------------------------------------------------------------------
+def restore(trainee: Trainee, history: History, task: int, copies: tuple[Copy, ...],
+            secret: str) -> tuple[int, Copy, int] | None:
+    """Take the state from the first of `copies` that serves: its step version, which, its bytes.
+
+    None, and nothing is touched, where none of them does: each time a line in the log says why.
+    """
+    for copy in copies:
+        try:
+            offer, told, memory = _fetch(trainee, task, copy, secret)
+        except (OSError, Failed) as error:
+            log.warning("a copy does not serve", node=copy.node, iteration=copy.step_version,
+                        why=str(error) or type(error).__name__)
+            continue
+        live = state.tensors(trainee)
+        for name, tensor in views(memory, live).items():
+            live[name].copy_(tensor)
+        return state.adopt(trainee, told, history), copy, offer.copy_bytes
+    return None
+
+
+def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str
+           ) -> tuple[Offer, state.Numbers, Tensor]:
+    """A copy, whole and checked. Raises OSError, Failed."""
+    live = state.tensors(trainee)
+    layout, num_bytes = layout_of(live), flat_bytes(live)
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def room(offer: Offer) -> memoryview:
+        nonlocal memory
+        if offer.layout != layout or offer.copy_bytes != num_bytes + offer.numbers_bytes:
+            raise Failed(f"the copy is of another model: layout {offer.layout}, not {layout}")
+        memory = torch.empty(offer.copy_bytes, dtype=torch.uint8)
+        return memory.numpy().data
+
+    wish = Wish(task=task, generation=copy.generation, step_version=copy.step_version)
+    with keeping.knock(copy.endpoint, secret) as connection:
+        offer, checksum = keeping.get(connection, wish, room)
+    if offer.step_version == copy.step_version and checksum != copy.checksum:
+        raise Failed(f"the copy was altered: it comes to {checksum}, and was {copy.checksum}")
+    try:
+        told = state.decode(memory[num_bytes:].numpy().tobytes())
+    except MsgspecError as error:
+        raise Failed(f"its numbers are not understood: {error}") from None
+    if told.step_version != offer.step_version:
+        raise Failed(f"it is of step {told.step_version}, and says {offer.step_version}")
+    return offer, told, memory
+
