@@ -45,9 +45,9 @@ class Chaos:
         if only_leaders:
             return leaders
         nodes: list[Fault] = [self.crash, self.cut, self.storm, self.leave, self.stop_agent,
-                              self.stop_server]
+                              self.stop_server, self.lose_copies]
         ranks: list[Fault] = [self.kill_rank, self.kill_rank, self.raise_in, self.blip,
-                              self.stop_rank, self.aim, self.aim, self.aim]
+                              self.stop_rank, self.aim, self.aim, self.aim, self.wipe]
         people: list[Fault] = [self.weigh, self.drain, self.freeze, self.observe, self.cancel,
                                self.inject]
         return [*leaders, *nodes, *ranks, *ranks, *people]
@@ -108,6 +108,16 @@ class Chaos:
             agent, process = self.rng.choice(running)
             self.world.witness.hit(process.order.task, "rank killed")
             agent.kill(process)
+
+    async def wipe(self) -> None:
+        """Every process of a task at once: nobody has its state."""
+        running = self.world.cluster.running()
+        if running:
+            task = self.rng.choice(running)[1].order.task
+            self.world.witness.hit(task, "rank killed")
+            for agent, process in running:
+                if process.order.task == task:
+                    agent.kill(process)
 
     async def raise_in(self) -> None:
         running = self.world.cluster.running()
@@ -206,6 +216,12 @@ class Chaos:
         node = self.rng.choice(sorted(self.world.nodes))
         if self.world.cluster.is_up(node):
             await self.world.cluster.agents[node].stop(self.rng.uniform(0.5, 40))
+
+    async def lose_copies(self) -> None:
+        """A keeper ends, and is started anew."""
+        node = self.rng.choice(sorted(self.world.nodes))
+        if self.world.cluster.is_up(node):
+            self.world.cluster.agents[node].lose_copies()
 
     async def storm(self) -> None:
         for link in self.world.links.values():

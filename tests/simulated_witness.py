@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +48,8 @@ class Witness:
         """Task -> the highest step version of all that could be asked at the last Reconfigure."""
         self._lost: Counter[int] = Counter()
         self._read: set[int] = set()
+        self._from: dict[int, list[r.Reconfigured]] = defaultdict(list)
+        """Incident -> what its members told of where their state came from."""
         self._resumes: Counter[int] = Counter()
         self._published: dict[int, tuple[int, int]] = {}
 
@@ -157,10 +159,9 @@ class Witness:
             told = self._settled.setdefault(task.id, [])
             if all(x.rank != body.rank for x in told):
                 told.append(body)
-                incident = self.state.incidents.get(task.incident)
-                if (body.source == -1 and body.step_version > 0 and incident is not None
-                        and incident.down_since_s >= 0):
+                if body.origin == "checkpoint" and task.incident:
                     self._read.add(task.incident)
+                self._from[task.incident].append(body)
 
     def _published_is(self, record: Record, body: r.CheckpointPublished) -> None:
         task = self.state.tasks.get(body.task)
@@ -191,6 +192,13 @@ class Witness:
         self._check(record, body.iterations_lost == self._lost[body.of],
                     f"where {self._lost[body.of]} were lost")
         self._check(record, body.ckpt_read == (body.of in self._read), "was one read?")
+        told = self._from[body.of]
+        self._check(record, body.received_bytes == sum(x.received_bytes for x in told),
+                    "other bytes were received")
+        self._check(record, not told or any(
+            (x.origin, x.origin_node) == (body.origin, body.origin_node) for x in told),
+                    "none came from there")
+        self.counts[f"incidents from {body.origin}"] += 1
         most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
         self._check(record, 0 <= body.kept + body.dealt <= most or body.outcome != "healed",
                     f"of at most {most} micro-batches")

@@ -174,6 +174,7 @@ class World:
                 "batch": {"global": micro * rng.randint(high, max(high, 12)), "micro": micro},
                 "iterations": rng.randint(5, 100), "output": f"/out/{number}",
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
+                "copy_every": rng.choice([0, 1, 2, 5]),
             }
         return TaskSubmitted(spec=spec.parse(data))
 

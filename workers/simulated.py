@@ -11,7 +11,9 @@ from msgspec import Struct
 from ..events.errors import Ambiguous, Unavailable
 from ..events.log import AgentPort, SentOrder
 from ..events.orders import (
+    DropCopies,
     InjectFault,
+    KeepCopies,
     PublishCheckpoint,
     Quiesce,
     Reconfigure,
@@ -23,6 +25,7 @@ from ..events.records import Report
 from ..events.reports import (
     Body,
     CheckpointPublished,
+    CopiesLost,
     NodeJoined,
     NodeLeft,
     OrderRefused,
@@ -81,7 +84,9 @@ class PaperAgent:
     async def run(self) -> None:
         """Join, then send, listen and beat, each in a task of its own."""
         self.say(NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
-                            host=f"{self.node}.paper", num_slots=self.num_slots))
+                            host=f"{self.node}.paper", num_slots=self.num_slots,
+                            keeper=f"{self.node}.paper:1"))
+        self.net.keepers.open(self.node)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
             group.create_task(self._listen(), name=f"{self.source} listen")
@@ -90,11 +95,13 @@ class PaperAgent:
     def crash(self) -> None:
         """The node is gone: nothing is told, peers see their connections close."""
         self.alive = False
+        self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._end(process)
 
     def leave(self) -> None:
         """Stop on purpose: end the ranks, say so, take no more orders."""
+        self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._exit(process, exit_code=None, signal=15)
         self.say(NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
@@ -131,6 +138,12 @@ class PaperAgent:
             process.rank.stop(stop_s)
             for in_s in (0.0, process.rank.stopped_s):
                 self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
+
+    def lose_copies(self) -> None:
+        """Its keeper ends, and another one starts."""
+        self.net.keepers.open(self.node)
+        self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=0,
+                            why="the keeper has ended"))
 
     def raise_in(self, process: PaperProcess, error: str) -> None:
         """An exception in the rank: it tells of it, then its process ends with code 1."""
@@ -224,7 +237,9 @@ class PaperAgent:
         elif isinstance(body, InjectFault):
             if body.incarnation == self.incarnation:
                 self._inject(body)
-        elif isinstance(body, (Quiesce, Reconfigure, Resume)):
+        elif isinstance(body, DropCopies):
+            self.net.keepers.forget(self.node, body.task)
+        elif isinstance(body, (Quiesce, Reconfigure, Resume, KeepCopies)):
             for rank in self._ranks(body.task):
                 rank.take(body)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..events.orders import Member, Reconfigure
-from ..events.reports import Reconfigured
+from ..events.reports import Origin, Reconfigured
+from .simulated_copies import COPY_BYTES
 from .training.ledger import NO_STATE, settle
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class PaperGeneration:
     def __init__(self, net: PaperNet, order: Reconfigure) -> None:
         self.net, self.task, self.number = net, order.task, order.generation
         self.members: tuple[Member, ...] = order.members
-        self.checkpoint = order.checkpoint
+        self.checkpoint, self.copies = order.checkpoint, order.copies
         self.ranks: list[PaperRank] = []
         self.broken = self.stop = False
         self._entered: list[PaperRank] = []
@@ -139,25 +140,42 @@ class PaperGeneration:
         first = self.ranks[0]
         settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches)
         states = [(r.step_version, r.digest) for r in self.ranks]
-        for rank, share in zip(self.ranks, settlement.shares, strict=True):
-            rank.step_version, rank.digest = (
-                self._origin() if share.source == NO_STATE else states[share.source])
+        nobody = all(share.source == NO_STATE for share in settlement.shares)
+        step_version, digest, origin, origin_node = self._restored() if nobody else (0, 0, "", "")
+        for place, (rank, share) in enumerate(zip(self.ranks, settlement.shares, strict=True)):
+            source = share.source
+            if not nobody:
+                own = self.ranks[source] is rank
+                rank.step_version, rank.digest = states[source]
+                whence: Origin = "own" if own else "peer"
+            else:
+                rank.step_version, rank.digest = step_version, digest
+                source = 0 if place and step_version else NO_STATE
+                whence = "peer" if source == 0 else origin
+            at = origin_node if source == NO_STATE else self.ranks[source].node
             finished = rank.step_version >= rank.train.iterations
             rank.hold(() if finished else share.kept, () if finished else share.todo,
                       settlement.begun and not finished)
             rank.dealt_in = self.number
-            own = share.source != NO_STATE and self.ranks[share.source] is rank
             rank.say(Reconfigured(
                 task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
                 step_version=rank.step_version, kept=rank.kept, todo=rank.todo,
                 dealt=() if finished else share.dealt,
-                source=-1 if share.source == NO_STATE else self.ranks[share.source].rank,
-                received_bytes=0 if own else 16_000, down_s=0.02, up_s=0.05, settle_s=0.01))
+                source=-1 if source == NO_STATE else self.ranks[source].rank,
+                received_bytes=0 if whence in ("own", "seed") else COPY_BYTES,
+                down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at))
 
-    def _origin(self) -> tuple[int, int]:
-        """The state that a generation without any starts from."""
+    def _restored(self) -> tuple[int, int, Origin, str]:
+        """The state that the first member of a generation without any finds, and where."""
+        for wanted in self.copies:
+            copy = self.net.keepers.find(self.task, wanted)
+            if copy is not None:
+                if (copy.step_version == wanted.step_version
+                        and copy.checksum != wanted.checksum):
+                    self.net.never(f"task {self.task} has two states of step {copy.step_version}")
+                return copy.step_version, copy.digest, "copy", wanted.node
         train = self.ranks[0].train
         if self.checkpoint:
             path = self.checkpoint.removeprefix(train.output).lstrip("/")
-            return self.net.files[train.output, path]
-        return 0, first_digest(train.seed)
+            return *self.net.files[train.output, path], "checkpoint", ""
+        return 0, first_digest(train.seed), "seed", ""

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from math import floor
 from typing import Literal
 
 from msgspec import Struct
 
-from ..events.orders import Order, Quiesce, Reconfigure, Resume, StartRank
+from ..events.orders import KeepCopies, Keeper, Order, Quiesce, Reconfigure, Resume, StartRank
 from ..events.reports import (
     Body,
     CheckpointSaved,
     CollectiveFailed,
+    CopyKept,
     Quiesced,
     RankFinished,
     RankReady,
     ReconfigureFailed,
     TaskProgressed,
 )
+from .simulated_copies import COPY_BYTES, PaperCopy, PaperKeepers
 from .simulated_generation import PaperGeneration, next_digest
 from .training.ledger import Claim, deal
 
@@ -42,6 +45,7 @@ class Tempo(Struct, frozen=True, kw_only=True):
     meet_s: tuple[float, float] = (0.05, 0.2)
     meet_s_max: float = 20.0
     save_s: tuple[float, float] = (0.05, 0.5)
+    copy_s: tuple[float, float] = (0.02, 0.3)
     exit_s: tuple[float, float] = (0.01, 0.1)
     progress_s: float = 1.0
 
@@ -56,6 +60,7 @@ class PaperNet:
         self.generations: dict[tuple[int, int], PaperGeneration] = {}
         self.files: dict[tuple[str, str], tuple[int, int]] = {}
         """(output, path) -> step version and digest of a complete checkpoint."""
+        self.keepers = PaperKeepers()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}
         """output -> generation, order and path of what was published last."""
         self.violations: list[str] = []
@@ -106,6 +111,9 @@ class PaperRank:
         self.todo: tuple[int, ...] = ()
         self.owned: tuple[int, ...] = ()
         self.dealt_in, self.begun = 0, False
+        self.keepers: tuple[Keeper, ...] = ()
+        self._kept_s: dict[str, float] = {}
+        """When it last told that a node's keeper has a copy."""
         self.told = 0
         """Iterations below this one were told by a first member, as far as this one knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
@@ -157,6 +165,8 @@ class PaperRank:
                     self.reconfigure(order)
                 case Resume() as order:
                     self.resume(order)
+                case KeepCopies() as order if order.generation == self.seen:
+                    self.keepers = order.keepers
                 case _:
                     pass
 
@@ -168,6 +178,7 @@ class PaperRank:
         self._keep_whole()
         self._leave()
         self._saves = False
+        self.keepers, self._kept_s = order.keepers, {}
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
         self.group.arrive(self)
@@ -221,6 +232,13 @@ class PaperRank:
         self.net.num_steps += 1
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
+        if self._is_first and self.train.copy_every and (
+                self.step_version % self.train.copy_every == 0):
+            copy = PaperCopy(generation=self.group.number, step_version=self.step_version,
+                             digest=self.digest)
+            for keeper in self.keepers:
+                self.net.later(self.net.draw(self.net.tempo.copy_s),
+                               partial(self._send_copy, keeper.node, copy))
         if stop:
             group, self.group, self.phase = self.group, None, "holding"
             group.close(self)
@@ -305,6 +323,17 @@ class PaperRank:
         self.say(CheckpointSaved(task=self.task, generation=self.seen,
                                  step_version=self.step_version, path=path, ckpt_bytes=12_000,
                                  final=final))
+
+    def _send_copy(self, node: str, copy: PaperCopy) -> None:
+        """A copy arrives, if its sender still lives and runs; a keeper's word at most a second."""
+        at_s = self.net.loop.time()
+        if not self.alive or self.stopped_s or not self.net.keepers.put(node, self.task, copy):
+            return
+        if at_s - self._kept_s.get(node, -self.net.tempo.progress_s) >= self.net.tempo.progress_s:
+            self._kept_s[node] = at_s
+            self.say(CopyKept(task=self.task, rank=self.rank, attempt=self.attempt,
+                              generation=copy.generation, step_version=copy.step_version,
+                              node=node, copy_bytes=COPY_BYTES, checksum=copy.checksum))
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()

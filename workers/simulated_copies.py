@@ -1,0 +1,61 @@
+"""Keepers on paper: what each node holds of the tasks' states, and lets go with its agent."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..events.orders import Copy
+
+COPY_BYTES = 16_000
+NUM_COPIES_MAX = 2
+
+
+class PaperCopy(Struct, frozen=True, kw_only=True):
+    """A state: its digest after so many steps, as a member of a generation had it."""
+
+    generation: int
+    step_version: int
+    digest: int
+
+    @property
+    def checksum(self) -> str:
+        return f"paper:{self.digest:08x}"
+
+
+class PaperKeepers:
+    """The keepers of all nodes that are up."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[str, dict[int, list[PaperCopy]]] = {}
+        self.num_kept = self.num_served = 0
+
+    def open(self, node: str) -> None:
+        self._shelves[node] = {}
+
+    def close(self, node: str) -> None:
+        """The node's agent has ended, or its keeper alone: nothing is left."""
+        self._shelves.pop(node, None)
+
+    def put(self, node: str, task: int, copy: PaperCopy) -> bool:
+        """Whether the keeper takes it: it is there, and knows of no later generation."""
+        shelf = self._shelves.get(node)
+        if shelf is None:
+            return False
+        known = shelf.setdefault(task, [])
+        if known and known[-1].generation > copy.generation:
+            return False
+        shelf[task] = [*known, copy][-NUM_COPIES_MAX:]
+        self.num_kept += 1
+        return True
+
+    def forget(self, node: str, task: int) -> None:
+        self._shelves.get(node, {}).pop(task, None)
+
+    def find(self, task: int, wanted: Copy) -> PaperCopy | None:
+        """The newest of that generation on that node, of as many steps or more."""
+        for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):
+            if (copy.generation == wanted.generation
+                    and copy.step_version >= wanted.step_version):
+                self.num_served += 1
+                return copy
+        return None
