@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from keepers import LocalKeeper
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
@@ -45,6 +46,8 @@ class Trials:
         folder.mkdir(parents=True)
         driver = Driver(small_spec(folder / "out", **cell.train()), folder)
         driver.argv = self.nursery
+        if "copy_every" in cell.point.train:
+            driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
         twin = self.twin(cell)
         began_s = time.monotonic()
         try:
@@ -66,7 +69,8 @@ class Trials:
     def twin(self, cell: Cell) -> Twin:
         """Of what is trained alike, trained once."""
         what = cell.train()
-        what.pop("checkpoint_every", None)
+        for saves in ("checkpoint_every", "copy_every"):
+            what.pop(saves, None)
         key = json.dumps(what, sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
