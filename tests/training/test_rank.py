@@ -104,8 +104,9 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     again = drive(dropout=0.1, output=driver.spec.train.output)
     again.start(0, 1)
     again.generation = 1
-    for report in again.form([0, 1], checkpoint="gen-1/iter-6").values():
-        assert (report.step_version, report.source) == (6, -1)
+    first, second = again.form([0, 1], checkpoint="gen-1/iter-6").values()
+    assert (first.step_version, first.source, first.origin) == (6, -1, "checkpoint")
+    assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
     assert twin(0.1).is_equal(_final(again, 2))
