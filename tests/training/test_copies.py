@@ -19,6 +19,7 @@ Twins = Callable[[float], Any]
 TASK = 7
 EVERY = 3
 ITERATIONS = 14
+COPIED_S_MAX = 30.0
 
 
 @pytest.fixture
@@ -37,14 +38,38 @@ def told(driver: Any) -> tuple[Copy, ...]:
     return tuple(named(by_node[kept.node], kept) for kept in newest)
 
 
+def ripe(driver: Any, iteration: int) -> None:
+    """Rank 0 stands in this iteration, and no copy is on its way: else the next one is left out."""
+    driver.held(0, iteration)
+    last_s = time.monotonic() + COPIED_S_MAX
+    while time.monotonic() < last_s:
+        events = [line["event"] for line in driver.trace(0)]
+        if events.count("copy") == events.count("copied"):
+            return
+        time.sleep(0.005)
+    raise AssertionError(driver.story())
+
+
+def hold_in(driver: Any, iteration: int) -> Path:
+    """Rank 0 goes no further than into this iteration; the file that says so."""
+    path: Path = driver.hold(0, "forward", iteration, micro_batch=0)
+    return path
+
+
+def walk(driver: Any, begin: int, end: int) -> None:
+    """From one iteration to another, every copy between them taken."""
+    for iteration in range(begin, end):
+        ripe(driver, iteration)
+        hold_in(driver, iteration + 1)
+    ripe(driver, end)
+
+
 def die_at(driver: Any, ranks: list[int], iteration: int) -> None:
-    """Both keepers have the last copy before `iteration`; then all die in the middle of it."""
-    driver.strike(0, iteration=iteration, event="forward")
-    copied = iteration // EVERY * EVERY
-    for keeper in driver.keepers:
-        keeper.wait(TASK, lambda stored: stored.offer.step_version == copied)
+    """Both keepers have every copy before `iteration`; then all die in the middle of it."""
+    walk(driver, 1, iteration)
     for rank in ranks:
         driver.kill(rank)
+    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
 
 
 def finished(driver: Any, ranks: list[int]) -> Path:
@@ -54,18 +79,12 @@ def finished(driver: Any, ranks: list[int]) -> Path:
     return Path(driver.spec.train.output) / final.path
 
 
-def hold_in(driver: Any, iteration: int) -> None:
-    """Rank 0 goes no further than into this iteration."""
-    driver.hold(0, "forward", iteration, micro_batch=0)
-
-
 def test_all_die_at_once_and_come_back_from_the_last_copy(
         driver: Any, twin: Twins) -> None:
     driver.start(0, 1)
-    hold_in(driver, 11)
+    hold_in(driver, 1)
     driver.form([0, 1])
     die_at(driver, [0, 1], 11)
-    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
     copies = told(driver)
     assert copies[-1].step_version == EVERY, "told at once when a generation has its first"
     assert {copy.node for copy in copies} == {"n1", "n2"}
@@ -84,10 +103,9 @@ def test_all_die_at_once_and_come_back_from_the_last_copy(
 
 def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -> None:
     driver.start(0)
-    hold_in(driver, 7)
+    hold_in(driver, 1)
     driver.form([0])
     die_at(driver, [0], 7)
-    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
     copies = told(driver)
     for stored in driver.keepers[0].stored(TASK):
         alter(stored)
@@ -108,10 +126,9 @@ def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -
 def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> None:
     """Of another task, another model, another secret, or nobody there: the next one serves."""
     driver.start(0)
-    hold_in(driver, 7)
+    hold_in(driver, 1)
     driver.form([0])
     die_at(driver, [0], 7)
-    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
     good = told(driver)[0]
     stranger, closed = LocalKeeper("n3", secret="another"), LocalKeeper("n4")
     driver.keepers += [stranger, closed]
@@ -141,8 +158,10 @@ def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> Non
 
 def test_who_dies_in_the_middle_of_a_copy_leaves_the_last_whole_one(driver: Any) -> None:
     driver.start(0)
-    driver.hold(0, "copy_mid", 6)
+    hold_in(driver, EVERY)
     driver.form([0])
+    ripe(driver, EVERY)
+    driver.hold(0, "copy_mid", 6)
     driver.held(0, 6)
     driver.strike(0, iteration=8, event="forward")  # training does not wait for it
     driver.kill(0)
@@ -203,13 +222,14 @@ def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: A
 
 def test_other_keepers_may_be_named_while_it_trains(driver: Any) -> None:
     driver.start(0)
-    path = driver.hold(0, "forward", 4)
+    path = hold_in(driver, 4)
     driver.form([0])
-    driver.held(0, 4)
+    ripe(driver, 4)
     new = LocalKeeper("n3")
     driver.keepers.append(new)
     driver.order(KeepCopies(nodes=("n1",), task=TASK, generation=1, keepers=(new.keeper,)), [0])
-    time.sleep(0.2)
+    time.sleep(1.0)  # nothing tells that it was heard
+    walk(driver, 4, 12)
     path.unlink()
     driver.finish([0])
     kept = new.stored(TASK)

@@ -123,6 +123,7 @@ def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
     three.form([0, 1, 2])
     three.held(1, STRUCK)
     three.held(2, STRUCK)
+    three.strike(0, iteration=STRUCK, event="bucket", nth=BUCKETS)
     three.ask_to_leave([0, 1, 2], "now")
     assert not three.quiesced([0])[0].buckets_reduced
     here.unlink()
@@ -144,6 +145,8 @@ def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twi
     here = three.hold(1, "bucket", STRUCK, bucket=1)
     three.form([0, 1, 2])
     three.held(1, STRUCK)
+    for rank in (0, 2):
+        three.strike(rank, iteration=STRUCK, event="bucket")
     three.ask_to_leave([0, 1, 2], "boundary")
     here.unlink()
     held = three.quiesced([0, 1, 2])

@@ -13,8 +13,8 @@ is seen whole, in order, and `reduced` when all are. Without overlap there is on
 A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
 `hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
 they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
-gone. With `"then": "raise"` it takes the file away and raises Struck instead; with `"fail"` a
-RuntimeError, as a collective does whose connection is cut.
+gone or names something else. With `"then": "raise"` it takes the file away and raises Struck
+instead; with `"fail"` a RuntimeError, as a collective does whose connection is cut.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Trace:
             self._hold.unlink()
             raise error(f"on purpose: {event} of iteration {iteration}")
         self._write(where | {"event": "held"})
-        while self._hold.exists():
+        while self._asked() == asked:
             time.sleep(HOLD_S)
 
     def _asked(self) -> dict[str, Any] | None:
