@@ -21,7 +21,8 @@ def cluster(tmp_path: Path) -> Iterator[RealCluster]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     """A running cluster of two nodes that a module's tests share; it bears a stop for a while."""
-    with running(tmp_path_factory.mktemp("two"), policy={"stopped_s_max": 4.0}) as made:
+    with running(tmp_path_factory.mktemp("two"), policy={
+            "stopped_s_max": 4.0, "evidence_s_max": 4.0}) as made:
         yield made
 
 

@@ -24,8 +24,6 @@ STOPPED_S_MAX = 4.0
 BUSY_S_MAX = 10.0
 """Until the interrupted iteration is stepped by those who are left, where others have the cores;
 every deadline that used to end the wait is a minute or more."""
-AHEAD_NUM = 5
-"""Iterations until it is held: fewer would be a race with the file that asks for it."""
 
 
 class Story:
@@ -41,13 +39,16 @@ class Story:
     def stop_in_reduction(self) -> tuple[int, int, float]:
         """The iteration, the pid, and when: its sums are known everywhere, its gradients not."""
         cluster, task = self.cluster, self.task
-        iteration = max(line["iteration"] for line in cluster.traced(task)) + AHEAD_NUM
         hold = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
         hold.parent.mkdir(exist_ok=True)
         new = hold.with_suffix(".new")
-        new.write_text(json.dumps({"event": "bucket", "iteration": iteration}))
+        new.write_text(json.dumps({"event": "bucket"}))  # of whichever iteration is next
+        asked_s = time.time()
         new.rename(hold)
-        line = cluster.wait_traced(task, event="held", iteration=iteration, rank=VICTIM)
+        line = cluster.wait(lambda: next(
+            (line for line in cluster.traced(task) if line["event"] == "held"
+             and line["rank"] == VICTIM and line["t"] >= asked_s), None), "it is held")
+        iteration = line["iteration"]
         for rank in range(4):
             if rank != VICTIM:  # it waits in the collective that the victim does not enter
                 cluster.wait_traced(task, event="bucket", iteration=iteration, rank=rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -208,9 +209,13 @@ def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: A
     """The generation ends while a copy is on its way: it gets there all the same."""
     driver.start(0, 1)
     path = driver.hold(0, "copy_mid", 3)
+    there = driver.hold(1, "forward", 4)
     driver.form([0, 1])
     driver.held(0, 3)
-    driver.quiesce([0, 1], "now")
+    driver.held(1, 4)
+    driver.ask_to_leave([0, 1], "now")
+    there.unlink()
+    driver.quiesced([0, 1])
     assert driver.keepers[0].stored(TASK) == []
     path.unlink()
     driver.keepers[0].wait(TASK)
@@ -260,3 +265,23 @@ def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive, nursery: A
           f"{sorted(round(1e3 * stall, 1) for stall in stalls)} ms, median iteration "
           f"{1e3 * step_s[len(step_s) // 2]:.0f} ms")
     assert sorted(stalls)[len(stalls) // 2] < step_s[len(step_s) // 2]
+
+
+NO_ROOM = """
+from unicron.workers.training import copies, rank
+def take(self, *args):
+    raise RuntimeError("not enough memory: you tried to allocate a buffer")
+copies.Snapshot.take = take
+rank.main()
+"""
+
+
+def test_a_copy_that_there_is_no_room_for_hurts_nobody(drive: Drive) -> None:
+    driver = drive(copy_every=EVERY)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.argv = [sys.executable, "-c", NO_ROOM]
+    driver.start(0)
+    driver.form([0])
+    driver.finish([0])
+    assert driver.processes[0].log.read_text().count("copy not taken") == 1
+    assert driver.keepers[0].stored(TASK) == []

@@ -84,5 +84,6 @@ def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Any) -> Non
     with pytest.raises(RuntimeError, match="cut"):
         flight.land(lambda event, bucket=-1: None, lambda: None)
     peer.kill()
+    peer.wait(10)
     flight.end(lambda: None)
     assert not left_behind()

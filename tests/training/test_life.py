@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.reports import Quiesced, RankErrored, RankReady, ReconfigureFailed
+from unicron.events.reports import (
+    CheckpointSaved,
+    Quiesced,
+    RankErrored,
+    RankReady,
+    ReconfigureFailed,
+)
 
 Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
 END_S = 5.0
 HELD_S_MAX = 5.0
 REBUILDS = 12
@@ -153,6 +160,28 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
     driver.form([0], progress_from=2)
     driver.finish([0])
     assert len(driver.losses()) == 6
+
+
+@pytest.mark.parametrize("event", ["stats", "bucket"])
+def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
+        drive: Drive, nursery: Any, twin: Twins, event: str) -> None:
+    """Starved for longer than anybody waits for it: the others have gone on meanwhile."""
+    driver = drive()
+    driver.argv = nursery
+    driver.start(0, 1, 2)
+    path = driver.hold(2, event, 4)
+    driver.form([0, 1, 2])
+    driver.held(2, 4)
+    driver.kill(1)
+    driver.quiesce([0, 2], "now")
+    driver.reconfigure([0, 2])
+    driver.reconfigured([0, 2])
+    path.unlink()
+    time.sleep(0.2)
+    driver.resume([0, 2])
+    driver.finish([0, 2])
+    final = next(one for one in driver.told(CheckpointSaved) if one.final)
+    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
 
 
 COUNTS = """

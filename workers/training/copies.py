@@ -30,6 +30,7 @@ from . import state
 from .history import History
 from .iteration import clock
 from .model import Trainee
+from .reduction import poisoned
 from .trace import Event
 
 ALIGN_BYTES = 64
@@ -57,10 +58,10 @@ class Snapshot:
         live = state.tensors(trainee)
         layout = layout_of(live)
         if layout != self.layout:
-            self.layout = layout
             self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
                                        pin_memory=trainee.device.type == "cuda")
             self._views = views(self._buffer, live)
+            self.layout = layout
         for name, tensor in live.items():
             self._views[name].copy_(tensor)
         self.step_version = step_version
@@ -108,10 +109,18 @@ class Copier:
         if generation != self._generation:
             self._generation, self._told_s = generation, {}
         self._note("copy", generation, step_version)
-        self._snapshot.take(trainee, step_version, history)
-        self._thread = threading.Thread(target=self._send, args=(generation, keepers),
-                                        name="copies", daemon=True)
-        self._thread.start()
+        try:
+            self._snapshot.take(trainee, step_version, history)
+            self._thread = threading.Thread(target=self._send, args=(generation, keepers),
+                                            name="copies", daemon=True)
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:  # no memory for it, or no thread
+            if poisoned(error):
+                raise
+            self._thread = None
+            if self._failing.get("") != str(error):
+                log.warning("copy not taken", iteration=step_version, why=str(error))
+            self._failing[""] = str(error)
 
     def _send(self, generation: int, keepers: tuple[Keeper, ...]) -> None:
         snapshot, start = self._snapshot, self._start
@@ -216,7 +225,10 @@ def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str
         nonlocal memory
         if offer.layout != layout or offer.copy_bytes != num_bytes + offer.numbers_bytes:
             raise Failed(f"the copy is of another model: layout {offer.layout}, not {layout}")
-        memory = torch.empty(offer.copy_bytes, dtype=torch.uint8)
+        try:
+            memory = torch.empty(offer.copy_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise Failed(f"no room for {offer.copy_bytes} bytes: {error}") from None
         return memory.numpy().data
 
     wish = Wish(task=task, generation=copy.generation, step_version=copy.step_version)

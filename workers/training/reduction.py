@@ -19,7 +19,7 @@ from torch import Tensor
 from . import cpu
 from .communicators import Communicators
 from .control import Abandoned, Control, Interrupted
-from .flight import Buckets, Flight
+from .flight import Buckets
 from .kept import Kept
 from .model import Trainee
 from .trace import Note
@@ -98,7 +98,8 @@ class Reduction:
         for group in self._trainee.bucket_groups:
             self._kept.keep(group)
         found = self._together(control, communicators, partial(
-            self._reduce, communicators, self._told(control, communicators, mine)))
+            self._reduce, self._told(control, communicators, mine), communicators.groups,
+            dist.group.WORLD, _going_on(communicators)))
         self.num_complete = self._watched.num_complete
         return found
 
@@ -111,7 +112,9 @@ class Reduction:
         if flight is None:
             return "quiesced"
         buckets.launch_rest()
-        found = self._together(control, communicators, partial(self._land, communicators, flight))
+        goes_on = _going_on(communicators)
+        found = self._together(control, communicators, lambda: Stats(*flight.land(
+            self._note, goes_on)))
         self.num_complete = flight.num_complete
         if isinstance(found, str):
             if buckets.flight is not None:
@@ -127,7 +130,7 @@ class Reduction:
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """The stats alone: every member has come this far."""
         return self._together(control, communicators, partial(
-            self._stats, self._told(control, communicators, mine)))
+            self._stats, self._told(control, communicators, mine), dist.group.WORLD))
 
     def _together(self, control: Control, communicators: Communicators,
                   collective: Callable[[], Stats]) -> Stats | Outcome:
@@ -169,20 +172,20 @@ class Reduction:
         return torch.tensor(mine._replace(num_stopping=float(stopping)), dtype=torch.float64,
                             device=self._trainee.device)
 
-    def _stats(self, told: Tensor) -> Stats:
-        dist.all_reduce(told)
+    def _stats(self, told: Tensor, world: Any) -> Stats:
+        dist.all_reduce(told, group=world)
         return Stats(*told.tolist())
 
-    def _reduce(self, communicators: Communicators, told: Tensor) -> Stats:
+    def _reduce(self, told: Tensor, groups: Any, world: Any, goes_on: Callable[[], None]) -> Stats:
         """The loss sum, the token count and the wish to stop; then Megatron's own reduction.
 
         Without Megatron's division by the token count: what this does beside waiting, it could do
-        after it was abandoned, to a sum that counts.
+        after it was abandoned, to a sum that counts. For the same reason it is given the groups of
+        its own generation, and asks before it begins anything.
         """
-        groups = communicators.groups
-        goes_on = partial(_check, communicators, groups)
         self._note("stats")
-        stats = self._stats(told)
+        goes_on()
+        stats = self._stats(told, world)
         goes_on()
         with self._watched.reduction(goes_on):
             finalize_model_grads([self._trainee.ddp], None, pg_collection=groups)
@@ -191,14 +194,16 @@ class Reduction:
             torch.cuda.synchronize()
         return stats
 
-    def _land(self, communicators: Communicators, flight: Flight) -> Stats:
-        return Stats(*flight.land(self._note, partial(_check, communicators, communicators.groups)))
 
+def _going_on(communicators: Communicators) -> Callable[[], None]:
+    """What raises RuntimeError as soon as the generation that is up now is being left."""
+    groups = communicators.groups
 
-def _check(communicators: Communicators, groups: Any) -> None:
-    """RuntimeError as soon as the generation of these groups is being left."""
-    if communicators.woken or communicators.groups is not groups:
-        raise RuntimeError("the generation ended meanwhile")
+    def goes_on() -> None:
+        if communicators.woken or communicators.groups is not groups:
+            raise RuntimeError("the generation ended meanwhile")
+
+    return goes_on
 
 
 def poisoned(error: BaseException) -> bool:

@@ -63,6 +63,7 @@ class Watched:
 
     def _enter(self, bucket: int) -> None:
         self._note("bucket", bucket)
+        self._mine.goes_on()
         self._mine.complete.append(False)
 
     def _leave(self, bucket: int) -> None:
