@@ -5,12 +5,13 @@ Everything here but `Watch` is a pure function of the trace's lines.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from unicron.cli.demo_trace import Trace
 
 Line = dict[str, Any]
 LOOK_S = 0.002
@@ -21,22 +22,15 @@ class Watch:
     """Reads what is new in a folder of JSON lines."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.lines: list[Line] = []
         self.told: list[Line] = []
-        self._read: dict[Path, int] = {}
+        self._trace = Trace(folder)
 
     def look(self) -> list[Line]:
         """New lines of the trace."""
         new: list[Line] = []
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            whole = data.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + whole
-            for line in (json.loads(text) for text in data[:whole].splitlines()):
-                (new if "t" in line else self.told).append(line)
+        for line in self._trace.look():
+            (new if "t" in line else self.told).append(line)
         self.lines += new
         return new
 
