@@ -245,7 +245,10 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="how many faults")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--picture", type=Path, default=FOLDER, help="the folder for the picture")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return asked
 
 
 if __name__ == "__main__":

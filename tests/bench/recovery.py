@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--cases", type=_words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     asked = parser.parse_args()
+    if asked.n < 1:
+        parser.error("-n must be at least 1")
     from . import recovery_environment as environment
 
     environment.ensure()
