@@ -184,6 +184,20 @@ def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
     assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
 
 
+def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
+        drive: Drive, nursery: Any) -> None:
+    driver = drive()
+    driver.argv = nursery
+    driver.start(0, 1, 2)
+    driver.hold(1, "stats", 4)
+    driver.form([0, 1, 2])
+    driver.held(1, 4)
+    driver.kill(1)
+    held = driver.quiesced([0, 2])
+    assert {told.step_version for told in held.values()} == {4}
+    assert not any(told.buckets_reduced for told in held.values()), "none was begun"
+
+
 COUNTS = """
 import gc
 from unicron.workers.training import rank

@@ -97,10 +97,11 @@ class Reduction:
         self._note("reduce")
         for group in self._trainee.bucket_groups:
             self._kept.keep(group)
+        complete: list[bool] = []
         found = self._together(control, communicators, partial(
             self._reduce, self._told(control, communicators, mine), communicators.groups,
-            dist.group.WORLD, _going_on(communicators)))
-        self.num_complete = self._watched.num_complete
+            dist.group.WORLD, complete, _going_on(communicators)))
+        self.num_complete = sum(complete)
         return found
 
     def _run_overlapped(self, buckets: Buckets, control: Control, communicators: Communicators,
@@ -176,7 +177,8 @@ class Reduction:
         dist.all_reduce(told, group=world)
         return Stats(*told.tolist())
 
-    def _reduce(self, told: Tensor, groups: Any, world: Any, goes_on: Callable[[], None]) -> Stats:
+    def _reduce(self, told: Tensor, groups: Any, world: Any, complete: list[bool],
+                goes_on: Callable[[], None]) -> Stats:
         """The loss sum, the token count and the wish to stop; then Megatron's own reduction.
 
         Without Megatron's division by the token count: what this does beside waiting, it could do
@@ -187,7 +189,7 @@ class Reduction:
         goes_on()
         stats = self._stats(told, world)
         goes_on()
-        with self._watched.reduction(goes_on):
+        with self._watched.reduction(complete, goes_on):
             finalize_model_grads([self._trainee.ddp], None, pg_collection=groups)
         self._note("reduced")
         if self._trainee.device.type == "cuda":

@@ -23,15 +23,12 @@ from .trace import Note
 class Watched:
     """The trainee's buckets and its optimizer; `closely`: the inside of its passes too.
 
-    `num_complete` is of the last reduction.
-
     A reduction may be left behind in a thread of its own (control.py): what it still does there
     counts nowhere.
     """
 
     def __init__(self, trainee: Trainee, note: Note, *, closely: bool) -> None:
         self._note = note
-        self._complete: list[bool] = []
         self._mine = threading.local()
         for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
             _around(group, "finish_grad_sync", partial(self._enter, index),
@@ -50,14 +47,13 @@ class Watched:
                 _around(part, "_init_group",
                         partial(self._begin_group, cycle(range(len(part.param_groups)))))
 
-    @property
-    def num_complete(self) -> int:
-        return sum(self._complete)
-
     @contextmanager
-    def reduction(self, goes_on: Callable[[], None]) -> Generator[None]:
-        """Within this, buckets count. `goes_on` raises as soon as the reduction is to be left."""
-        self._complete = self._mine.complete = []
+    def reduction(self, complete: list[bool], goes_on: Callable[[], None]) -> Generator[None]:
+        """Within this, `complete` says of each bucket that was begun whether it was seen whole.
+
+        `goes_on` raises as soon as the reduction is to be left.
+        """
+        self._mine.complete = complete
         self._mine.goes_on = goes_on
         yield
 
