@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from keepers import SECRET, LocalKeeper, alter
+from unicron.events.errors import UsageError
 from unicron.workers import keeping, linux
 from unicron.workers.agent.keeper import Keeper
 from unicron.workers.keeper.process import BYTES_MAX, bytes_max
@@ -110,6 +111,8 @@ def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
 
 def test_how_much_memory_copies_take_may_be_told() -> None:
     assert bytes_max({BYTES_MAX: "123"}) == 123
+    with pytest.raises(UsageError, match="UNICRON_COPIES_BYTES_MAX is '4GB'"):
+        bytes_max({BYTES_MAX: "4GB"})
     text = Path("/proc/meminfo").read_text(encoding="ascii")
     total = re.search(r"MemTotal: +(\d+)", text)
     assert total is not None

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import Struct
 
+TASK_BYTES = 8
+"""Of a task as agent and keeper name it: which has ended, which has lost its copies."""
 SECRET = "UNICRON_COPIES_SECRET"
 """Names, in the environment of keepers and ranks, what they prove to know: hex digits."""
 MESSAGE_BYTES_MAX = 64 << 10
@@ -209,7 +211,7 @@ def let_in(connection: socket.socket, secret: str) -> bool:
 
 
 def _answer(secret: str, who: str, nonce: bytes) -> bytes:
-    return hmac.new(secret.encode(), who.encode() + b" " + nonce, "sha256").digest()
+    return hmac.digest(secret.encode(), who.encode() + b" " + nonce, "sha256")
 
 
 # --- what a rank does ---------------------------------------------------------------------------

@@ -23,7 +23,6 @@ ARGV = (sys.executable, "-P", "-m", "unicron.workers.keeper.process")
 BACKLOG_NUM = 64
 AGAIN_S = 1.0
 """How long a keeper that has ended is left alone: it may end at once again."""
-TASK_BYTES = 8
 
 _log = structlog.get_logger("agent")
 
@@ -53,7 +52,7 @@ class Keeper:
         """The task has ended: its copies may go."""
         if self._socket is not None:
             try:
-                self._socket.send(task.to_bytes(TASK_BYTES, "big"))
+                self._socket.send(task.to_bytes(keeping.TASK_BYTES, "big"))
             except OSError:
                 pass  # it has ended, or hears nothing: its memory is bounded
 
@@ -93,7 +92,7 @@ class Keeper:
     def _hear(self) -> None:
         assert self._socket is not None
         try:
-            data = self._socket.recv(TASK_BYTES)
+            data = self._socket.recv(keeping.TASK_BYTES)
         except BlockingIOError:
             return
         except OSError:

@@ -18,6 +18,7 @@ from ...events.errors import Unavailable, UsageError
 from ...events.redis_log import RedisLog, connect
 from ...events.talk import Talk
 from .. import keeping, linux
+from ..keeper.process import bytes_max
 from .agent import Agent
 from .join import join
 from .link import backoff_s
@@ -64,6 +65,7 @@ def run(options: Options) -> int:
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")
+    bytes_max(os.environ)  # here it is told; in the keeper it would be an end without end
     pid_file = PidFile(options.state_dir.absolute(), options.node)
     incarnation = pid_file.take(time.time())
     try:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...events.errors import UsageError
 from ...events.talk import Talk
 from .. import keeping, linux
 from ..keeping import Failed, Kept, Offer, Refused, Sum, Wish
@@ -31,7 +32,6 @@ TALKS_NUM_MAX = 64
 """Conversations at once; who comes beyond that waits in the socket's queue."""
 NICE_NUM = 5
 """Training comes first where both want the same core."""
-TASK_BYTES = 8
 
 
 def main() -> None:
@@ -47,20 +47,23 @@ def main() -> None:
     secret = os.environ[keeping.SECRET]
 
     def lost(task: int) -> None:
-        agent.send(task.to_bytes(TASK_BYTES, "big"))
+        agent.send(task.to_bytes(keeping.TASK_BYTES, "big"))
 
     shelf = Shelf(bytes_max(os.environ), lost)
     say(f"copies may take {shelf.bytes_max} bytes")
     threading.Thread(target=serve, args=(listener, shelf, secret), daemon=True).start()
-    while data := agent.recv(TASK_BYTES):
+    while data := agent.recv(keeping.TASK_BYTES):
         shelf.forget(int.from_bytes(data, "big"))
     os._exit(0)
 
 
 def bytes_max(environment: Mapping[str, str]) -> int:
-    """How much memory copies may take, in bytes. Raises ValueError."""
+    """How much memory copies may take, in bytes. Raises UsageError."""
     if BYTES_MAX in environment:
-        return int(environment[BYTES_MAX])
+        told = environment[BYTES_MAX]
+        if not (told.isascii() and told.isdigit()):
+            raise UsageError(f"{BYTES_MAX} is {told!r}", "a number of bytes, as in 4000000000")
+        return int(told)
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return int(AVAILABLE_SHARE * available_kib * 1024)
