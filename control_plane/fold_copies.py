@@ -14,9 +14,6 @@ from ..events.records import Record
 from .folding import close_orders, keep_on
 from .state import Checkpoint, ClusterState
 
-NUM_COPIES_MAX = 2
-"""Of one task on one node, as a keeper has them."""
-
 
 # --- checkpoints --------------------------------------------------------------------------------
 def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
@@ -70,7 +67,7 @@ def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
     copy = o.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
                   generation=body.generation, step_version=body.step_version,
                   copy_bytes=body.copy_bytes, checksum=body.checksum)
-    here = [one for one in task.copies if one.node == node.name][1 - NUM_COPIES_MAX :]
+    here = [one for one in task.copies if one.node == node.name][1 - o.NUM_COPIES_MAX :]
     task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
 
 

@@ -47,6 +47,10 @@ class Keeper(Struct, frozen=True):
     endpoint: str
 
 
+NUM_COPIES_MAX = 2
+"""Of one task, in one keeper: the newest."""
+
+
 class Copy(Struct, frozen=True, kw_only=True):
     """A copy of a rank's whole state, in the memory of a node's keeper, as CopyKept told of it."""
 

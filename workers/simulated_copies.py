@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ..events.orders import Copy
+from ..events.orders import NUM_COPIES_MAX, Copy
 
 COPY_BYTES = 16_000
-NUM_COPIES_MAX = 2
 
 
 class PaperCopy(Struct, frozen=True, kw_only=True):

@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from ...events.orders import NUM_COPIES_MAX
 from ..keeping import Offer
-
-NUM_COPIES_MAX = 2
-"""Of one task."""
 
 
 class NoRoom(Exception):
