@@ -22,6 +22,7 @@ class Watch:
     """Reads what is new in a folder of JSON lines."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.lines: list[Line] = []
         self.told: list[Line] = []
         self._trace = Trace(folder)
