@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from bench import (
+    recovery,
     recovery_job,
     recovery_page,
+    recovery_peers,
     recovery_phases,
     recovery_rows,
     recovery_trial,
+    recovery_unicron,
     recovery_watch,
 )
 from bench.recovery_rows import Row, interval, ratio, row, table, write
@@ -182,3 +185,10 @@ def test_a_wrong_word_is_refused_before_anything_is_laid() -> None:
     assert done.returncode == 2
     assert "unicorn is none of unicron, torchrun" in done.stderr
     assert recovery_rows.CONFIDENCE_RATIO == 0.95
+
+
+def test_every_system_can_be_made(tmp_path: Path) -> None:
+    systems = [recovery_unicron.Unicron(tmp_path / "unicron"),
+               *(kind(tmp_path / name, name) for name, kind in recovery_peers.KINDS.items())]
+    assert {system.name for system in systems} == {*recovery.SYSTEMS, "bare"}
+    assert all(system.watch.look() == [] for system in systems)
