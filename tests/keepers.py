@@ -11,10 +11,25 @@ from unicron.events.orders import Copy, Keeper
 from unicron.events.reports import CopyKept
 from unicron.workers.keeper.process import serve
 from unicron.workers.keeper.shelf import Shelf, Stored
+from unicron.workers.keeping import Offer
 
 SECRET = "5ec3e7"
 BYTES_MAX = 1 << 30
 WAIT_S = 60.0
+TASK = 7
+
+
+def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
+    return Offer(task=task, rank=0, attempt=1, generation=generation, step_version=step,
+                 layout="abc", copy_bytes=size, numbers_bytes=0)
+
+
+def keep(shelf: Shelf, one: Offer) -> None:
+    shelf.add(Stored(offer=one, checksum="", memory=shelf.reserve(one)))
+
+
+def steps(shelf: Shelf, task: int = TASK) -> list[int]:
+    return [one.offer.step_version for one in shelf.of(task)]
 
 
 class LocalKeeper:

@@ -15,98 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from keepers import SECRET, LocalKeeper, alter
+from keepers import SECRET, TASK, LocalKeeper, alter, offer, steps
 from unicron.events.errors import UsageError
 from unicron.workers import keeping, linux
 from unicron.workers.agent.keeper import Keeper
 from unicron.workers.keeper.process import BYTES_MAX, bytes_max
-from unicron.workers.keeper.shelf import NoRoom, Shelf, Stored
 from unicron.workers.keeping import Failed, Go, Offer, Sum, Wish
 
-TASK = 7
 WAIT_S = 30.0
-
-
-def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
-    return Offer(task=task, rank=0, attempt=1, generation=generation, step_version=step,
-                 layout="abc", copy_bytes=size, numbers_bytes=0)
-
-
-def keep(shelf: Shelf, one: Offer) -> None:
-    shelf.add(Stored(offer=one, checksum="", memory=shelf.reserve(one)))
-
-
-def steps(shelf: Shelf, task: int = TASK) -> list[int]:
-    return [one.offer.step_version for one in shelf.of(task)]
-
-
-# --- the shelf ----------------------------------------------------------------------------------
-def test_the_two_newest_copies_of_each_task_stay() -> None:
-    shelf = Shelf(10_000, lambda task: None)
-    for step in (10, 20, 30):
-        keep(shelf, offer(step))
-        keep(shelf, offer(step + 1, task=8))
-    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
-    assert shelf.used_bytes == 400
-    found = shelf.find(TASK, 1, 20)
-    assert found is not None
-    assert found.offer.step_version == 30, "the newest that is as new as was asked for"
-    assert shelf.find(TASK, 1, 31) is None
-    assert shelf.find(TASK, 2, 10) is None
-    shelf.forget(TASK)
-    assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
-
-
-def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
-    lost: list[int] = []
-    shelf = Shelf(450, lost.append)
-    keep(shelf, offer(10))
-    keep(shelf, offer(10, task=8))
-    keep(shelf, offer(20, task=8))
-    keep(shelf, offer(20))
-    keep(shelf, offer(30))  # takes the place of the oldest of those that have a newer one
-    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [10, 20])
-    keep(shelf, offer(5, task=9, size=250))
-    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
-    with pytest.raises(NoRoom, match="does not fit beside the 450 of 450 in use"):
-        shelf.reserve(offer(1, task=10))
-    with pytest.raises(NoRoom, match="a copy of 451 bytes does not fit into 450"):
-        shelf.reserve(offer(40, size=451))
-    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
-    assert lost == []
-
-
-def test_a_task_may_replace_its_only_copy_and_it_is_told_when_nothing_is_left() -> None:
-    lost: list[int] = []
-    shelf = Shelf(150, lost.append)
-    keep(shelf, offer(10))
-    keep(shelf, offer(20))
-    assert (steps(shelf), lost) == ([20], [])
-    broken = offer(30)
-    shelf.give_up(broken, shelf.reserve(broken))
-    assert (steps(shelf), lost, shelf.used_bytes) == ([], [TASK], 0)
-    shelf.give_up(broken, shelf.reserve(broken))
-    assert lost == [TASK], "there was nothing to lose"
-
-
-def test_a_member_of_an_old_generation_takes_nobodys_place() -> None:
-    shelf = Shelf(1000, lambda task: None)
-    keep(shelf, offer(10, generation=3))
-    with pytest.raises(NoRoom, match="generation 2 of task 7 is over"):
-        shelf.reserve(offer(50, generation=2))
-    keep(shelf, offer(8, generation=4))  # from an older copy, in a later generation
-    assert steps(shelf) == [10, 8]
-
-
-def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
-    shelf = Shelf(1000, lambda task: None)
-    one = offer(10)
-    memory = shelf.reserve(one)
-    shelf.forget(TASK)
-    assert shelf.used_bytes == 0
-    shelf.add(Stored(offer=one, checksum="", memory=memory))
-    shelf.give_up(one, memory)
-    assert (steps(shelf), shelf.used_bytes) == ([], 0)
 
 
 def test_how_much_memory_copies_take_may_be_told() -> None:
@@ -181,6 +97,17 @@ def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(
             keeping.receive(connection, keeping.Kept)
     assert steps(keeper.shelf) == [10]
     assert keeper.shelf.used_bytes == len(sent)
+
+
+def test_who_sends_a_copy_that_comes_too_late_hears_so(keeper: LocalKeeper) -> None:
+    with keeping.knock(keeper.keeper.endpoint, SECRET) as connection:
+        keeping.send(connection, offer(10))
+        keeping.receive(connection, Go)
+        put(keeper.keeper.endpoint, offer(8, generation=2), bytes(100))
+        keeping.send(connection, Sum(checksum=keeping.pour(connection, [memoryview(bytes(100))])))
+        with pytest.raises(Failed, match="generation 1 of task 7 is over"):
+            keeping.receive(connection, keeping.Kept)
+    assert steps(keeper.shelf) == [8]
 
 
 def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:

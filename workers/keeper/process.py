@@ -124,16 +124,16 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
         checksum = keeping.take(connection, memoryview(memory))
         told = keeping.receive(connection, Sum)
         assert isinstance(told, Sum)
-        if told.checksum == checksum:
-            shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
+        if told.checksum != checksum:
+            raise NoRoom(f"what came comes to {checksum}, what was sent to {told.checksum}")
+        shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
+    except NoRoom as error:
+        say(f"refused: a copy of task {offer.task}: {error}")
+        keeping.send(connection, Refused(why=str(error)))
+    else:
+        keeping.send(connection, Kept())
     finally:
         shelf.give_up(offer, memory)
-    if told.checksum == checksum:
-        keeping.send(connection, Kept())
-        return
-    why = f"what came comes to {checksum}, what was sent to {told.checksum}"
-    say(f"refused: a copy of task {offer.task}: {why}")
-    keeping.send(connection, Refused(why=why))
 
 
 def _hand_out(connection: socket.socket, shelf: Shelf, wish: Wish) -> None:

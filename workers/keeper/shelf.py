@@ -53,37 +53,44 @@ class Shelf:
         """Memory for a copy that is about to come. Raises NoRoom.
 
         Where memory is short, copies go of which there is a newer one, the oldest first; then the
-        task's own. Another task's only copy never does.
+        task's own. Another task's only copy never does. Where none is taken, none goes.
         """
         with self._lock:
-            newest = self._newest.get(offer.task, 0)
-            if offer.generation < newest:
-                raise NoRoom(f"generation {offer.generation} of task {offer.task} is over: "
-                             f"there are copies of generation {newest}")
+            self._check_generation(offer)
             if not 0 < offer.copy_bytes <= self.bytes_max:
                 raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit into "
                              f"{self.bytes_max}")
-            while self.used_bytes + offer.copy_bytes > self.bytes_max:
-                out = self._dispensable(offer.task)
-                if out is None:
-                    raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit beside the "
-                                 f"{self.used_bytes} of {self.bytes_max} in use")
+            going = self._room_for(offer)
+            try:
+                memory = mmap.mmap(-1, offer.copy_bytes)
+            except OSError as error:
+                raise NoRoom(f"no memory for {offer.copy_bytes} bytes: {error}") from None
+            for out in going:
                 self._stored.remove(out)
-                if not self._of(out.offer.task):
-                    self._bare.add(offer.task)
+            if going and not self._of(offer.task):
+                self._bare.add(offer.task)
             self._newest[offer.task] = offer.generation
-            memory = mmap.mmap(-1, offer.copy_bytes)
             self._coming[id(memory)] = offer
             return memory
 
     def add(self, stored: Stored) -> None:
-        """The copy is whole. What the task has beyond the newest is forgotten."""
+        """The copy is whole. What the task has beyond the newest is forgotten.
+
+        Raises NoRoom where the task has ended meanwhile, or is further.
+        """
+        offer = stored.offer
         with self._lock:
-            if self._coming.pop(id(stored.memory), None) is None:
-                return  # the task was forgotten meanwhile
+            if id(stored.memory) not in self._coming:
+                raise NoRoom(f"task {offer.task} has ended")
+            self._check_generation(offer)
+            there = self._of(offer.task)
+            if there and _age(there[-1].offer) > _age(offer):
+                raise NoRoom(f"there is a copy of task {offer.task} that is newer than generation "
+                             f"{offer.generation} step {offer.step_version}")
+            del self._coming[id(stored.memory)]
             self._stored.append(stored)
-            self._bare.discard(stored.offer.task)
-            for old in self._of(stored.offer.task)[:-NUM_COPIES_MAX]:
+            self._bare.discard(offer.task)
+            for old in self._of(offer.task)[:-NUM_COPIES_MAX]:
                 self._stored.remove(old)
 
     def give_up(self, offer: Offer, memory: mmap.mmap) -> None:
@@ -91,7 +98,8 @@ class Shelf:
         with self._lock:
             is_known = self._coming.pop(id(memory), None) is not None
             is_lost = is_known and offer.task in self._bare
-            self._bare.discard(offer.task)
+            if is_lost:
+                self._bare.discard(offer.task)
         if is_lost:
             self._lost(offer.task)
 
@@ -118,6 +126,27 @@ class Shelf:
     def _of(self, task: int) -> list[Stored]:
         return [one for one in self._stored if one.offer.task == task]
 
-    def _dispensable(self, task: int) -> Stored | None:
+    def _check_generation(self, offer: Offer) -> None:
+        newest = self._newest.get(offer.task, 0)
+        if offer.generation < newest:
+            raise NoRoom(f"generation {offer.generation} of task {offer.task} is over: "
+                         f"there are copies of generation {newest}")
+
+    def _room_for(self, offer: Offer) -> list[Stored]:
+        """The copies that must go for it, in their order. Raises NoRoom if that is not enough."""
         older = [one for one in self._stored if one is not self._of(one.offer.task)[-1]]
-        return next(iter([*older, *self._of(task)]), None)
+        going: list[Stored] = []
+        over_bytes = self.used_bytes + offer.copy_bytes - self.bytes_max
+        for one in (*older, *self._of(offer.task)[-1:]):
+            if over_bytes <= 0:
+                break
+            going.append(one)
+            over_bytes -= one.offer.copy_bytes
+        if over_bytes > 0:
+            raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit beside the "
+                         f"{self.used_bytes} of {self.bytes_max} in use")
+        return going
+
+
+def _age(offer: Offer) -> tuple[int, int]:
+    return offer.generation, offer.step_version
