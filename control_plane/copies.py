@@ -14,8 +14,9 @@ NUM_KEEPERS_MAX = 2
 def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
     """Who takes copies from a first member on node `first`: its own node, then another.
 
-    The other one stays while it can; else it is one without members, which loses nothing together
-    with them; among those the next by name, so that tasks on different nodes have different ones.
+    The other one is one without members, which loses nothing together with them. Of those, who has
+    copies already stays; else it is the next by name, so that tasks on different nodes have
+    different ones.
     """
     train = task.spec.train
     if train is None or not train.copy_every:
@@ -26,7 +27,7 @@ def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
     taken = {rank.slot.node for rank in task.ranks.values()}
     begin = names.index(first) if first in names else 0
     others = sorted((name for name in fit if name != first), key=lambda name: (
-        name not in now, name in taken, (names.index(name) - begin) % len(names)))
+        name in taken, name not in now, (names.index(name) - begin) % len(names)))
     chosen = [*(name for name in fit if name == first), *others][:NUM_KEEPERS_MAX]
     return tuple(Keeper(name, state.nodes[name].keeper) for name in chosen)
 
@@ -34,18 +35,22 @@ def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
 def sources(state: ClusterState, task: Task, members: Sequence[Rank]) -> tuple[Copy, ...]:
     """What these members can come back from where none of them has state: the newest first, then
     the nearest to the first member. What is older than the published checkpoint is left out.
+
+    A node that is merely unreachable may have nothing wrong but its agent, and the only copy: it
+    is asked last. One that is lost is not asked at all.
     """
     if any(rank.has_state for rank in members):
         return ()
     here = members[0].slot.node
     fit = [copy for copy in task.copies if copy.step_version >= task.saved_iteration
-           and state.nodes[copy.node].health == "healthy"]
+           and state.nodes[copy.node].health in ("healthy", "unreachable")]
     return tuple(sorted(fit, key=lambda copy: (
-        -copy.step_version, -copy.generation, copy.node != here, copy.node)))
+        state.nodes[copy.node].silent, -copy.step_version, -copy.generation, copy.node != here,
+        copy.node)))
 
 
 def keep(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While it trains: another keeper, where one was lost or a better one has come.
+    """While it trains: another keeper, where one was lost, or one without members has come.
 
     Who is only lost is tried on: it may be its agent alone that is silent.
     """

@@ -270,7 +270,7 @@ class Resume(Body, frozen=True):
 
 
 class KeepCopies(Body, frozen=True):
-    """From now on these keepers get the copies of generation `generation`: one was lost, or came.
+    """From now on these keepers get the copies of generation `generation`.
 
     `nodes` are those of its members.
     """
