@@ -147,8 +147,9 @@ def _start(body: Plain) -> str:
 def _reconfigure(body: Plain) -> str:
     members = ranks(member["rank"] for member in body["members"])
     copies = body.get("copies")
-    from_ = f", from a copy on {_nodes(copies)}" if copies else ""
-    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}{from_}"
+    last = body["checkpoint"] or "the seed"
+    tries = f", tries copies on {_nodes(copies)}, then {last}" if copies else ""
+    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}{tries}"
 
 
 def _nodes(there: list[Plain]) -> str:

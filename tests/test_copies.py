@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from heart_driver import Driver, at_rest, finish, only, spec, task_of, the
+from unicron.cli.record_line import ESSENTIALS
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -74,6 +76,19 @@ def test_who_is_silent_or_drained_is_relieved_while_the_task_trains() -> None:
     at_rest(d)
 
 
+def test_a_node_without_members_takes_the_place_of_one_that_has_some() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    assert keepers(d, task) == ["n1", "n2"], "both have members"
+    kept(d, task, "n2", 10)
+    told = d.join("n3", slots=2)
+    assert [keeper.node for keeper in the(o.KeepCopies, told).keepers] == ["n1", "n3"]
+    assert copies(d, task) == [("n2", 10)], "what is there still serves"
+    d.join("n0", slots=2)
+    assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
+    at_rest(d)
+
+
 def test_copies_of_the_current_generation_count_and_two_of_each_node_stay() -> None:
     d = Driver(nodes=3, slots=1)
     task = d.running(spec(**ONE))
@@ -131,6 +146,35 @@ def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest() -> None:
     assert closed.iterations_lost == 11
     assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
     at_rest(d)
+
+
+def test_an_unreachable_node_is_asked_for_its_copy_behind_the_others_and_a_lost_one_never() -> None:
+    d = Driver(nodes=4)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n3", 30)
+    d.tell("leader/abc", r.NodeSilenced(node="n3", incarnation=1, silence_s=5.0))
+    d.steps[task] = 30
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "the only one"
+    kept(d, task, "n2", 30)
+    kept(d, task, "n3", 31)
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version) for x in order.copies] == [("n2", 30), ("n3", 31), ("n3", 30)]
+    kept(d, task, "n3", 30)
+    d.state.nodes["n3"].health = "lost"
+    (order,) = wipe(d, task)
+    assert [x.node for x in order.copies] == ["n2"]
+
+
+def test_the_line_of_a_reconfigure_says_what_is_tried_not_what_served() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    for node in ("n1", "n2"):
+        kept(d, task, node, 1)
+    (order,) = wipe(d, task)
+    told = ESSENTIALS["Reconfigure"](msgspec.to_builtins(order))
+    assert told.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
 
 
 def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
