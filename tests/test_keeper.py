@@ -19,6 +19,7 @@ from keepers import SECRET, TASK, LocalKeeper, alter, offer, steps
 from unicron.events.errors import UsageError
 from unicron.workers import keeping, linux
 from unicron.workers.agent.keeper import Keeper
+from unicron.workers.keeper import memory
 from unicron.workers.keeper.process import BYTES_MAX, bytes_max
 from unicron.workers.keeping import Failed, Go, Offer, Sum, Wish
 
@@ -33,6 +34,33 @@ def test_how_much_memory_copies_take_may_be_told() -> None:
     total = re.search(r"MemTotal: +(\d+)", text)
     assert total is not None
     assert 0 < bytes_max({}) < int(total[1]) * 1024 / 2
+
+
+@pytest.mark.parametrize(("line", "files", "expected"), [
+    ("0::/", {}, 8_000_000 * 1024),
+    ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": "10",
+                 "a/memory.max": "9000", "a/memory.current": "8000"}, 1000),
+    ("0::/of/the/host", {"memory.max": "9000", "memory.current": "8000",
+                         "memory.stat": "anon 500\ninactive_file 100\nactive_file 20"}, 1120),
+    ("0::/a", {"a/memory.max": "7000", "a/memory.current": "7100"}, 0),
+    ("4:cpu,memory:/a", {"memory/a/memory.limit_in_bytes": "9000",
+                         "memory/a/memory.usage_in_bytes": "8000",
+                         "memory/a/memory.stat": "total_inactive_file 5\ninactive_file 1"}, 1005),
+    ("4:memory:/a\n0::/", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+                           "memory/memory.usage_in_bytes": "8000"}, 8_000_000 * 1024),
+])
+def test_what_is_available_is_what_the_container_has_left(
+        tmp_path: Path, line: str, files: dict[str, str], expected: int) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    told = {proc / "self" / "cgroup": f"{line}\n",
+            proc / "meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n"}
+    for name, text in files.items():
+        told.setdefault((cgroups / name).with_name("memory.stat"), "anon 1")
+        told[cgroups / name] = text
+    for path, text in told.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert memory.available_bytes(proc, cgroups) == expected
 
 
 # --- the conversation ---------------------------------------------------------------------------
@@ -218,6 +246,8 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
             assert keeper.pid == 0
             await asyncio.to_thread(put, endpoint, offer(10), bytes(100))
             first = keeper.pid
+            score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
+            assert int(score) == 1000, "it goes before a rank does"
             assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
             with pytest.raises(Failed, match="a copy of 1001 bytes does not fit into 1000"):
                 await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 _libc = ctypes.PyDLL(None, use_errno=True)
 _PDEATHSIG_CODE = 1
 _NAME_CODE = 15
+_OOM_FIRST_NUM = 1000
 _SUBREAPER_CODE, _IS_SUBREAPER_CODE = 36, 37
 
 
@@ -37,6 +38,11 @@ def die_with(parent: int) -> None:
 def call_oneself(name: str) -> None:
     """What tools such as ps and top show as this thread's name, at most 15 bytes of it."""
     _libc.prctl(_NAME_CODE, name.encode(), 0, 0, 0)
+
+
+def be_first_to_go() -> None:
+    """Where memory runs out, the kernel ends this process before any other (proc(5))."""
+    Path("/proc/self/oom_score_adj").write_text(str(_OOM_FIRST_NUM), encoding="ascii")
 
 
 def adopt_orphans() -> None:

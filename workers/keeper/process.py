@@ -5,12 +5,14 @@ is found where the last one was. Socket N is the agent's: a task's number comes 
 ended, and goes back when nothing is left of one that has not. Ends with its agent.
 
 Environment: UNICRON_COPIES_SECRET (keeping.py); UNICRON_COPIES_BYTES_MAX, the memory that copies
-may take (default: a quarter of what is available when it starts).
+may take (default: a quarter of what is available when it starts, to its container where it is in
+one).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import signal
@@ -18,12 +20,12 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 from ...events.errors import UsageError
 from ...events.talk import Talk
 from .. import keeping, linux
 from ..keeping import Failed, Kept, Offer, Refused, Sum, Wish
+from .memory import available_bytes
 from .shelf import NoRoom, Shelf, Stored
 
 BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
@@ -44,6 +46,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.call_oneself("keeper")
     os.nice(NICE_NUM)
+    with contextlib.suppress(OSError):
+        linux.be_first_to_go()
     secret = os.environ[keeping.SECRET]
 
     def lost(task: int) -> None:
@@ -64,9 +68,7 @@ def bytes_max(environment: Mapping[str, str]) -> int:
         if not (told.isascii() and told.isdigit()):
             raise UsageError(f"{BYTES_MAX} is {told!r}", "a number of bytes, as in 4000000000")
         return int(told)
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return int(AVAILABLE_SHARE * available_kib * 1024)
+    return int(AVAILABLE_SHARE * available_bytes())
 
 
 def say(what: str) -> None:
@@ -119,6 +121,7 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
         say(f"refused: {error}")
         keeping.send(connection, Refused(why=str(error)))
         return
+    answer: Kept | Refused = Kept()
     try:
         keeping.send(connection, keeping.Go())
         checksum = keeping.take(connection, memoryview(memory))
@@ -129,11 +132,10 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
         shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
     except NoRoom as error:
         say(f"refused: a copy of task {offer.task}: {error}")
-        keeping.send(connection, Refused(why=str(error)))
-    else:
-        keeping.send(connection, Kept())
+        answer = Refused(why=str(error))
     finally:
         shelf.give_up(offer, memory)
+    keeping.send(connection, answer)
 
 
 def _hand_out(connection: socket.socket, shelf: Shelf, wish: Wish) -> None:
