@@ -9,14 +9,17 @@ from collections.abc import Callable
 
 from unicron.events.orders import Copy, Keeper
 from unicron.events.reports import CopyKept
+from unicron.workers import keeping
 from unicron.workers.keeper.process import serve
 from unicron.workers.keeper.shelf import Shelf, Stored
-from unicron.workers.keeping import Offer
+from unicron.workers.keeping import Offer, Wish
 
 SECRET = "5ec3e7"
 BYTES_MAX = 1 << 30
 WAIT_S = 60.0
 TASK = 7
+WISH = Wish(task=TASK, generation=1, step_version=1)
+"""Any copy of that task."""
 
 
 def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
@@ -78,3 +81,27 @@ def named(keeper: LocalKeeper, told: CopyKept) -> Copy:
     return Copy(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
                 generation=told.generation, step_version=told.step_version,
                 copy_bytes=told.copy_bytes, checksum=told.checksum)
+
+
+def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> str:
+    with keeping.knock(endpoint, secret) as connection:
+        return keeping.put(connection, one, [memoryview(sent)])
+
+
+def get(endpoint: str, wish: Wish) -> tuple[Offer, bytes]:
+    target = bytearray()
+
+    def room(one: Offer) -> memoryview:
+        target.extend(bytes(one.copy_bytes))
+        return memoryview(target)
+
+    with keeping.knock(endpoint, SECRET) as connection:
+        found, _ = keeping.get(connection, wish, room)
+    return found, bytes(target)
+
+
+def wait(look: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
+import contextlib
 import re
-import signal
 import socket
 import threading
-import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from keepers import SECRET, TASK, LocalKeeper, alter, offer, steps
+from keepers import SECRET, TASK, WAIT_S, WISH, LocalKeeper, alter, get, offer, put, steps, wait
 from unicron.events.errors import UsageError
-from unicron.workers import keeping, linux
-from unicron.workers.agent.keeper import Keeper
+from unicron.workers import keeping
 from unicron.workers.keeper import memory
-from unicron.workers.keeper.process import BYTES_MAX, bytes_max
-from unicron.workers.keeping import Failed, Go, Offer, Sum, Wish
-
-WAIT_S = 30.0
+from unicron.workers.keeper.process import BYTES_MAX, TALKS_NUM_MAX, bytes_max
+from unicron.workers.keeping import Failed, Go, Sum
 
 
 def test_how_much_memory_copies_take_may_be_told() -> None:
@@ -74,26 +67,6 @@ def keeper() -> Iterator[LocalKeeper]:
 def data(size: int = 3_000_001) -> bytes:
     """Longer than a chunk and than what a socket takes at once."""
     return bytes(range(256)) * (size // 256) + bytes(size % 256)
-
-
-def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> str:
-    with keeping.knock(endpoint, secret) as connection:
-        return keeping.put(connection, one, [memoryview(sent)])
-
-
-def get(endpoint: str, wish: Wish) -> tuple[Offer, bytes]:
-    target = bytearray()
-
-    def room(one: Offer) -> memoryview:
-        target.extend(bytes(one.copy_bytes))
-        return memoryview(target)
-
-    with keeping.knock(endpoint, SECRET) as connection:
-        found, _ = keeping.get(connection, wish, room)
-    return found, bytes(target)
-
-
-WISH = Wish(task=TASK, generation=1, step_version=1)
 
 
 def test_a_copy_comes_back_as_it_was_sent(keeper: LocalKeeper) -> None:
@@ -200,116 +173,33 @@ def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
     assert steps(keeper.shelf) == [10]
 
 
+def test_strangers_who_say_little_are_shown_out_soon(keeper: LocalKeeper) -> None:
+    """As many as there are talks at once, each with a byte from time to time."""
+    at = ("127.0.0.1", keeper.listener.getsockname()[1])
+    strangers = [socket.create_connection(at) for _ in range(TALKS_NUM_MAX)]
+    done = threading.Event()
+
+    def drip() -> None:
+        while not done.wait(0.3):
+            for stranger in strangers:
+                with contextlib.suppress(OSError):
+                    stranger.send(b"\x00")
+
+    for stranger in strangers:
+        stranger.sendall((60_000).to_bytes(4, "big"))
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        put(keeper.keeper.endpoint, offer(10), bytes(100))
+    finally:
+        done.set()
+        thread.join()
+        for stranger in strangers:
+            stranger.close()
+    assert steps(keeper.shelf) == [10]
+
+
 def test_a_secret_is_of_one_cluster_and_one_token() -> None:
     secrets = {keeping.secret_of(token, cluster) for token in ("a", "b") for cluster in ("c", "d")}
     assert len(secrets) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
-
-
-# --- the process, as an agent has it ------------------------------------------------------------
-class Told(list[tuple[int, str]]):
-    """What the agent heard of its keeper."""
-
-    def hear(self, task: int, why: str) -> None:
-        self.append((task, why))
-
-
-@asynccontextmanager
-async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[Keeper]:
-    keeper = Keeper("127.0.0.1", SECRET, {**os.environ, **env},
-                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear)
-    try:
-        yield keeper
-    finally:
-        keeper.close()
-
-
-async def until(look: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not look():
-        assert time.monotonic() < deadline_s, what
-        await asyncio.sleep(0.01)
-
-
-def wait(look: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not look():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.01)
-
-
-def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -> None:
-    async def live() -> None:
-        told = Told()
-        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
-            endpoint = keeper.endpoint
-            assert keeper.pid == 0
-            await asyncio.to_thread(put, endpoint, offer(10), bytes(100))
-            first = keeper.pid
-            score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
-            assert int(score) == 1000, "it goes before a rank does"
-            assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
-            with pytest.raises(Failed, match="a copy of 1001 bytes does not fit into 1000"):
-                await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
-            os.kill(first, signal.SIGKILL)
-            await until(lambda: told, "its end is heard of")
-            assert told == [(0, "the keeper has ended")]
-            await asyncio.to_thread(put, endpoint, offer(30), bytes(100))
-            assert keeper.pid not in (0, first)
-            assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
-            keeper.forget(TASK)
-            await until(lambda: _nothing(endpoint), "the task is forgotten")
-            last = keeper.pid
-        assert linux.read(last) is None or linux.read(last).state == "Z"  # type: ignore[union-attr]
-        assert told == [(0, "the keeper has ended")], "its end on purpose is none to be told"
-        with pytest.raises(ConnectionRefusedError):
-            put(endpoint, offer(40), bytes(100))
-        assert "refused: a copy of 1001 bytes" in (tmp_path / "keeper.log").read_text()
-
-    asyncio.run(live())
-
-
-def _nothing(endpoint: str) -> bool:
-    try:
-        get(endpoint, WISH)
-    except Failed:
-        return True
-    return False
-
-
-def test_what_it_had_to_let_go_is_told_by_the_task(tmp_path: Path) -> None:
-    async def live() -> None:
-        told = Told()
-        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
-            await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
-            connection = await asyncio.to_thread(keeping.knock, keeper.endpoint, SECRET)
-            with connection:
-                keeping.send(connection, offer(20))
-                await asyncio.to_thread(keeping.receive, connection, Go)
-            await until(lambda: told, "it is told")
-            assert [task for task, _ in told] == [TASK]
-
-    asyncio.run(live())
-
-
-def test_it_ends_with_its_agent(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    agent = os.fork()
-    if agent == 0:
-        async def live() -> None:
-            async with agents(tmp_path, Told()) as keeper:
-                await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
-                os.write(write, b"%d\n" % keeper.pid)
-                await asyncio.sleep(WAIT_S)
-
-        try:
-            asyncio.run(live())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as told:
-        pid = int(told.readline())
-    assert linux.read(pid) is not None
-    os.kill(agent, signal.SIGKILL)
-    os.waitpid(agent, 0)
-    wait(lambda: (proc := linux.read(pid)) is None or proc.state == "Z", "the keeper has ended")

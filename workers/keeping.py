@@ -14,8 +14,10 @@ Nothing is encrypted: the network between the nodes is trusted as it is for the 
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import socket
+import time
 import zlib
 from collections.abc import Callable, Iterable
 
@@ -34,6 +36,8 @@ CHECKSUM = "crc32"
 CONNECT_S_MAX = 2.0
 STALL_S_MAX = 10.0
 """How long the other side may take for the next bytes, and for each answer."""
+GREET_S_MAX = 2.0
+"""How long in all somebody may take who has not proved yet that he may be here."""
 
 
 class Failed(Exception):
@@ -113,15 +117,16 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.sendall(len(data).to_bytes(4, "big") + data)
 
 
-def receive(connection: socket.socket, *kinds: type[Message]) -> Message:
-    """The next message, one of these kinds. Raises OSError, Failed."""
+def receive(connection: socket.socket, *kinds: type[Message],
+            until_s: float = math.inf) -> Message:
+    """The next message, one of these kinds, whole before `until_s`. Raises OSError, Failed."""
     head = bytearray(4)
-    fill(connection, memoryview(head))
+    fill(connection, memoryview(head), until_s)
     size = int.from_bytes(head, "big")
     if size > MESSAGE_BYTES_MAX:
         raise Failed(f"a message of {size} bytes")
     data = bytearray(size)
-    fill(connection, memoryview(data))
+    fill(connection, memoryview(data), until_s)
     try:
         message = _decoder.decode(data)
     except msgspec.MsgspecError as error:
@@ -133,9 +138,14 @@ def receive(connection: socket.socket, *kinds: type[Message]) -> Message:
     raise Failed(f"{type(message).__name__} out of turn")
 
 
-def fill(connection: socket.socket, target: memoryview) -> None:
-    """Read exactly as much as `target` holds. Raises OSError."""
+def fill(connection: socket.socket, target: memoryview, until_s: float = math.inf) -> None:
+    """Read exactly as much as `target` holds, before `until_s` (monotonic). Raises OSError."""
     while target:
+        if until_s < math.inf:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left_s)
         num_bytes = connection.recv_into(target)
         if not num_bytes:
             raise ConnectionResetError("the other side hung up")
@@ -199,10 +209,13 @@ def knock(endpoint: str, secret: str) -> socket.socket:
 
 def let_in(connection: socket.socket, secret: str) -> bool:
     """The keeper's side of it: whether the other one may go on. Raises OSError, Failed."""
+    until_s = time.monotonic() + GREET_S_MAX
+    connection.settimeout(GREET_S_MAX)
     nonce = secrets.token_bytes(NONCE_LENGTH)
     send(connection, Greeting(nonce=nonce))
-    proof = receive(connection, Proof)
+    proof = receive(connection, Proof, until_s=until_s)
     assert isinstance(proof, Proof)
+    connection.settimeout(STALL_S_MAX)
     if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
         send(connection, Refused(why="this keeper is of another cluster, or its token has changed"))
         return False

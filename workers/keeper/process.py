@@ -19,7 +19,10 @@ import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Mapping
+from typing import NoReturn
 
 from ...events.errors import UsageError
 from ...events.talk import Talk
@@ -32,6 +35,8 @@ BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
 AVAILABLE_SHARE = 0.25
 TALKS_NUM_MAX = 64
 """Conversations at once; who comes beyond that waits in the socket's queue."""
+ACCEPT_PAUSE_S = 0.1
+"""Between two tries where nobody can be let in."""
 NICE_NUM = 5
 """Training comes first where both want the same core."""
 
@@ -55,7 +60,7 @@ def main() -> None:
 
     shelf = Shelf(bytes_max(os.environ), lost)
     say(f"copies may take {shelf.bytes_max} bytes")
-    threading.Thread(target=serve, args=(listener, shelf, secret), daemon=True).start()
+    threading.Thread(target=_serve_for_ever, args=(listener, shelf, secret), daemon=True).start()
     while data := agent.recv(keeping.TASK_BYTES):
         shelf.forget(int.from_bytes(data, "big"))
     os._exit(0)
@@ -76,49 +81,87 @@ def say(what: str) -> None:
     Talk(sys.stderr).write(f"{what}\n")
 
 
+class Said:
+    """What does not work, told when that begins and when it is over."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    def fails(self, who: str, why: str) -> None:
+        if who not in self._failing:
+            self._failing.add(who)
+            say(f"{who}: {why}")
+
+    def works(self, who: str) -> None:
+        if who in self._failing:
+            self._failing.discard(who)
+            say(f"{who}: all is well again")
+
+
+def _serve_for_ever(listener: socket.socket, shelf: Shelf, secret: str) -> NoReturn:
+    """A keeper that serves nobody ends, so that its agent starts another."""
+    try:
+        serve(listener, shelf, secret)
+        say("the socket is closed")
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        os._exit(1)
+
+
 def serve(listener: socket.socket, shelf: Shelf, secret: str) -> None:
     """Talk to whoever connects, each in a thread of its own, until the listener is closed."""
-    free = threading.Semaphore(TALKS_NUM_MAX)
+    free, said = threading.Semaphore(TALKS_NUM_MAX), Said()
     while True:
         free.acquire()
         try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
-                return
+            connection, (host, *_) = listener.accept()
+            try:
+                threading.Thread(target=_talk, args=(connection, host, shelf, secret, free, said),
+                                 daemon=True).start()
+            except RuntimeError:
+                connection.close()
+                raise
+        except (OSError, RuntimeError) as error:  # no descriptor is left, or no thread
             free.release()
-            continue
-        threading.Thread(target=_talk, args=(connection, shelf, secret, free),
-                         daemon=True).start()
+            if isinstance(error, OSError) and error.errno in (errno.EBADF, errno.EINVAL):
+                return
+            said.fails("accept", str(error))
+            time.sleep(ACCEPT_PAUSE_S)
+        else:
+            said.works("accept")
 
 
-def _talk(connection: socket.socket, shelf: Shelf, secret: str, free: threading.Semaphore) -> None:
+def _talk(connection: socket.socket, host: str, shelf: Shelf, secret: str,
+          free: threading.Semaphore, said: Said) -> None:
     try:
         with connection:
-            connection.settimeout(keeping.STALL_S_MAX)
-            converse(connection, shelf, secret)
+            converse(connection, shelf, secret, said)
     except (OSError, Failed) as error:
-        say(f"a conversation ended: {error or type(error).__name__}")
+        said.fails(host, f"a conversation ended: {error or type(error).__name__}")
+    else:
+        said.works(host)
     finally:
         free.release()
 
 
-def converse(connection: socket.socket, shelf: Shelf, secret: str) -> None:
+def converse(connection: socket.socket, shelf: Shelf, secret: str, said: Said) -> None:
     """One conversation, from the greeting on. Raises OSError, Failed."""
     if not keeping.let_in(connection, secret):
         raise Failed("somebody without the cluster's secret")
     message = keeping.receive(connection, Offer, Wish)
     if isinstance(message, Offer):
-        _take_in(connection, shelf, message)
+        _take_in(connection, shelf, message, said)
     elif isinstance(message, Wish):
         _hand_out(connection, shelf, message)
 
 
-def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
+def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer, said: Said) -> None:
+    task = f"task {offer.task}"
     try:
         memory = shelf.reserve(offer)
     except NoRoom as error:
-        say(f"refused: {error}")
+        said.fails(task, f"refused: {error}")
         keeping.send(connection, Refused(why=str(error)))
         return
     answer: Kept | Refused = Kept()
@@ -131,8 +174,10 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer) -> None:
             raise NoRoom(f"what came comes to {checksum}, what was sent to {told.checksum}")
         shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
     except NoRoom as error:
-        say(f"refused: a copy of task {offer.task}: {error}")
+        said.fails(task, f"refused: {error}")
         answer = Refused(why=str(error))
+    else:
+        said.works(task)
     finally:
         shelf.give_up(offer, memory)
     keeping.send(connection, answer)
