@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from keepers import SECRET, TASK, WAIT_S, WISH, get, offer, put, wait
+from structlog.testing import capture_logs
 from unicron.workers import keeping, linux
 from unicron.workers.agent.keeper import Keeper
+from unicron.workers.agent.link import BACKOFF_S_MIN
 from unicron.workers.keeping import Failed, Go
 
 
@@ -80,6 +85,62 @@ def _nothing(endpoint: str) -> bool:
     except Failed:
         return True
     return False
+
+
+def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
+    """And nothing is told: nobody had a copy there."""
+    log = tmp_path / "keeper.log"
+
+    async def live() -> None:
+        told = Told()
+        with capture_logs() as said:
+            async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
+                host, _, port = keeper.endpoint.rpartition(":")
+                with socket.create_connection((host, int(port))):
+                    await until(lambda: len(said) >= 10, "it ends five times")
+        assert log.read_text().count("UsageError") >= 5
+        assert told == []
+        for num, one in enumerate([one for one in said if "again_s" in one][:5]):
+            assert one["event"] == "the keeper has ended before it had a copy"
+            assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
+
+    asyncio.run(live())
+
+
+def test_an_agent_that_cannot_start_one_tries_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        pair = socket.socketpair
+
+        def none_is_left(*asked: int) -> NoReturn:
+            monkeypatch.setattr(socket, "socketpair", pair)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        async with agents(tmp_path, Told()) as keeper:
+            with capture_logs() as said:
+                monkeypatch.setattr(socket, "socketpair", none_is_left)
+                await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+        assert [one["event"] for one in said] == ["no keeper", "keeps copies"]
+
+    asyncio.run(live())
+
+
+def test_one_that_does_not_die_is_not_waited_for(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may take long to end it: its memory is freed first."""
+    def wait_in_vain(popen: subprocess.Popen[bytes], timeout: float | None = None) -> NoReturn:
+        assert timeout is not None, "it would be waited for without end"
+        raise subprocess.TimeoutExpired("keeper", timeout)
+
+    async def live() -> None:
+        async with agents(tmp_path, Told()) as keeper:
+            await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+            monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
+            with capture_logs() as said:
+                keeper.close()
+            assert [one["event"] for one in said] == ["the keeper does not die"]
+
+    asyncio.run(live())
 
 
 def test_what_it_had_to_let_go_is_told_by_the_task(tmp_path: Path) -> None:

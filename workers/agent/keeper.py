@@ -2,7 +2,8 @@
 
 The agent holds the listening socket and starts the keeper at the first connection, and anew when it
 has ended: so a node that keeps nothing has no such process, and a new keeper is found where the
-last one was. The agent never waits for it.
+last one was. One that ends before it had a copy is left alone for longer each time, and is nothing
+that was lost.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 import structlog
 
 from .. import keeping, linux
+from .link import backoff_s
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.keeper.process")
 BACKLOG_NUM = 64
-AGAIN_S = 1.0
-"""How long a keeper that has ended is left alone: it may end at once again."""
+AGAIN_S_MAX = 60.0
+"""How long at most it is left alone after its end, where it ends each time before it is of use."""
+END_S_MAX = 1.0
+"""How long its end is waited for; what takes longer the agent reaps with its other children."""
 
 _log = structlog.get_logger("agent")
 
@@ -40,6 +44,10 @@ class Keeper:
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
+        self._has_kept = False
+        """Whether the one that runs has had a copy."""
+        self._num_vain = 0
+        """How many ended one after the other without having had any."""
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
         self._loop.add_reader(self._listener, self._start)
 
@@ -68,24 +76,26 @@ class Keeper:
     def _start(self) -> None:
         """Somebody wants a keeper."""
         self._loop.remove_reader(self._listener)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         parent = os.getpid()
+        ours: socket.socket | None = None
         try:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, self._log_path.open("ab") as log:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                ours.setblocking(False)
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 fds = (theirs.fileno(), self._listener.fileno())
-                self._popen = subprocess.Popen(
-                    [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1])],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
-                    pass_fds=fds, start_new_session=True,
-                    preexec_fn=lambda: linux.die_with(parent))
+                with self._log_path.open("ab") as log:
+                    self._popen = subprocess.Popen(
+                        [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1])],
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
+                        pass_fds=fds, start_new_session=True,
+                        preexec_fn=lambda: linux.die_with(parent))
         except OSError as error:
-            ours.close()
-            _log.warning("no keeper", why=str(error))
-            self._listen_again()
+            if ours is not None:
+                ours.close()
+            self._listen_again("no keeper", why=str(error))
             return
-        self._socket = ours
+        self._socket, self._has_kept = ours, False
         self._loop.add_reader(ours, self._hear)
         _log.info("keeps copies", pid=self._popen.pid, endpoint=self.endpoint)
 
@@ -97,17 +107,25 @@ class Keeper:
             return
         except OSError:
             data = b""
-        if data:
-            self._lost(int.from_bytes(data, "big"), "they made room for one that did not come")
-            return
-        self._end()
-        _log.warning("the keeper has ended, and with it its copies", see=str(self._log_path))
-        self._lost(0, "the keeper has ended")
-        self._listen_again()
+        task = int.from_bytes(data, "big")
+        if data and task == keeping.NO_TASK:
+            self._has_kept, self._num_vain = True, 0
+        elif data:
+            self._lost(task, "they made room for one that did not come")
+        else:
+            self._end()
+            if self._has_kept:
+                self._lost(0, "the keeper has ended")
+            self._listen_again("the keeper has ended, and with it its copies" if self._has_kept
+                               else "the keeper has ended before it had a copy",
+                               see=str(self._log_path))
 
-    def _listen_again(self) -> None:
+    def _listen_again(self, what: str, **more: str) -> None:
+        pause_s = backoff_s(self._num_vain, AGAIN_S_MAX)
+        self._num_vain += 1
+        _log.warning(what, again_s=round(pause_s, 3), **more)
         self._again = self._loop.call_later(
-            AGAIN_S, lambda: self._loop.add_reader(self._listener, self._start))
+            pause_s, lambda: self._loop.add_reader(self._listener, self._start))
 
     def _end(self) -> None:
         if self._socket is not None:
@@ -115,5 +133,8 @@ class Keeper:
             self._socket.close()
         if self._popen is not None:
             self._popen.kill()
-            self._popen.wait()
+            try:
+                self._popen.wait(END_S_MAX)
+            except subprocess.TimeoutExpired:
+                _log.warning("the keeper does not die", pid=self._popen.pid)
         self._socket = self._popen = None

@@ -2,7 +2,8 @@
 
 It serves the listening socket M, which its agent holds too, so that a keeper that is started anew
 is found where the last one was. Socket N is the agent's: a task's number comes when the task has
-ended, and goes back when nothing is left of one that has not. Ends with its agent.
+ended, and goes back when nothing is left of one that has not; NO_TASK goes back with the first
+copy. Ends with its agent.
 
 Environment: UNICRON_COPIES_SECRET (keeping.py); UNICRON_COPIES_BYTES_MAX, the memory that copies
 may take (default: a quarter of what is available when it starts, to its container where it is in
@@ -55,10 +56,10 @@ def main() -> None:
         linux.be_first_to_go()
     secret = os.environ[keeping.SECRET]
 
-    def lost(task: int) -> None:
+    def tell(task: int) -> None:
         agent.send(task.to_bytes(keeping.TASK_BYTES, "big"))
 
-    shelf = Shelf(bytes_max(os.environ), lost)
+    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(keeping.NO_TASK))
     say(f"copies may take {shelf.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, shelf, secret), daemon=True).start()
     while data := agent.recv(keeping.TASK_BYTES):

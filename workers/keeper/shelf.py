@@ -27,12 +27,16 @@ class Stored(Struct, frozen=True, kw_only=True, eq=False):
 class Shelf:
     """At most `bytes_max` bytes of copies, whole ones and those on their way. Safe for threads.
 
-    `lost` hears of a task of which nothing is left although it has not ended.
+    `lost` hears of a task of which nothing is left although it has not ended; `first` is called
+    when the first copy of all is there, before anybody is told so.
     """
 
-    def __init__(self, bytes_max: int, lost: Callable[[int], None]) -> None:
+    def __init__(self, bytes_max: int, lost: Callable[[int], None],
+                 first: Callable[[], None] = lambda: None) -> None:
         self.bytes_max = bytes_max
         self._lost = lost
+        self._first = first
+        self._is_new = True
         self._stored: list[Stored] = []
         """In the order of their arrival."""
         self._coming: dict[int, Offer] = {}
@@ -92,6 +96,9 @@ class Shelf:
             self._bare.discard(offer.task)
             for old in self._of(offer.task)[:-NUM_COPIES_MAX]:
                 self._stored.remove(old)
+            is_first, self._is_new = self._is_new, False
+        if is_first:
+            self._first()
 
     def give_up(self, offer: Offer, memory: mmap.mmap) -> None:
         """The copy did not become whole; nothing if it did."""
