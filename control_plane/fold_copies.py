@@ -12,7 +12,7 @@ from ..events import reports as r
 from ..events.codec import encode_record
 from ..events.records import Record
 from .folding import close_orders, keep_on
-from .state import Checkpoint, ClusterState
+from .state import Checkpoint, ClusterState, Node, Task
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -58,12 +58,19 @@ def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> 
 
 # --- copies in memory ---------------------------------------------------------------------------
 def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
-    """Of the current generation alone: what a member of an old one has, nobody asks for."""
+    """Of the current generation alone: what a member of an old one has, nobody asks for.
+
+    The rank's agent tells it, and the keeper's agent tells of its end: either may come first.
+    """
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
     if node is None or node.health == "left" or not node.keeper:
         return
+    if body.keeper_start < node.keeper_start:
+        return
+    if body.keeper_start > node.keeper_start:
+        _keeper_ended(state, node, body.keeper_start)
     copy = o.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
                   generation=body.generation, step_version=body.step_version,
                   copy_bytes=body.copy_bytes, checksum=body.checksum)
@@ -75,9 +82,23 @@ def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> Non
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
+    if body.keeper_start < node.keeper_start:
+        return
+    if not body.task:
+        _keeper_ended(state, node, body.keeper_start + 1)
+    elif body.task in state.tasks:
+        _forget_copies(state.tasks[body.task], node)
+
+
+def _keeper_ended(state: ClusterState, node: Node, start: int) -> None:
+    """What keepers before this one had is gone."""
+    node.keeper_start = start
     for task in state.tasks.values():
-        if body.task in (0, task.id):
-            task.copies = [copy for copy in task.copies if copy.node != body.node]
+        _forget_copies(task, node)
+
+
+def _forget_copies(task: Task, node: Node) -> None:
+    task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
 def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> None:

@@ -10,6 +10,7 @@ from ..events.codec import encode_record
 from ..events.records import Record
 from ..events.reports import Body
 from .calibration import learn_slot
+from .faults import Incident
 from .folding import (
     arm,
     await_silent,
@@ -25,7 +26,7 @@ from .folding import (
     settle_phase,
 )
 from .severity import worse
-from .state import NUM_INCIDENTS_MAX, ClusterState, Incident, Occupant, Rank, Task
+from .state import NUM_INCIDENTS_MAX, ClusterState, Occupant, Rank, Task
 
 
 # --- incidents ----------------------------------------------------------------------------------

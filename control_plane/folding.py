@@ -5,15 +5,13 @@ from __future__ import annotations
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
+from .faults import ORIGINS, Fault, Incident
 from .severity import EXITED_ABNORMALLY, severity_of
 from .state import (
     EARNED_S,
     NUM_EARNED_MAX,
-    ORIGINS,
     ClusterState,
     Deadline,
-    Fault,
-    Incident,
     Node,
     Phase,
     Rank,

@@ -9,12 +9,13 @@ import msgspec
 from msgspec import Struct, field
 
 from ..events.codec import decode_record
-from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Severity, Slot, ThroughputSet
+from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, ThroughputSet
 from ..events.records import Record
-from ..events.reports import Origin, Policy
+from ..events.reports import Policy
 from ..events.spec import JobSpec
+from .faults import Fault, Incident
 
-SCHEMA = "unicron-state-2"
+SCHEMA = "unicron-state-3"
 NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
@@ -26,8 +27,6 @@ EARNED_S = 1800
 NUM_EARNED_MAX = 48
 """Spans that the state keeps: 24 h."""
 
-ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
-"""From the nearest to the farthest."""
 Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
 Health = Literal["healthy", "unreachable", "lost", "left"]
 RankState = Literal["ordered", "started", "ready", "member", "finished"]
@@ -59,6 +58,8 @@ class Node(Struct, kw_only=True):
     accelerator: str
     keeper: str = ""
     """Where its keeper takes copies, host:port; empty: it has none."""
+    keeper_start: int = 0
+    """The keeper's process that may have copies: what earlier ones had is gone with them."""
     health: Health = "healthy"
     since_s: float = 0.0
     silenced_seq: int = 0
@@ -125,52 +126,6 @@ class Rank(Struct, kw_only=True):
     def sound(self) -> bool:
         """Whether it is to go on: not told to end, not late, without an error."""
         return not (self.stopping or self.overdue or self.error_seq)
-
-
-class Fault(Struct, frozen=True, kw_only=True):
-    """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
-
-    ranks: tuple[int, ...]
-    node: str
-    status: str
-    why: str
-    evidence: tuple[int, ...]
-    at_s: float
-    hurts: bool
-    """Training was interrupted by it."""
-    ended: bool
-    """It took a process, so that a restart is due."""
-
-
-class Incident(Struct, kw_only=True):
-    """What one fault, with all that followed from it, did to one task."""
-
-    id: int
-    task: int
-    node: str
-    severity: Severity
-    status: str
-    ranks: list[int]
-    why: str
-    evidence: list[int]
-    opened_s: float
-    down_since_s: float = -1.0
-    """Since when the task does not step; below 0: it does."""
-    pause_s: float = 0.0
-    iterations_lost: int = 0
-    kept: int = 0
-    dealt: int = 0
-    kept_before: int = 0
-    """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
-    dealt_before: int = 0
-    ckpt_read: bool = False
-    origin: Origin = ""
-    """The farthest that a member's state was taken from, and of which node."""
-    origin_node: str = ""
-    received_bytes: int = 0
-    """Of state, by all members."""
-    outcome: str = ""
-    closed_s: float = 0.0
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -374,7 +329,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-2:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-3:` and 16 hex digits; two folds of one log have the same."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 

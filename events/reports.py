@@ -139,12 +139,16 @@ class NodeLeft(Body, frozen=True):
 
 
 class CopiesLost(Body, frozen=True):
-    """The node's keeper has no copies of the task any more; `task` 0: of none."""
+    """The node's keeper has no copies of the task any more; `task` 0: of none, it has ended.
+
+    `keeper_start` is its number: what later ones of the node have is not meant.
+    """
 
     node: str
     incarnation: int
     task: int
     why: str
+    keeper_start: int = 0
 
 
 class ReportsLost(Body, frozen=True):
@@ -325,7 +329,8 @@ class CopyKept(Body, frozen=True):
     """The keeper of `node` holds, whole, a copy of this rank's state after `step_version` steps.
 
     Told at most every second, the newest. `checksum` names how it was made: `crc32:` and 8 hex
-    digits over all `copy_bytes`.
+    digits over all `copy_bytes`. The copy ends with the keeper's process, whose number is
+    `keeper_start`.
     """
 
     task: int
@@ -336,6 +341,7 @@ class CopyKept(Body, frozen=True):
     node: str
     copy_bytes: int
     checksum: str
+    keeper_start: int = 0
 
 
 class CheckpointSaved(Body, frozen=True):

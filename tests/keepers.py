@@ -83,7 +83,7 @@ def named(keeper: LocalKeeper, told: CopyKept) -> Copy:
                 copy_bytes=told.copy_bytes, checksum=told.checksum)
 
 
-def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> str:
+def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> tuple[str, int]:
     with keeping.knock(endpoint, secret) as connection:
         return keeping.put(connection, one, [memoryview(sent)])
 

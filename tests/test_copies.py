@@ -14,14 +14,15 @@ from unicron.events import reports as r
 ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
 
-def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0) -> None:
+def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
+         start: int = 1) -> None:
     """The first member tells that a node's keeper has a copy."""
     it = d.state.tasks[task]
     first = it.members[0]
     d.tell(d.source(first.node), r.CopyKept(
         task=task, rank=first.rank, attempt=first.attempt,
         generation=generation or it.generation, step_version=step, node=node, copy_bytes=12,
-        checksum="crc32:00000001"))
+        checksum="crc32:00000001", keeper_start=start))
 
 
 def copies(d: Driver, task: int) -> list[tuple[str, int]]:
@@ -108,15 +109,36 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
     task = d.running(spec(**ONE))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room"))
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room", keeper_start=1))
     assert copies(d, task) == [("n2", 10)]
     kept(d, task, "n1", 20)
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=7, task=0, why="another one's"))
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=7, task=0, why="another one's",
+                                keeper_start=9))
     assert copies(d, task) == [("n2", 10), ("n1", 20)]
     d.join("n2", incarnation=2, slots=1)
     assert copies(d, task) == [("n1", 20)]
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended"))
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended", keeper_start=1))
     assert copies(d, task) == []
+
+
+def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
+    """The rank's agent tells of copies, the keeper's agent of its end: in whatever order."""
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    ended = r.CopiesLost(node="n2", incarnation=1, task=0, why="it ended", keeper_start=1)
+    d.tell("n2/1", ended)
+    kept(d, task, "n2", 10, start=1)
+    assert copies(d, task) == [], "its copies went with it"
+    kept(d, task, "n2", 20, start=2)
+    kept(d, task, "n1", 20)
+    assert copies(d, task) == [("n2", 20), ("n1", 20)]
+    kept(d, task, "n2", 30, start=3)
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "a later one has nothing of the last"
+    d.tell("n2/1", msgspec.structs.replace(ended, keeper_start=2))
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
+    d.join("n2", incarnation=2, slots=1)
+    kept(d, task, "n2", 40, start=1)
+    assert copies(d, task) == [("n1", 20)], "of the agent before"
 
 
 def test_what_would_be_lost_counts_copies_elsewhere() -> None:

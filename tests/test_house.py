@@ -28,7 +28,7 @@ ARROWS = {
 SHARED = ("training", "wire", "forking", "keeping", "linux")
 PURE = (
     *(f"control_plane/{name}.py" for name in (
-        "state", "fold", "severity", "throughput", "planner", "placement", "transition",
+        "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
         "calibration", "pricing", "waiting", "withhold", "leaving", "copies", "intake")),

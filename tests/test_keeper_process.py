@@ -34,7 +34,8 @@ class Told(list[tuple[int, str]]):
 @asynccontextmanager
 async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[Keeper]:
     keeper = Keeper("127.0.0.1", SECRET, {**os.environ, **env},
-                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear)
+                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear,
+                    start=5)
     try:
         yield keeper
     finally:
@@ -54,7 +55,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
         async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
             endpoint = keeper.endpoint
             assert keeper.pid == 0
-            await asyncio.to_thread(put, endpoint, offer(10), bytes(100))
+            assert (await asyncio.to_thread(put, endpoint, offer(10), bytes(100)))[1] == 5
             first = keeper.pid
             score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
             assert int(score) == 1000, "it goes before a rank does"
@@ -64,7 +65,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
             os.kill(first, signal.SIGKILL)
             await until(lambda: told, "its end is heard of")
             assert told == [(0, "the keeper has ended")]
-            await asyncio.to_thread(put, endpoint, offer(30), bytes(100))
+            assert (await asyncio.to_thread(put, endpoint, offer(30), bytes(100)))[1] == 6
             assert keeper.pid not in (0, first)
             assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
             keeper.forget(TASK)

@@ -96,7 +96,9 @@ class Sum(Message, frozen=True, kw_only=True):
 
 
 class Kept(Message, frozen=True, kw_only=True):
-    """The copy is there, whole."""
+    """The copy is there, whole. `start` is the keeper's: what ends with it."""
+
+    start: int
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -231,14 +233,15 @@ def _answer(secret: str, who: str, nonce: bytes) -> bytes:
 
 # --- what a rank does ---------------------------------------------------------------------------
 def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
-        goes_on: Callable[[], None] = lambda: None) -> str:
-    """Have the keeper take a copy; its checksum. Raises OSError, Failed."""
+        goes_on: Callable[[], None] = lambda: None) -> tuple[str, int]:
+    """Have the keeper take a copy; its checksum, and the keeper's start. Raises OSError, Failed."""
     send(connection, offer)
     receive(connection, Go)
     checksum = pour(connection, parts, goes_on)
     send(connection, Sum(checksum=checksum))
-    receive(connection, Kept)
-    return checksum
+    kept = receive(connection, Kept)
+    assert isinstance(kept, Kept)
+    return checksum, kept.start
 
 
 def get(connection: socket.socket, wish: Wish, room: Callable[[Offer], memoryview]

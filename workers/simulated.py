@@ -70,6 +70,7 @@ class PaperAgent:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall
         self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
         self.source = f"{node}/{incarnation}"
+        self._keeper_start = incarnation
         self.alive = True
         self.processes: dict[int, PaperProcess] = {}
         """Slot -> what runs there."""
@@ -86,7 +87,7 @@ class PaperAgent:
         self.say(NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
                             host=f"{self.node}.paper", num_slots=self.num_slots,
                             keeper=f"{self.node}.paper:1"))
-        self.net.keepers.open(self.node)
+        self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
             group.create_task(self._listen(), name=f"{self.source} listen")
@@ -141,9 +142,10 @@ class PaperAgent:
 
     def lose_copies(self) -> None:
         """Its keeper ends, and another one starts."""
-        self.net.keepers.open(self.node)
         self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=0,
-                            why="the keeper has ended"))
+                            why="the keeper has ended", keeper_start=self._keeper_start))
+        self._keeper_start += 1
+        self.net.keepers.open(self.node, self._keeper_start)
 
     def raise_in(self, process: PaperProcess, error: str) -> None:
         """An exception in the rank: it tells of it, then its process ends with code 1."""

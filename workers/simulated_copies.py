@@ -26,26 +26,28 @@ class PaperKeepers:
 
     def __init__(self) -> None:
         self._shelves: dict[str, dict[int, list[PaperCopy]]] = {}
+        self._starts: dict[str, int] = {}
         self.num_kept = self.num_served = 0
 
-    def open(self, node: str) -> None:
-        self._shelves[node] = {}
+    def open(self, node: str, start: int) -> None:
+        """A keeper starts, with nothing; `start` is its number."""
+        self._shelves[node], self._starts[node] = {}, start
 
     def close(self, node: str) -> None:
         """The node's agent has ended, or its keeper alone: nothing is left."""
         self._shelves.pop(node, None)
 
-    def put(self, node: str, task: int, copy: PaperCopy) -> bool:
-        """Whether the keeper takes it: it is there, and knows of no later generation."""
+    def put(self, node: str, task: int, copy: PaperCopy) -> int:
+        """The number of the keeper that takes it; 0: none, or it knows of a later generation."""
         shelf = self._shelves.get(node)
         if shelf is None:
-            return False
+            return 0
         known = shelf.setdefault(task, [])
         if known and known[-1].generation > copy.generation:
-            return False
+            return 0
         shelf[task] = [*known, copy][-NUM_COPIES_MAX:]
         self.num_kept += 1
-        return True
+        return self._starts[node]
 
     def forget(self, node: str, task: int) -> None:
         self._shelves.get(node, {}).pop(task, None)

@@ -326,14 +326,16 @@ class PaperRank:
 
     def _send_copy(self, node: str, copy: PaperCopy) -> None:
         """A copy arrives, if its sender still lives and runs; a keeper's word at most a second."""
-        at_s = self.net.loop.time()
-        if not self.alive or self.stopped_s or not self.net.keepers.put(node, self.task, copy):
+        at_s, every_s = self.net.loop.time(), self.net.tempo.progress_s
+        if not self.alive or self.stopped_s:
             return
-        if at_s - self._kept_s.get(node, -self.net.tempo.progress_s) >= self.net.tempo.progress_s:
+        start = self.net.keepers.put(node, self.task, copy)
+        if start and at_s - self._kept_s.get(node, -every_s) >= every_s:
             self._kept_s[node] = at_s
             self.say(CopyKept(task=self.task, rank=self.rank, attempt=self.attempt,
                               generation=copy.generation, step_version=copy.step_version,
-                              node=node, copy_bytes=COPY_BYTES, checksum=copy.checksum))
+                              node=node, copy_bytes=COPY_BYTES, checksum=copy.checksum,
+                              keeper_start=start))
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()

@@ -103,11 +103,15 @@ class Agent:
 
         def lost(task: int, why: str) -> None:
             self._outbox.put(CopiesLost(node=node.name, incarnation=node.incarnation, task=task,
-                                        why=why))
+                                        why=why, keeper_start=keeper.start))
 
-        return Keeper(node.host, node.secret, os.environ,
-                      (MARK, f"{node.mark}{node.incarnation}:keeper"),
-                      node.state_dir / "logs" / f"keeper-{node.name}.log", lost)
+        # Counted from the incarnation: each start takes longer than the millisecond that it adds,
+        # so that all of this agent's stay below those of the next one.
+        keeper = Keeper(node.host, node.secret, os.environ,
+                        (MARK, f"{node.mark}{node.incarnation}:keeper"),
+                        node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
+                        node.incarnation)
+        return keeper
 
     def _report(self, body: Body, occurred_s: float | None) -> None:
         self._outbox.put(body, occurred_s)

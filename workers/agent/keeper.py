@@ -32,10 +32,14 @@ _log = structlog.get_logger("agent")
 
 
 class Keeper:
-    """Listens on `host`; `lost` hears which task has no copies any more (0: none has), and why."""
+    """Listens on `host`; `lost` hears which task has no copies any more (0: none has), and why.
+
+    `start` is the number of the process that runs, or runs next; each has one more than the last.
+    """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
-                 log_path: Path, lost: Callable[[int, str], None]) -> None:
+                 log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
+        self.start = start
         self._env = {**env, keeping.SECRET: secret, marker[0]: marker[1]}
         self._log_path = log_path
         self._lost = lost
@@ -86,7 +90,8 @@ class Keeper:
                 fds = (theirs.fileno(), self._listener.fileno())
                 with self._log_path.open("ab") as log:
                     self._popen = subprocess.Popen(
-                        [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1])],
+                        [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1]),
+                         "--start", str(self.start)],
                         stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
                         pass_fds=fds, start_new_session=True,
                         preexec_fn=lambda: linux.die_with(parent))
@@ -116,6 +121,7 @@ class Keeper:
             self._end()
             if self._has_kept:
                 self._lost(0, "the keeper has ended")
+            self.start += 1
             self._listen_again("the keeper has ended, and with it its copies" if self._has_kept
                                else "the keeper has ended before it had a copy",
                                see=str(self._log_path))

@@ -1,4 +1,4 @@
-"""The keeper: `python -m unicron.workers.keeper.process --fd N --listen M`.
+"""The keeper: `python -m unicron.workers.keeper.process --fd N --listen M --start NUMBER`.
 
 It serves the listening socket M, which its agent holds too, so that a keeper that is started anew
 is found where the last one was. Socket N is the agent's: a task's number comes when the task has
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="unicron.workers.keeper.process")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--listen", type=int, required=True)
+    parser.add_argument("--start", type=int, required=True)
     asked = parser.parse_args()
     agent, listener = socket.socket(fileno=asked.fd), socket.socket(fileno=asked.listen)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +60,7 @@ def main() -> None:
     def tell(task: int) -> None:
         agent.send(task.to_bytes(keeping.TASK_BYTES, "big"))
 
-    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(keeping.NO_TASK))
+    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(keeping.NO_TASK), start=asked.start)
     say(f"copies may take {shelf.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, shelf, secret), daemon=True).start()
     while data := agent.recv(keeping.TASK_BYTES):
@@ -165,7 +166,7 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer, said: Said) 
         said.fails(task, f"refused: {error}")
         keeping.send(connection, Refused(why=str(error)))
         return
-    answer: Kept | Refused = Kept()
+    answer: Kept | Refused = Kept(start=shelf.start)
     try:
         keeping.send(connection, keeping.Go())
         checksum = keeping.take(connection, memoryview(memory))

@@ -28,12 +28,14 @@ class Shelf:
     """At most `bytes_max` bytes of copies, whole ones and those on their way. Safe for threads.
 
     `lost` hears of a task of which nothing is left although it has not ended; `first` is called
-    when the first copy of all is there, before anybody is told so.
+    when the first copy of all is there, before anybody is told so. `start` is the keeper's number:
+    a later one of its node has a higher one.
     """
 
     def __init__(self, bytes_max: int, lost: Callable[[int], None],
-                 first: Callable[[], None] = lambda: None) -> None:
+                 first: Callable[[], None] = lambda: None, *, start: int = 0) -> None:
         self.bytes_max = bytes_max
+        self.start = start
         self._lost = lost
         self._first = first
         self._is_new = True

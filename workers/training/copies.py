@@ -131,18 +131,18 @@ class Copier:
         for keeper in keepers:
             why = ""
             try:
-                checksum = self._put(keeper, offer)
+                checksum, keeper_start = self._put(keeper, offer)
             except (OSError, Failed) as error:
                 why = str(error) or type(error).__name__
             else:
-                self._say_kept(keeper, offer, checksum)
+                self._say_kept(keeper, offer, checksum, keeper_start)
             if why and self._failing.get(keeper.node) != why:
                 log.warning("copy not kept", node=keeper.node, iteration=snapshot.step_version,
                             why=why)
             self._failing[keeper.node] = why
         self._note("copied", generation, snapshot.step_version)
 
-    def _put(self, keeper: Keeper, offer: Offer) -> str:
+    def _put(self, keeper: Keeper, offer: Offer) -> tuple[str, int]:
         halfway = iter(range(offer.copy_bytes // keeping.CHUNK_BYTES // 2, -1, -1))
 
         def goes_on() -> None:
@@ -153,7 +153,8 @@ class Copier:
               self._spare(connection.fileno())):
             return keeping.put(connection, offer, self._snapshot.parts(), goes_on)
 
-    def _say_kept(self, keeper: Keeper, offer: Offer, checksum: str) -> None:
+    def _say_kept(self, keeper: Keeper, offer: Offer, checksum: str,
+                  keeper_start: int) -> None:
         now_s = clock()
         if now_s - self._told_s.get(keeper.node, -TELL_S) < TELL_S:
             return
@@ -161,7 +162,7 @@ class Copier:
         self._tell(CopyKept(
             task=offer.task, rank=offer.rank, attempt=offer.attempt, generation=offer.generation,
             step_version=offer.step_version, node=keeper.node, copy_bytes=offer.copy_bytes,
-            checksum=checksum))
+            checksum=checksum, keeper_start=keeper_start))
 
 
 # --- the layout of the bytes --------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What goes wrong, as the state holds it: a fault that was noticed, the incident it becomes."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..events.orders import Severity
+from ..events.reports import Origin
+
+ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
+"""From the nearest to the farthest."""
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
+
+    ranks: tuple[int, ...]
+    node: str
+    status: str
+    why: str
+    evidence: tuple[int, ...]
+    at_s: float
+    hurts: bool
+    """Training was interrupted by it."""
+    ended: bool
+    """It took a process, so that a restart is due."""
+
+
+class Incident(Struct, kw_only=True):
+    """What one fault, with all that followed from it, did to one task."""
+
+    id: int
+    task: int
+    node: str
+    severity: Severity
+    status: str
+    ranks: list[int]
+    why: str
+    evidence: list[int]
+    opened_s: float
+    down_since_s: float = -1.0
+    """Since when the task does not step; below 0: it does."""
+    pause_s: float = 0.0
+    iterations_lost: int = 0
+    kept: int = 0
+    dealt: int = 0
+    kept_before: int = 0
+    """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
+    dealt_before: int = 0
+    ckpt_read: bool = False
+    origin: Origin = ""
+    """The farthest that a member's state was taken from, and of which node."""
+    origin_node: str = ""
+    received_bytes: int = 0
+    """Of state, by all members."""
+    outcome: str = ""
+    closed_s: float = 0.0
