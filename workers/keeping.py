@@ -26,7 +26,7 @@ from msgspec import Struct
 
 TASK_BYTES = 8
 """Of a task as agent and keeper name it: which has ended, which has lost its copies."""
-NO_TASK = 0
+FIRST_CODE = 0
 """What a keeper says in its place when it has its first copy."""
 SECRET = "UNICRON_COPIES_SECRET"
 """Names, in the environment of keepers and ranks, what they prove to know: hex digits."""

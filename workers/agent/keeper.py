@@ -113,7 +113,7 @@ class Keeper:
         except OSError:
             data = b""
         task = int.from_bytes(data, "big")
-        if data and task == keeping.NO_TASK:
+        if data and task == keeping.FIRST_CODE:
             self._has_kept, self._num_vain = True, 0
         elif data:
             self._lost(task, "they made room for one that did not come")

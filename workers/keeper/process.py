@@ -2,7 +2,7 @@
 
 It serves the listening socket M, which its agent holds too, so that a keeper that is started anew
 is found where the last one was. Socket N is the agent's: a task's number comes when the task has
-ended, and goes back when nothing is left of one that has not; NO_TASK goes back with the first
+ended, and goes back when nothing is left of one that has not; FIRST_CODE goes back with the first
 copy. Ends with its agent.
 
 Environment: UNICRON_COPIES_SECRET (keeping.py); UNICRON_COPIES_BYTES_MAX, the memory that copies
@@ -60,7 +60,7 @@ def main() -> None:
     def tell(task: int) -> None:
         agent.send(task.to_bytes(keeping.TASK_BYTES, "big"))
 
-    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(keeping.NO_TASK), start=asked.start)
+    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(keeping.FIRST_CODE), start=asked.start)
     say(f"copies may take {shelf.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, shelf, secret), daemon=True).start()
     while data := agent.recv(keeping.TASK_BYTES):
