@@ -224,6 +224,11 @@ def _check_train(train: Train, slots: Slots) -> None:
     _need_count(batch.global_, "train.batch.global")
     _need(batch.global_ % batch.micro == 0, "train.batch.global",
           f"{batch.global_} is not a multiple of micro {batch.micro}")
+    # Megatron counts the tokens that it divides by in 32 bits.
+    _need(train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
+          "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens are more than "
+          f"the {COUNT_NUM_MAX} of an iteration that can be counted",
+          "lower it or train.model.sequence, or write loss: per_micro_batch")
     _need(slots.max <= train.num_micro_batches, "slots.max",
           f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
           "raise train.batch.global, lower train.batch.micro or slots.max")

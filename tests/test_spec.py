@@ -90,6 +90,7 @@ REFUSED: list[tuple[Any, str]] = [
     (model(tie_embeddings="yes"), "train.model.tie_embeddings"),
     (batch(micro=0), "train.batch.micro"), (batch(**{"global": 0}), "train.batch.global"),
     (batch(**{"global": 7, "micro": 2}), "train.batch.global"),
+    (train(batch={"global": 2**20, "micro": 1}, model={"sequence": 2**11}), "train.batch.global"),
     (batch(global_=8), "train.batch.global_"),
     ({**batch(**{"global": 4, "micro": 2}), "slots": {"max": 3}}, "slots.max"),
     *((optimizer(**{name: value}), f"train.optimizer.{name}")
@@ -119,6 +120,14 @@ def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
     with pytest.raises(SpecError, match="is not a field") as told:
         parse(model(hiden=64))
     assert told.value.hint == "did you mean hidden?"
+
+
+def test_as_many_tokens_as_can_be_counted_and_more_where_none_are() -> None:
+    most: dict[str, Any] = {"batch": {"global": 2**20 - 1, "micro": 1},
+                            "model": {"sequence": 2**11}}
+    assert parse(train(**most)).train is not None
+    most["batch"]["global"] *= 2
+    assert parse(train(**most, loss="per_micro_batch")).train is not None
 
 
 def test_defaults_and_normal_form() -> None:
