@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from unicron.events.spec import Batch, Model, Train
-from unicron.workers.training import model
+from unicron.workers.training import checkpoint, model
+from unicron.workers.training.history import History
+from unicron.workers.training.reference import compare
 from unicron.workers.training.stepping import step
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -54,3 +58,16 @@ def test_an_iteration_without_any_token_is_finite(alone: Any, loss: str) -> None
     trainee.optimizer.scale_loss(nothing).backward()
     assert step(trainee, trainee.num_tokens(EMPTY), lambda event: None)
     assert all(param.isfinite().all() for param in trainee.module.parameters())
+
+
+def test_a_loss_of_zero_can_be_compared(alone: Any, tmp_path: Path) -> None:
+    trainee = built(alone, "per_token")
+    for name, first in (("zero", 0.0), ("other", 0.5)):
+        history = History()
+        history.add(0, first, 0.1)
+        history.add(1, 2.0, 0.1)
+        checkpoint.save(tmp_path / name, trainee, 2, history)
+    zero, other = tmp_path / "zero", tmp_path / "other"
+    assert compare(zero, zero).loss_rel == 0
+    assert compare(other, zero).loss_rel == math.inf
+    assert compare(zero, other).loss_rel == 1

@@ -173,7 +173,7 @@ def compare(one: Path, other: Path) -> Difference:
             norms.append(wanted.double().square().sum().item())
     return Difference(
         num_losses=len(losses), loss_abs=_most(loss_abs),
-        loss_rel=_most([gap / abs(b) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
+        loss_rel=_most([_ratio(gap, abs(b)) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
         param_abs=_most(param_abs),
         param_rel=math.sqrt(math.fsum(gaps) / math.fsum(norms)),
     )
@@ -196,6 +196,13 @@ def read(folder: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         dcp.load(data, checkpoint_id=folder, no_dist=True)
     return data
+
+
+def _ratio(gap: float, whole: float) -> float:
+    """A loss is 0 where no token carries any: whatever differs from that does so wholly."""
+    if whole:
+        return gap / whole
+    return math.inf if gap else 0.0
 
 
 def _most(values: Sequence[float]) -> float:
