@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ...events.orders import KeepCopies, Quiesce, QuiesceMode, Reconfigure, Resume
 from ...events.reports import Body
@@ -36,8 +36,11 @@ BUILDING_S_MAX = 10.0
 """How much longer it may take where the building of a generation itself is to be ended."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
+LEFT_NUM_MAX = 4
+"""Collectives that may be left behind at one time: each keeps its sums in memory until it ends, by
+its own limit (communicators.COLLECTIVE_S_MAX) where nothing else ends it."""
 EXIT_STUCK = 4
-"""Exit code of a rank that could not leave the building of a generation."""
+"""Exit code of a rank that could not leave a generation's building, or has left too many behind."""
 T = TypeVar("T")
 
 
@@ -65,6 +68,7 @@ class Control:
         self._insisting = False
         self._apart = False
         self._abandoned = False
+        self._left: list[Callable[[], bool]] = []
         self._others = _one_thread()
         self.keep: KeepCopies | None = None
         """Who is to get copies from now on, as told last."""
@@ -123,12 +127,22 @@ class Control:
                 self._apart = False
             if not future.done():
                 self._others = _one_thread()
+                self.leave_behind(lambda: not future.done())
                 raise Abandoned
             error = future.exception()
             if isinstance(error, RuntimeError):
                 # Without its traceback, whose frames would keep the generation's groups alive.
                 raise error.with_traceback(None)
             return future.result()
+
+    def leave_behind(self, waits: Callable[[], bool]) -> None:
+        """A collective waits on, in a thread that nobody waits for, while `waits` says so.
+
+        One too many ends the process: its peers hold the same state, and no memory lasts for ever.
+        """
+        self._left = [each for each in (*self._left, waits) if each()]
+        if len(self._left) > LEFT_NUM_MAX:
+            _end_stuck(f"{len(self._left)} collectives were left behind and wait on")
 
     def _wait_ended(self, future: Future[T]) -> None:
         with self._changed:
@@ -213,10 +227,7 @@ class Control:
                         self._abandoned = True
                         break
                     if time.monotonic() > last_s + BUILDING_S_MAX:
-                        Talk(sys.stderr).write("stuck in a generation that was closed: this "
-                                               "process ends\n")
-                        Talk(sys.stderr).flush()
-                        os._exit(EXIT_STUCK)
+                        _end_stuck("stuck in a generation that was closed")
                 self._wake()
                 self._changed.wait(WAKE_S)
             self._insisting = False
@@ -252,6 +263,12 @@ class Control:
                 os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
                 self._take(frame.body)
+
+
+def _end_stuck(why: str) -> NoReturn:
+    Talk(sys.stderr).write(f"{why}: this process ends\n")
+    Talk(sys.stderr).flush()
+    os._exit(EXIT_STUCK)
 
 
 def _one_thread() -> ThreadPoolExecutor:

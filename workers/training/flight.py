@@ -92,15 +92,17 @@ class Flight:
         if self._stats.is_cuda:  # there `wait` holds the stream, not the host
             torch.cuda.current_stream().synchronize()
 
-    def end(self, wake: Callable[[], None]) -> None:
-        """See all that was launched end; what does not is left behind in a thread of its own."""
+    def end(self, wake: Callable[[], None]) -> threading.Thread | None:
+        """See all that was launched end; what does not is left behind in the thread returned."""
         last_s = time.monotonic() + END_S_MAX
         while not all(work.is_completed() for works in self._works for work in works):
             wake()
             if time.monotonic() > last_s:
-                threading.Thread(target=self._outlive, name="left behind", daemon=True).start()
-                return
+                left = threading.Thread(target=self._outlive, name="left behind", daemon=True)
+                left.start()
+                return left
             time.sleep(END_S)
+        return None
 
     def _outlive(self) -> None:
         for works in self._works:

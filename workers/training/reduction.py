@@ -118,8 +118,8 @@ class Reduction:
             self._note, goes_on)))
         self.num_complete = flight.num_complete
         if isinstance(found, str):
-            if buckets.flight is not None:
-                flight.end(communicators.wake)
+            if buckets.flight is not None and (left := flight.end(communicators.wake)) is not None:
+                control.leave_behind(left.is_alive)
             buckets.reset()
         else:
             # Nothing of this waits any more: Megatron takes note of what has ended.
