@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from keepers import SECRET, LocalKeeper
 from nursery import Forked, Nursery
 from unicron.events.orders import (
     Copy,
+    DropCopies,
     Member,
     Quiesce,
     QuiesceMode,
@@ -43,6 +46,8 @@ from unicron.workers.wire import Frame, Unpacker, pack
 START_S = 90.0
 WAIT_S = 60.0
 TASK = 7
+NO_ORDER = DropCopies(nodes=("n1",), task=0)
+"""Says nothing to a rank."""
 
 
 class Process:
@@ -67,6 +72,15 @@ class Process:
 
     def send(self, body: Body) -> None:
         self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
+
+    def read_all(self, limit_s: float) -> bool:
+        """Wait until it has read all that it was sent; whether it did. Source: tcp(7), SIOCOUTQ."""
+        last_s = time.monotonic() + limit_s
+        while any(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))):
+            if time.monotonic() > last_s:
+                return False
+            time.sleep(0.001)
+        return True
 
     def signal(self, number: int) -> None:
         os.kill(self.popen.pid, number)
@@ -153,6 +167,14 @@ class Driver:
     def order(self, body: Body, ranks: list[int]) -> None:
         for rank in ranks:
             self.processes[rank].send(body)
+
+    def heard(self, *ranks: int) -> None:
+        """Wait until these know of every order that they were sent."""
+        for rank in ranks:
+            process = self.processes[rank]
+            assert process.read_all(WAIT_S), self.story()
+            process.send(NO_ORDER)  # what came before is taken before this is read
+            assert process.read_all(WAIT_S), self.story()
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
                     copies: tuple[Copy, ...] = ()) -> int:

@@ -140,6 +140,25 @@ def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
+def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: Twins) -> None:
+    """Nor is it said again that it does, where that was said before."""
+    here = three.hold(1, "reduce", STRUCK)
+    three.form([0, 1, 2])
+    three.held(1, STRUCK)
+    for rank in (0, 2):
+        three.strike(rank, iteration=STRUCK, event="bucket")
+    three.ask_to_leave([0, 1, 2], "now")
+    three.heard(1)
+    here.unlink()
+    held = three.quiesced([0, 1, 2])
+    assert held[1].micro_batches == (1, 4, 7, 10), "its backward is as any other"
+    told = [line["event"] for line in three.trace(1) if line["iteration"] == STRUCK]
+    assert told.count("reduce") == 1
+    assert "stats" not in told
+    three.form([0, 1, 2])
+    finish(three, [0, 1, 2], twin(0.0))
+
+
 def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
     """Too late for the stats of this iteration: all stop after the next."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)

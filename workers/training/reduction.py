@@ -64,13 +64,18 @@ class Reduction:
         """
         if self._buckets is None:
             return
-        self._note("reduce")
         generation = communicators.generation
-        if control.asked(generation) == "now":
+
+        def leaves() -> bool:
+            return control.asked(generation) == "now"
+
+        if leaves():
+            return
+        self._note("reduce")
+        if leaves():  # told so meanwhile
             return
         self._note("stats")
-        self._buckets.begin(self._told(control, communicators, mine),
-                            lambda: control.asked(generation) == "now")
+        self._buckets.begin(self._told(control, communicators, mine), leaves)
 
     def backward(self) -> AbstractContextManager[None]:
         """Around every backward: only one that a reduction was begun for launches buckets."""
