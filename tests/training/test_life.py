@@ -22,14 +22,20 @@ from unicron.events.reports import (
 
 Drive = Callable[..., Any]
 Twins = Callable[[float], Any]
-END_S = 5.0
-HELD_S_MAX = 5.0
+WAIT_S = 60.0
 REBUILDS = 12
 
 
 def _open(pid: int) -> tuple[int, int]:
     """Descriptors and threads of a process."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+def _until(driver: Any, holds: Callable[[], bool], more: object = "") -> None:
+    last_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < last_s, f"{more}\n{driver.story()}"
+        time.sleep(0.005)
 
 
 def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive: Drive) -> None:
@@ -41,7 +47,9 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
         driver.form([0, 1])
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
-    assert seen[2] == seen[-1], seen
+    # No more than after the third; what was left closes and ends in its own time.
+    _until(driver, lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
+                               for now, then in zip(_open(pid), early, strict=True)), seen)
     versions = [told.step_version for told in driver.told(Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
@@ -60,29 +68,34 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
     for pid in pids:
         assert _listens_on_loopback_only(pid)
     # Agents gone: ranks end.
-    began_s = time.monotonic()
     driver.processes[0].socket.shutdown(socket.SHUT_RDWR)
-    assert driver.processes[0].popen.wait(END_S) == 3
+    assert driver.processes[0].popen.wait(WAIT_S) == 3
     driver.processes[1].signal(signal.SIGTERM)
-    assert driver.processes[1].popen.wait(END_S) == -signal.SIGTERM
-    assert time.monotonic() - began_s < END_S
+    assert driver.processes[1].popen.wait(WAIT_S) == -signal.SIGTERM
 
 
-def _listens_on_loopback_only(pid: int) -> bool:
-    """Whether every listening TCP socket of the process is bound to 127.0.0.1."""
+def _tcp(pid: int) -> list[list[str]]:
+    """The process's TCP sockets: their fields in /proc/net/tcp. Source: proc_net_tcp in Linux."""
     inodes = set[str]()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
             inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
         except OSError:
             continue
-    bound: list[str] = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                bound.append(fields[1].split(":")[0])
-    return bool(bound) and set(bound) == {"0100007F"}
+    lines = [line.split() for table in ("tcp", "tcp6")
+             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return [fields for fields in lines if f"socket:[{fields[9]}]" in inodes]
+
+
+def _listens_on_loopback_only(pid: int) -> bool:
+    """Whether every listening TCP socket of the process is bound to 127.0.0.1."""
+    bound = {fields[1].split(":")[0] for fields in _tcp(pid) if fields[3] == "0A"}
+    return bound == {"0100007F"}
+
+
+def _unsent_bytes(pid: int) -> int:
+    """What the process has sent on one of its TCP sockets, and nobody has taken."""
+    return max((int(fields[4].split(":")[0], 16) for fields in _tcp(pid)), default=0)
 
 
 def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
@@ -91,7 +104,7 @@ def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
     told = driver.wait(RankErrored, 0)
     assert told.error == "UsageError"
     assert told.text.startswith("train.data: /nonexistent/text: No such file")
-    assert driver.processes[0].popen.wait(END_S) == 1
+    assert driver.processes[0].popen.wait(WAIT_S) == 1
     assert not driver.told(RankReady)
 
     other = drive(output="/proc/nowhere")
@@ -115,16 +128,23 @@ rank.main()
 """
 
 
+PATIENT = """
+from unicron.workers.training import communicators, rank
+communicators.GROUP_S_MAX = 600.0
+rank.main()
+"""
+"""Whoever waits for a group ends only where it is woken."""
+
+
 def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) -> None:
     driver = drive(iterations=3)
+    driver.argv = [sys.executable, "-c", PATIENT]
     driver.start(0, 2)
     driver.argv = [sys.executable, "-c", DIES_BEFORE_CONNECTING]
     driver.start(1)
     driver.reconfigure([0, 1, 2])
-    assert driver.processes[1].popen.wait(END_S) == 9
-    began_s = time.monotonic()
+    assert driver.processes[1].popen.wait(WAIT_S) == 9
     driver.quiesce([0, 2], "now")
-    assert time.monotonic() - began_s < END_S
     assert len(driver.told(ReconfigureFailed)) == 2
     driver.form([0, 2])
     driver.finish([0, 2])
@@ -139,24 +159,53 @@ def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> Non
     driver.finish([0])
 
 
+SENDS_SLOWLY = """
+import os, socket
+from unicron.workers.training import rank, sockets
+from unicron.workers.training.iteration import Iteration
+right = Iteration.run
+SO_MAX_PACING_RATE = 47
+def run(self, *given):
+    if self.step_version == 2:
+        for descriptor in sockets.inodes().values():
+            with socket.socket(fileno=os.dup(descriptor)) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6):
+                    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+                    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+                    if os.environ["UNICRON_RANK"] == "0":
+                        own.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 100_000)
+    return right(self, *given)
+Iteration.run = run
+rank.main()
+"""
+"""Half a minute for what rank 0 sends of the third iteration's sum, whatever the cores are busy
+with, and no more room on its way than a small part of it."""
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> None:
-    """gloo never tells a half-done send that its connection is closed: it is left behind."""
-    model = {"num_layers": 2, "hidden": 768, "num_heads": 4, "sequence": 16}
+    """gloo does not tell every half-done send that its connection is closed."""
+    model = {"num_layers": 2, "hidden": 256, "num_heads": 4, "sequence": 16}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
-                   bucket_params=4_000_000 if overlap else 0)
+                   bucket_params=400_000 if overlap else 0)
+    driver.argv = [sys.executable, "-c", SENDS_SLOWLY]
     driver.start(0, 1)
     driver.form([0, 1])
-    driver.strike(1, iteration=2, event="bucket" if overlap else "reduce")
-    time.sleep(0.02)
+    for rank in (0, 1):
+        driver.strike(rank, iteration=2, event="bucket")
     driver.processes[1].signal(signal.SIGSTOP)
-    time.sleep(0.5)
-    began_s = time.monotonic()
+    unsent = [0]
+
+    def stuck() -> bool:
+        """Whether nobody takes what it sends."""
+        time.sleep(0.1)
+        unsent.append(_unsent_bytes(driver.processes[0].popen.pid))
+        return all(unsent[-5:]) and len(set(unsent[-5:])) == 1
+
+    _until(driver, stuck, unsent)
     held = driver.quiesce([0], "now")
-    assert time.monotonic() - began_s < HELD_S_MAX
     driver.kill(1)
     assert len(held[0].micro_batches) == 2, "the stop came in the middle of the sum"
-    print(driver.processes[0].log.read_text())
     driver.form([0], progress_from=2)
     driver.finish([0])
     assert len(driver.losses()) == 6
@@ -246,7 +295,7 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
     driver.form([0])
     told = driver.wait(RankErrored, 0)
     assert (told.error, told.generation, told.iteration) == ("ValueError", 1, 2)
-    assert driver.processes[0].popen.wait(END_S) == 1
+    assert driver.processes[0].popen.wait(WAIT_S) == 1
     log = driver.processes[0].log.read_text()
     assert "Traceback" in log
     assert "ValueError: raised on purpose" in log
