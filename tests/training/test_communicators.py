@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -11,11 +13,17 @@ from megatron.core import parallel_state
 from unicron.events.spec import Model, Train
 from unicron.workers.training import communicators, cpu, model, sockets
 from unicron.workers.training.communicators import COLLECTIVE_S_MAX, Communicators
+from unicron.workers.training.control import Control
+from unicron.workers.training.reduction import Reduction, Stats
+from unicron.workers.wire import Unpacker
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
               output="unused", overlap=True, bucket_params=3_000)
+
+
+CLOSED_S_MAX = 60.0
 
 
 def handles(thing: Any, seen: set[int]) -> int:
@@ -59,11 +67,49 @@ def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -
         ours.down(roots)
         assert not handles(roots, set())
         assert not globals_kept()
-        assert len(sockets.inodes()) == before, "gloo closes them with its last reference"
+        last_s = time.monotonic() + CLOSED_S_MAX
+        while len(sockets.inodes()) > before:  # by gloo, in a thread of its own
+            assert time.monotonic() < last_s, "gloo closes them with its last reference"
+            time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
         ours.up()
         assert handles(roots, set()) == num_handles, "each is back in its role"
     ours.down(roots)
+
+
+def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() -> None:
+    """torch forgets groups that it aborts; here gloo's, aborted as NCCL's are."""
+    cpu.stand_in()
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    ours.meet(0, 0, 1, ours.endpoint, b"")
+    ours.up()
+    trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
+    reduction = Reduction(trainee, lambda event, bucket=-1: None, closely=False)
+    agent, theirs = socket.socketpair()
+    with agent, theirs:
+        control = Control(theirs, 0, Unpacker())
+        ours.backend = "nccl"
+        dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="has not been initialized"):
+            reduction.meet(control, ours, Stats(0.0, 0))
+        ours.wake()
+        assert reduction.meet(control, ours, Stats(0.0, 0)) == "quiesced"
+    ours.down(trainee.roots)
+
+
+def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL is left, here with gloo's groups: aborted first, or nothing would end."""
+    cpu.stand_in()
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    ours.meet(0, 0, 1, ours.endpoint, b"")
+    ours.up()
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize",
+                        lambda: seen.append((ours.is_up, ours.groups is not None)))
+    ours.backend = "nccl"
+    ours.down([])
+    assert seen == [(False, True)]
 
 
 def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,42 @@ def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
     assert not any(told.buckets_reduced for told in held.values()), "none was begun"
 
 
+ABORTS = """
+from unicron.workers.training import rank
+from unicron.workers.training.communicators import Communicators
+right_up, right_wake = Communicators.up, Communicators.wake
+def up(self):
+    self.backend = "gloo"
+    right_up(self)
+    self.backend = "nccl"
+def wake(self):
+    right_wake(self)
+    print("woken in", self.generation, flush=True)
+Communicators.up, Communicators.wake = up, wake
+rank.main()
+"""
+"""gloo's groups, aborted as NCCL's are: torch knows them no more."""
+
+
+def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(
+        drive: Drive) -> None:
+    driver = drive(iterations=3)
+    driver.argv = [sys.executable, "-c", ABORTS]
+    driver.start(0, 1)
+    path = driver.hold(0, "settle", -1)  # before it says what state there is
+    driver.reconfigure([0, 1])
+    driver.held(0, -1)
+    driver.ask_to_leave([0, 1], "now")
+    log = driver.processes[0].log
+    _until(driver, lambda: "woken in 1" in log.read_text())
+    path.unlink()
+    assert set(driver.quiesced([0, 1])) == {0, 1}
+    assert "process group has not been initialized" in driver.told(ReconfigureFailed, 0)[0].error
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    assert sorted(driver.losses()) == [0, 1, 2]
+
+
 COUNTS = """
 import gc
 from unicron.workers.training import rank

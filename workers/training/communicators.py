@@ -8,6 +8,8 @@ Rules that hold here, each learnt from a hang or a wrong number:
 - Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
 - Whoever is woken may open another connection at once: `wake` is repeated until it is awake.
 - A collective counts only if nobody had begun to wake this generation when it came back.
+- NCCL is woken by an abort. torch then forgets the groups at once, also under whoever is about to
+  use one; what runs on the device is waited for, before what it works on is given away.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ CONNECT_S_MAX = 1.0
 """One attempt to connect to a store."""
 REACH_S = 0.05
 """Between two attempts to reach a store."""
+ABORTED = (KeyError, ValueError)
+"""Beside RuntimeError: what torch raises where it is asked for a group that it has aborted."""
 
 
 class Communicators:
@@ -122,6 +126,8 @@ class Communicators:
         """Leave the generation, whatever state it is in. Peers that wait for us wake up."""
         began_s = time.monotonic()
         self.wake()
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
         if self.groups is not None:
             self._handles.take(roots, groups.by_role(self.groups))
             vars(self.groups).clear()

@@ -25,7 +25,7 @@ from ...events.reports import (
 )
 from .. import keeping
 from . import checkpoint, copies, cpu, model, state, text
-from .communicators import Communicators
+from .communicators import ABORTED, Communicators
 from .control import Control, Interrupted
 from .history import History
 from .iteration import Iteration, clock
@@ -145,8 +145,8 @@ class Member:
                 told = self._meet_and_settle(order, ranks.index(self.start.rank))
         except Interrupted:
             why = "told to stop before it began"
-        except RuntimeError as error:
-            if poisoned(error):
+        except (RuntimeError, *ABORTED) as error:
+            if poisoned(error) or (isinstance(error, ABORTED) and not self.communicators.woken):
                 raise
             why = f"{type(error).__name__}: {error}".strip()
         if self.communicators.woken:

@@ -17,7 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from . import cpu
-from .communicators import Communicators
+from .communicators import ABORTED, Communicators
 from .control import Abandoned, Control, Interrupted
 from .flight import Buckets
 from .kept import Kept
@@ -151,8 +151,8 @@ class Reduction:
             if self._buckets is not None:
                 self._buckets.flight = None  # the thread that waits for it sees to its end
             return "quiesced"
-        except RuntimeError as error:
-            if poisoned(error):
+        except (RuntimeError, *ABORTED) as error:
+            if poisoned(error) or (isinstance(error, ABORTED) and not communicators.woken):
                 raise
             self.why = f"{type(error).__name__}: {error}".strip()
         if communicators.woken or (self.why and control.asked(communicators.generation) == "now"):
