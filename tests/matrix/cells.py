@@ -15,7 +15,7 @@ from unicron.workers.training.trace import Event
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready", "receive",
-                "joined"]
+                "joined", "beside"]
 """How a point is come to, see scenes.py."""
 
 RANKS = (0, 1, 2, 3)
@@ -66,6 +66,7 @@ class Point(NamedTuple):
 
 SINGLE = "a task is data-parallel: this is between pipeline or tensor ranks"
 SAVES = {"checkpoint_every": STRUCK}
+COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
 """Measured: at 512 the first gradients of this task are not finite, at 256 they are. So iterations
 0 to 3 are skipped."""
@@ -98,10 +99,13 @@ POINTS = (
     Point("after the optimizer step", "step", "stepped"),
     Point("schedule update", "step", "schedule"),
     Point("iteration done", "step", "done"),
-    Point("in-memory copy", event="copy", victim=0, mate=1, all_come=False,
-          train={"copy_every": STRUCK}),
+    Point("in-memory copy", event="copy", victim=0, mate=1, all_come=False, train=COPIES),
+    Point("in-memory copy half sent", "beside", "copy_mid", victim=0, mate=1, all_come=False,
+          train=COPIES),
     Point("checkpoint begun", event="save", victim=0, mate=1, all_come=False, train=SAVES),
-    Point("checkpoint written", event="saved", victim=0, mate=1, all_come=False, train=SAVES),
+    Point("checkpoint half written", "beside", "save_mid", victim=0, mate=1, all_come=False,
+          train=SAVES),
+    Point("checkpoint written", "beside", "saved", victim=0, mate=1, all_come=False, train=SAVES),
     Point("reconfiguration: meeting", "meeting", "meet"),
     Point("reconfiguration: settling", "meeting", "settle"),
     Point("reconfiguration: giving state", "meeting", "give", all_come=False),

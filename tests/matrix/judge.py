@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rank_twin import Twin
 from unicron.events.reports import CheckpointSaved, TaskProgressed
+from unicron.workers.training.reference import read
 
 from .cells import ITERATIONS, STRUCK
 from .scenes import Play
@@ -18,6 +19,8 @@ def complaints(play: Play, twin: Twin) -> Iterator[str]:
     yield from _work(play)
     if play.point.skips:
         yield from _skip(play)
+    if "checkpoint_every" in play.point.train:
+        yield from _saves(play)
     driver = play.driver
     if sorted(driver.losses()) != list(range(ITERATIONS)):
         yield f"iterations lost: losses of {sorted(driver.losses())}"
@@ -80,3 +83,19 @@ def _skip(play: Play) -> Iterator[str]:
                if line["event"] == "step"}
     if STRUCK in stepped or ITERATIONS - 1 not in stepped:
         yield f"steps were taken in {sorted(stepped)}"
+
+
+def _saves(play: Play) -> Iterator[str]:
+    """Nothing is told of the checkpoint that was struck; the next one that is due is whole."""
+    told = {(one.generation, one.step_version): one for one in play.driver.told(CheckpointSaved)}
+    now = play.driver.generation
+    if set(told) != {(now, 2 * STRUCK), (now, ITERATIONS)}:
+        yield f"checkpoints told: {sorted(told)}"
+        return
+    output = final(play).parent.parent
+    for one in told.values():
+        step_version = read(output / one.path)["numbers.step_version"]
+        if step_version != one.step_version:
+            yield f"{one.path} is of step {step_version}"
+    if halves := [path.name for path in output.glob("gen-*/*.*")]:
+        yield f"half a checkpoint was left: {halves}"

@@ -68,6 +68,19 @@ class Play:
         self._strike()
         self._heal()
 
+    def _play_beside(self) -> None:
+        """While a thread of the victim's is at it, and all train; nobody leaves the iteration."""
+        self.driver.start(*RANKS)
+        late = self.driver.hold(RANKS[-1], "reduce", STRUCK)
+        self._arm(dict.fromkeys(self._at_point, STRUCK))
+        self.driver.form(self.members)
+        self.driver.held(RANKS[-1], STRUCK)
+        self._come()
+        self._others_come("reduce", STRUCK)
+        self._strike()
+        late.unlink()
+        self._heal()
+
     def _play_step(self) -> None:
         """When the reduction is whole everywhere: the others step, and miss it in the next."""
         self._play_sum(others_in=STRUCK + 1)

@@ -108,7 +108,7 @@ def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told
     (held,) = driver.leave([0], "boundary")[0]
     assert isinstance(held, Quiesced)
     assert not driver.told(CheckpointSaved)
-    assert log.read_text().count("checkpoint not saved") >= 3, "two periodic ones, and the last"
+    assert log.read_text().count("checkpoint not saved") >= 2, "a periodic one, and the last"
     assert list(output.glob("*/*")) == [], "what cannot be whole does not fill the disk"
     _limit_files(driver, resource.RLIM_INFINITY)
     saved, _ = driver.leave([0], "now")[0]

@@ -2,8 +2,10 @@
 
 The keys are those of state.py: `model.<parameter>`, `master.<parameter>` where it has 16 bits,
 `optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values. torch.distributed.checkpoint
-reads them with nothing of ours. It is loaded at its first use: most ranks never save, and it costs
-a starting one 0.8 s (measured).
+reads them with nothing of ours.
+
+They are written step by step with torch's planner and writer, not by its `save`: that asks for the
+process group, and may be called beside a thread that takes the group down.
 """
 
 from __future__ import annotations
@@ -12,19 +14,30 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
 from ...events.errors import UnicronError, UsageError
 from . import state
 from .history import History
 from .model import Trainee
 
+PARTIAL, OLD = ".partial", ".old"
+"""How the names of folders end that are on their way in, and out."""
+
 
 class NotSaved(UnicronError):
     """A checkpoint could not be written; `str()` says where and why, in one line."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"{folder}: {why}")
+        self.why = why
 
 
 def check_output(output: str) -> None:
@@ -44,37 +57,79 @@ def place(generation: int, step_version: int) -> str:
 
 
 def save(folder: Path, trainee: Trainee, step_version: int, history: History) -> int:
-    """Write the whole state into `folder`, which appears only when it is complete; its bytes.
+    """Write the whole state as it is now: see `write`."""
+    return write(folder, state.tensors(trainee), state.numbers(trainee, step_version, history))
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], told: state.Numbers,
+          halfway: Callable[[], None] = lambda: None) -> int:
+    """Write a whole state into `folder`, which appears only when it is complete; its bytes.
 
     One that is there already is another task's, of the same output folder, and makes room.
+    `halfway` is called when about half of it is written. May run beside the main thread.
     Raises NotSaved where the disk does not take it; nothing is left of it then.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
-    data: dict[str, Any] = dict(state.tensors(trainee))
-    data["numbers"] = msgspec.to_builtins(state.numbers(trainee, step_version, history))
+    data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(told)}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(data, checkpoint_id=partial, no_dist=True)
+        _pour(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, halfway)
         _put_in_place(partial, folder)
         return sum(file.stat().st_size for file in folder.iterdir())
-    except (OSError, CheckpointException) as error:
-        # Below torch's own error lies the one that says why.
-        why = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
-        # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
-        if not isinstance(why, (OSError, RuntimeError)):
-            raise
+    # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
+    except (OSError, RuntimeError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     shutil.rmtree(partial, ignore_errors=True)
-    raise NotSaved(f"{folder}: {why}")
+    raise NotSaved(folder, why)
+
+
+def clear(output: Path, generation: int) -> None:
+    """Remove what members of generations before this one left half written.
+
+    One of them that still writes fails at that: nobody would publish it.
+    """
+    for half in (*output.glob(f"gen-*/*{PARTIAL}"), *output.glob(f"gen-*/*{OLD}")):
+        told = half.parent.name.removeprefix("gen-")
+        if told.isdecimal() and int(told) < generation:
+            shutil.rmtree(half, ignore_errors=True)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """torch's own, which calls `halfway` before the first tensor of the second half."""
+
+    def __init__(self, halfway: Callable[[], None]) -> None:
+        super().__init__()
+        self._halfway = halfway
+        self._num_left = 0
+
+    def begin(self, num_items: int) -> None:
+        self._num_left = num_items - num_items // 2
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """What is to be written next."""
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._halfway()
+        return super().resolve_data(write_item)
+
+
+def _pour(writer: dcp.FileSystemWriter, data: dict[str, Any], halfway: Callable[[], None]) -> None:
+    """What torch's `save` does for one process alone."""
+    planner = _Planner(halfway)
+    planner.set_up_planner(data, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    planner.begin(len(plan.items))
+    results = writer.write_data(plan, planner)
+    results.wait()
+    writer.finish(metadata, [results.value()])
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
     if folder.exists():
-        old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
+        old = folder.with_name(f"{folder.name}.{os.getpid()}{OLD}")
         folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old)
@@ -87,8 +142,6 @@ def load(folder: Path, trainee: Trainee, history: History) -> int:
 
     Raises UsageError, before anything is changed, for a state of another precision.
     """
-    import torch.distributed.checkpoint as dcp
-
     told = state.numbers(trainee, 0, history)
     data: dict[str, Any] = dict(state.tensors(trainee))
     data["numbers"] = msgspec.to_builtins(told)

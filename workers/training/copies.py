@@ -49,6 +49,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.step_version = 0
         self.layout = ""
+        self.told: state.Numbers | None = None
         self.numbers = b""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, Tensor] = {}
@@ -65,7 +66,8 @@ class Snapshot:
         for name, tensor in live.items():
             self._views[name].copy_(tensor)
         self.step_version = step_version
-        self.numbers = state.encode(state.numbers(trainee, step_version, history))
+        self.told = state.numbers(trainee, step_version, history)
+        self.numbers = state.encode(self.told)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ...events.orders import Keeper, Quiesce, Reconfigure, Resume, StartRank
 from ...events.reports import (
-    CheckpointSaved,
     CollectiveFailed,
     Origin,
     Quiesced,
@@ -31,6 +30,7 @@ from .history import History
 from .iteration import Iteration, clock
 from .ledger import NO_STATE, Claim, Share, settle
 from .reduction import Outcome, poisoned
+from .saving import Saver
 from .trace import Event, Trace
 
 PROGRESS_S = 1.0
@@ -89,9 +89,9 @@ class Member:
         self.secret = environment.get(keeping.SECRET, "")
         self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
                                     tell=control.tell, note=self.trace.note)
+        self.saver = Saver(start, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.spoilt = False
-        self.saved: CheckpointSaved | None = None
         self.told_to = 0
         self.told_s = 0.0
         # Everything built by now stays: without this, a collection costs 100 to 500 ms.
@@ -315,35 +315,17 @@ class Member:
         every = self.train.checkpoint_every
         if (every and self.step_version % every == 0 and self.step_version < self.train.iterations
                 and self.communicators.place == 0):
-            self._save(final=False)
+            self.saver.begin(self.trainee, self.step_version, self.history, self.generation)
 
     def _save(self, *, final: bool) -> None:
-        """Write what this member holds. Where it lies is told relative to the output folder.
-
-        One that the disk does not take is a warning, and training goes on, or whoever leaves
-        leaves without. The final one is what the task was for: it raises NotSaved.
-        """
-        path = checkpoint.place(self.generation, self.step_version)
-        if self.saved is None or self.saved.path != path:  # else it lies there, and may be read
-            self._note("save")
-            try:
-                ckpt_bytes = checkpoint.save(Path(self.train.output) / path, self.trainee,
-                                             self.step_version, self.history)
-            except checkpoint.NotSaved as error:
-                if final or poisoned(error):
-                    raise
-                log.warning("checkpoint not saved", iteration=self.step_version, why=str(error))
-                return
-            self._note("saved")
-            self.saved = CheckpointSaved(
-                task=self.start.task, generation=self.generation, path=path,
-                step_version=self.step_version, ckpt_bytes=ckpt_bytes, final=final)
-        self.control.tell(self.saved)
+        """At once; told when this returns."""
+        self.saver.save(self.trainee, self.step_version, self.history, self.generation, final=final)
 
     def _finish(self) -> None:
         # A second meeting, whose outcome does not matter: a member that ends while another still
         # waits for the first one's answer would look like a fault to it.
         self.iteration.meet(self.control, self.communicators)
+        self.saver.wait()
         self.control.tell(RankFinished(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=self.generation, step_version=self.step_version,

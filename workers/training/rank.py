@@ -5,7 +5,7 @@ and Megatron; build model, data and optimizer alone; say RankReady; then do what
 long as the agent lives (member.py). It ends
 
 - with exit code 0 after RankFinished;
-- with exit code 1 after RankErrored, whatever was raised;
+- with exit code 1 after RankErrored, whatever was raised, in whichever thread;
 - with exit code 3 as soon as the agent's end of the socket is closed;
 - with exit code 4 when it was told to stop and what it waits in cannot be ended, nor left behind
   once more (control.py);
@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from types import TracebackType
@@ -59,6 +60,7 @@ def be(fd: int) -> NoReturn:
     control.start(early)
     last_words = LastWords(control, order)
     sys.excepthook = last_words.say
+    threading.excepthook = last_words.say_of_thread
     _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
@@ -107,6 +109,10 @@ class LastWords:
             error=kind.__name__, text=text[-TEXT_CHARS_MAX:],
         ))
         _end(self._control, 1)
+
+    def say_of_thread(self, args: threading.ExceptHookArgs) -> None:
+        """As threading.excepthook: what a thread did not expect is no smaller a fault."""
+        self.say(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:

@@ -30,7 +30,7 @@ Event = Literal[
     "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
     "reduce", "stats", "bucket", "bucket_done", "reduced",
     "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
-    "copy", "copy_mid", "copied", "save", "saved",
+    "copy", "copy_mid", "copied", "save", "saving", "save_mid", "saved",
 ]
 HOLD_S = 0.002
 
