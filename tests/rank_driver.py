@@ -176,6 +176,13 @@ class Driver:
             process.send(NO_ORDER)  # what came before is taken before this is read
             assert process.read_all(WAIT_S), self.story()
 
+    def says(self, rank: int, text: str, times: int = 1) -> None:
+        """Wait until this stands in the rank's log, so many times."""
+        log, last_s = self.processes[rank].log, time.monotonic() + WAIT_S
+        while log.read_text().count(text) < times:
+            assert time.monotonic() < last_s, self.story()
+            time.sleep(0.01)
+
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
                     copies: tuple[Copy, ...] = ()) -> int:
         """Order a new generation of these ranks; its number."""
@@ -216,12 +223,19 @@ class Driver:
         self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
                            ranks=tuple(ranks)), ranks)
 
-    def leave(self, ranks: list[int], mode: QuiesceMode) -> dict[int, list[Body]]:
-        """Order these to leave, the first of them to save; what each says of it until it holds."""
+    def leave(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+              ) -> dict[int, list[Body]]:
+        """Order these to leave, the first of them to save; what each says of it until it holds.
+
+        A `hold` is taken away when all have heard.
+        """
         with self.changed:
             begin = len(self.reports)
         self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
                            ranks=tuple(ranks), save=True), ranks)
+        if hold is not None:
+            self.heard(*ranks)
+            hold.unlink()
 
         def said(rank: int) -> list[Body]:
             return [body for told, _, body in self.reports[begin:]

@@ -49,11 +49,12 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
         drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
     driver = drive(dropout=0.1)
     driver.start(0, 1)
-    driver.form([0, 1])
     # In its second: whoever saves has taken the step before, and has a sum to leave behind. The
     # other may be a step behind it yet: a reduction is not done everywhere at one moment.
-    driver.strike(1, iteration=4, event="backward", nth=2)
-    said = driver.leave([1, 0], mode)  # the first to be named, not the generation's first
+    path = driver.hold(1, "backward", 4, micro_batch=3)
+    driver.form([0, 1])
+    driver.held(1, 4)
+    said = driver.leave([1, 0], mode, path)  # the first to be named, not the generation's first
     saved, held = said[1]
     assert said[0] == driver.told(Quiesced, 0)
     assert isinstance(saved, CheckpointSaved)
@@ -61,7 +62,7 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
     assert saved.step_version == held.step_version >= 4
     assert (saved.generation, held.generation, saved.final) == (1, 1, False)
     assert saved.path == f"gen-1/iter-{held.step_version}"
-    assert bool(held.micro_batches) == (mode == "now")
+    assert held.micro_batches == ((1, 3) if mode == "now" else ())
     assert saved.ckpt_bytes > driver.processes[1].ready.state_bytes
     assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
 

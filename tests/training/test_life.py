@@ -273,8 +273,7 @@ def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(
     driver.reconfigure([0, 1])
     driver.held(0, -1)
     driver.ask_to_leave([0, 1], "now")
-    log = driver.processes[0].log
-    _until(driver, lambda: "woken in 1" in log.read_text())
+    driver.says(0, "woken in 1")
     path.unlink()
     assert set(driver.quiesced([0, 1])) == {0, 1}
     assert "process group has not been initialized" in driver.told(ReconfigureFailed, 0)[0].error

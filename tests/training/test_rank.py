@@ -24,8 +24,9 @@ Twins = Callable[[float], Any]
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14
 WAIT_S = 60.0
-FREED_S_MAX = 5.0
-"""A member told to stop at once must have stopped by then, on a busy machine."""
+FREED_S_MAX = 20.0
+"""A member told to stop at once must have stopped by then, on a busy machine; untold, it waits for
+25 s at least."""
 
 
 def _final(driver: Any, generation: int) -> Path:
@@ -226,11 +227,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
     driver.argv = [sys.executable, "-c", IS_SLOW_TO_SCALE]
     driver.start(1)
     driver.form([0, 1])
-    log = driver.processes[1].log
-    last_s = time.monotonic() + WAIT_S
-    while "scaling" not in log.read_text():
-        assert time.monotonic() < last_s
-        time.sleep(0.01)
+    driver.says(1, "scaling")
     driver.kill(0)
     held = driver.quiesce([1], "now")[1]
     assert (held.step_version, len(held.micro_batches)) in ((2, 6), (3, 0))
@@ -263,10 +260,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
     driver.form([0, 1, 2])
     assert driver.quiesced([0, 1, 2])[1].step_version == 4
     driver.reconfigure([0, 1, 2])
-    log = driver.processes[1].log
-    last_s = time.monotonic() + FREED_S_MAX
-    while "taking" not in log.read_text() and time.monotonic() < last_s:
-        time.sleep(0.01)
+    driver.says(1, "taking")
     told = driver.quiesce([0, 1, 2], "now")
     assert {rank: report.step_version for rank, report in told.items()} == {0: 5, 1: 5, 2: 5}
     assert told[1].micro_batches == (), "its sum was of the step before"
@@ -303,10 +297,7 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     held = driver.quiesce([0, 1], "now")
     assert any(told.micro_batches for told in held.values())
     driver.reconfigure([0, 1, 2])
-    last_s = time.monotonic() + FREED_S_MAX
-    while driver.processes[2].log.read_text().count("taking") < 9:
-        assert time.monotonic() < last_s
-        time.sleep(0.01)
+    driver.says(2, "taking", 9)
     dead = {"giver": 0, "taker": 2}[victim]
     driver.kill(dead)
     left = [rank for rank in (0, 1, 2) if rank != dead]
@@ -334,10 +325,7 @@ def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
     driver.form([0])
     driver.quiesce([0], "boundary")
     driver.reconfigure([0, 1])
-    last_s = time.monotonic() + FREED_S_MAX
-    while driver.processes[1].log.read_text().count("taking") < 9:
-        assert time.monotonic() < last_s
-        time.sleep(0.01)
+    driver.says(1, "taking", 9)
     driver.kill(0)
     assert driver.quiesce([1], "now")[1].step_version == -1
     driver.reconfigure([1])
