@@ -20,6 +20,7 @@ from .folding import (
     find,
     find_ghost,
     keep_on,
+    leave_behind,
     make_ghost,
     say_why,
     set_phase,
@@ -261,8 +262,7 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    # Copies of steps that are to be taken again were tried, and served nobody.
-    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
+    leave_behind(task)
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
@@ -224,6 +226,17 @@ def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
     """From now on these take the task's copies; those that did still have theirs."""
     task.keepers = keepers
     task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
+
+
+def leave_behind(task: Task) -> None:
+    """The task goes on from `settled`: copies of steps beyond it are of a branch that was left.
+
+    Also those that nobody told of: a keeper may have newer ones of that generation.
+    """
+    for place, copy in enumerate(task.copies):
+        most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
+        task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
+    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
 
 
 def take_origin(incident: Incident, body: Reconfigured) -> None:

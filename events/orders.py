@@ -61,6 +61,9 @@ class Copy(Struct, frozen=True, kw_only=True):
     step_version: int
     copy_bytes: int
     checksum: str
+    step_version_max: int = -1
+    """The task went on from this step: what its keeper has of this generation beyond it was left
+    behind. -1: nothing was."""
 
 
 # --- decisions ----------------------------------------------------------------------------------

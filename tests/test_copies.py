@@ -42,6 +42,16 @@ def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
     return [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
 
 
+def ordered_anew(d: Driver, task: int) -> o.Reconfigure:
+    """All its processes die, and start again: what they are ordered then, and have not done."""
+    begin = len(d.log)
+    for rank in sorted(task_of(d, task).ranks):
+        d.exit(task, rank)
+    for record in only(o.StartRank, d.log[begin:]):
+        d.do(record.body)
+    return the(o.Reconfigure, d.log[begin:])
+
+
 def test_the_first_members_node_and_one_without_members_take_copies() -> None:
     d = Driver(nodes=4)
     task = d.running(spec(slots={"min": 1, "max": 4}))
@@ -208,6 +218,40 @@ def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
     d.steps[task] = 10
     wipe(d, task)
     assert copies(d, task) == [("n2", 10)]
+
+
+def test_a_branch_that_was_left_does_not_come_back_untold() -> None:
+    """n2 told of step 10, and may have 20 by now: the task went on from 12 on n1."""
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 12)
+    kept(d, task, "n2", 10)
+    d.steps[task] = 12
+    (order,) = wipe(d, task)
+    assert [copy.step_version_max for copy in order.copies] == [-1, -1], "the newest is welcome"
+    assert [(x.step_version, x.step_version_max) for x in task_of(d, task).copies] == [
+        (12, 12), (10, 12)]
+    d.progress(task, 12)
+    d.steps[task] = 11
+    (order,) = wipe(d, task)
+    assert [(x.step_version, x.step_version_max) for x in order.copies] == [(12, 12), (10, 12)]
+    assert [(x.node, x.step_version_max) for x in task_of(d, task).copies] == [("n2", 11)]
+    d.progress(task, 12)
+    d.steps[task] = 13
+    wipe(d, task)
+    assert [x.step_version_max for x in task_of(d, task).copies] == [11], "not once more"
+    at_rest(d)
+
+
+def test_a_generation_that_fails_before_anybody_stepped_costs_no_copy() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 20)
+    first, again = ordered_anew(d, task), ordered_anew(d, task)
+    assert (again.generation, again.copies) == (first.generation + 1, first.copies)
+    assert first.copies
 
 
 def test_a_copy_older_than_the_published_checkpoint_is_left_out() -> None:

@@ -8,7 +8,12 @@ import mmap
 import pytest
 from keepers import TASK, keep, offer, steps
 from unicron.workers.keeper.shelf import NoRoom, Shelf, Stored
-from unicron.workers.keeping import Offer
+from unicron.workers.keeping import Offer, Wish
+
+
+def wish(generation: int, step_version: int, step_version_max: int = -1) -> Wish:
+    return Wish(task=TASK, generation=generation, step_version=step_version,
+                step_version_max=step_version_max)
 
 
 def test_the_two_newest_copies_of_each_task_stay() -> None:
@@ -18,11 +23,15 @@ def test_the_two_newest_copies_of_each_task_stay() -> None:
         keep(shelf, offer(step + 1, task=8))
     assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
     assert shelf.used_bytes == 400
-    found = shelf.find(TASK, 1, 20)
+    found = shelf.find(wish(1, 20))
     assert found is not None
     assert found.offer.step_version == 30, "the newest that is as new as was asked for"
-    assert shelf.find(TASK, 1, 31) is None
-    assert shelf.find(TASK, 2, 10) is None
+    assert shelf.find(wish(1, 31)) is None
+    assert shelf.find(wish(2, 10)) is None
+    found = shelf.find(wish(1, 10, 29))
+    assert found is not None
+    assert found.offer.step_version == 20, "what is beyond was left behind"
+    assert shelf.find(wish(1, 10, 19)) is None
     shelf.forget(TASK)
     assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
 

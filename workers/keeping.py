@@ -78,11 +78,20 @@ class Offer(Message, frozen=True, kw_only=True):
 
 
 class Wish(Message, frozen=True, kw_only=True):
-    """The newest copy of this generation, of `step_version` steps or more."""
+    """The newest copy of this generation, of `step_version` steps or more.
+
+    But of no more than `step_version_max`, if that is not below 0.
+    """
 
     task: int
     generation: int
     step_version: int
+    step_version_max: int = -1
+
+    def fits(self, generation: int, step_version: int) -> bool:
+        """Whether a copy of that generation, after so many steps, is what is wanted."""
+        return generation == self.generation and self.step_version <= step_version and (
+            self.step_version_max < 0 or step_version <= self.step_version_max)
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -253,8 +262,7 @@ def get(connection: socket.socket, wish: Wish, room: Callable[[Offer], memoryvie
     send(connection, wish)
     offer = receive(connection, Offer)
     assert isinstance(offer, Offer)
-    if (offer.task, offer.generation) != (wish.task, wish.generation) or (
-            offer.step_version < wish.step_version):
+    if offer.task != wish.task or not wish.fits(offer.generation, offer.step_version):
         raise Failed(f"a copy of task {offer.task} generation {offer.generation} "
                      f"step {offer.step_version} is not what was asked for")
     checksum = take(connection, room(offer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ..events.orders import NUM_COPIES_MAX, Copy
+from .keeping import Wish
 
 COPY_BYTES = 16_000
 
@@ -54,9 +55,10 @@ class PaperKeepers:
 
     def find(self, task: int, wanted: Copy) -> PaperCopy | None:
         """The newest of that generation on that node, of as many steps or more."""
+        wish = Wish(task=task, generation=wanted.generation, step_version=wanted.step_version,
+                    step_version_max=wanted.step_version_max)
         for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):
-            if (copy.generation == wanted.generation
-                    and copy.step_version >= wanted.step_version):
+            if wish.fits(copy.generation, copy.step_version):
                 self.num_served += 1
                 return copy
         return None

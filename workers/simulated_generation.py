@@ -173,6 +173,10 @@ class PaperGeneration:
                 if (copy.step_version == wanted.step_version
                         and copy.checksum != wanted.checksum):
                     self.net.never(f"task {self.task} has two states of step {copy.step_version}")
+                if any(number > copy.generation and step < copy.step_version
+                       for number, step in self.net.gone_on.get(self.task, [])):
+                    self.net.never(f"task {self.task} comes back to step {copy.step_version} of "
+                                   f"generation {copy.generation}, which was left behind")
                 return copy.step_version, copy.digest, "copy", wanted.node
         train = self.ranks[0].train
         if self.checkpoint:

@@ -63,6 +63,8 @@ class PaperNet:
         self.keepers = PaperKeepers()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}
         """output -> generation, order and path of what was published last."""
+        self.gone_on: dict[int, list[tuple[int, int]]] = {}
+        """Task -> each generation that was resumed, and the step it went on from."""
         self.violations: list[str] = []
         self.num_steps = self.num_stopped = 0
         self._pid = 100
@@ -187,6 +189,8 @@ class PaperRank:
         if self.group and self.group.number == order.generation and self.phase == "settled":
             self.told, self._told_s = order.progress_from, -1.0
             self.trained_in = self.group.number
+            self.net.gone_on.setdefault(self.task, []).append(
+                (self.group.number, self.step_version))
             self._tell(now=True)
             self.begin()
 

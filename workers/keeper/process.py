@@ -186,7 +186,7 @@ def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer, said: Said) 
 
 
 def _hand_out(connection: socket.socket, shelf: Shelf, wish: Wish) -> None:
-    stored = shelf.find(wish.task, wish.generation, wish.step_version)
+    stored = shelf.find(wish)
     if stored is None:
         keeping.send(connection, Refused(why=f"no copy of task {wish.task} generation "
                                              f"{wish.generation} step {wish.step_version}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ...events.orders import NUM_COPIES_MAX
-from ..keeping import Offer
+from ..keeping import Offer, Wish
 
 
 class NoRoom(Exception):
@@ -117,11 +117,11 @@ class Shelf:
         with self._lock:
             return self._of(task)
 
-    def find(self, task: int, generation: int, step_version: int) -> Stored | None:
-        """The newest copy of this generation, if it is of as many steps or more."""
+    def find(self, wish: Wish) -> Stored | None:
+        """The newest copy that is wanted."""
         with self._lock:
-            fit = [one for one in self._of(task) if one.offer.generation == generation
-                   and one.offer.step_version >= step_version]
+            fit = [one for one in self._of(wish.task)
+                   if wish.fits(one.offer.generation, one.offer.step_version)]
             return fit[-1] if fit else None
 
     def forget(self, task: int) -> None:

@@ -234,7 +234,8 @@ def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str
             raise Failed(f"no room for {offer.copy_bytes} bytes: {error}") from None
         return memory.numpy().data
 
-    wish = Wish(task=task, generation=copy.generation, step_version=copy.step_version)
+    wish = Wish(task=task, generation=copy.generation, step_version=copy.step_version,
+                step_version_max=copy.step_version_max)
     with keeping.knock(copy.endpoint, secret) as connection:
         offer, checksum = keeping.get(connection, wish, room)
     if offer.step_version == copy.step_version and checksum != copy.checksum:
