@@ -197,15 +197,15 @@ def named(code: int) -> str:
 
 
 # --- who is there -------------------------------------------------------------------------------
-def knock(endpoint: str, secret: str) -> socket.socket:
+def knock(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
     """A connection to the keeper at `endpoint`, each side known to the other.
 
-    Raises OSError, Failed.
+    No wait on it is longer than `wait_s`. Raises OSError, Failed.
     """
     host, _, port = endpoint.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=CONNECT_S_MAX)
+    connection = socket.create_connection((host, int(port)), timeout=min(CONNECT_S_MAX, wait_s))
     try:
-        connection.settimeout(STALL_S_MAX)
+        connection.settimeout(min(STALL_S_MAX, wait_s))
         greeting = receive(connection, Greeting)
         assert isinstance(greeting, Greeting)
         nonce = secrets.token_bytes(NONCE_LENGTH)

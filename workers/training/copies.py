@@ -36,6 +36,9 @@ from .trace import Event
 ALIGN_BYTES = 64
 TELL_S = 1.0
 """How often it is told that a keeper has a copy: the newest one; and at once in each generation."""
+RESTORE_S_MAX = 15.0
+"""For so long keepers may keep a generation waiting that has no state, all of them together: below
+reconfigure_s_max, so that there is time for the checkpoint. Bytes that flow are not cut short."""
 
 log = structlog.get_logger()
 
@@ -198,15 +201,28 @@ def _padded(tensor: Tensor) -> int:
 
 # --- back from a copy ---------------------------------------------------------------------------
 def restore(trainee: Trainee, history: History, task: int, copies: tuple[Copy, ...],
-            secret: str) -> tuple[int, Copy, int] | None:
+            secret: str, is_woken: Callable[[], bool]) -> tuple[int, Copy, int] | None:
     """Take the state from the first of `copies` that serves: its step version, which, its bytes.
 
     None, and nothing is touched, where none of them does: each time a line in the log says why.
+    A keeper that cannot be reached, or does not answer, is asked once; none is asked when
+    RESTORE_S_MAX are over, or when the next order has come.
     """
+    last_s = clock() + RESTORE_S_MAX
+    deaf = set[str]()
     for copy in copies:
+        wait_s = last_s - clock()
+        if wait_s <= 0:
+            log.warning("copies are asked for no longer", after_s=RESTORE_S_MAX)
+        if wait_s <= 0 or is_woken():
+            break
+        if copy.endpoint in deaf:
+            continue
         try:
-            offer, told, memory = _fetch(trainee, task, copy, secret)
+            offer, told, memory = _fetch(trainee, task, copy, secret, wait_s)
         except (OSError, Failed) as error:
+            if isinstance(error, OSError):
+                deaf.add(copy.endpoint)
             log.warning("a copy does not serve", node=copy.node, iteration=copy.step_version,
                         why=str(error) or type(error).__name__)
             continue
@@ -217,9 +233,9 @@ def restore(trainee: Trainee, history: History, task: int, copies: tuple[Copy, .
     return None
 
 
-def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str
+def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str, wait_s: float
            ) -> tuple[Offer, state.Numbers, Tensor]:
-    """A copy, whole and checked. Raises OSError, Failed."""
+    """A copy, whole and checked; no wait is longer than `wait_s`. Raises OSError, Failed."""
     live = state.tensors(trainee)
     layout, num_bytes = layout_of(live), flat_bytes(live)
     memory = torch.empty(0, dtype=torch.uint8)
@@ -236,7 +252,7 @@ def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str
 
     wish = Wish(task=task, generation=copy.generation, step_version=copy.step_version,
                 step_version_max=copy.step_version_max)
-    with keeping.knock(copy.endpoint, secret) as connection:
+    with keeping.knock(copy.endpoint, secret, wait_s) as connection:
         offer, checksum = keeping.get(connection, wish, room)
     if offer.step_version == copy.step_version and checksum != copy.checksum:
         raise Failed(f"the copy was altered: it comes to {checksum}, and was {copy.checksum}")

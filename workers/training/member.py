@@ -224,9 +224,11 @@ class Member:
     def _restore(self, order: Reconfigure) -> Found:
         """A copy of the order, else its checkpoint, else what the seed gave (step version 0)."""
         copied = copies.restore(self.trainee, self.history, self.start.task, order.copies,
-                                self.secret)
+                                self.secret, lambda: self.communicators.woken)
+        self.spoilt = self.spoilt or copied is not None
+        if self.communicators.woken:
+            raise RuntimeError("while it looked for its state")
         if copied is not None:
-            self.spoilt = True
             step_version, copy, copy_bytes = copied
             return Found(step_version, "copy", copy.node, copy_bytes, NO_STATE)
         if not order.checkpoint:
