@@ -1,4 +1,4 @@
-"""Looking for a copy is bounded: keepers that are deaf cost their limit once, and an order ends it."""
+"""Looking for a copy ends in time: a deaf keeper costs its limit once, and an order ends it."""
 
 from __future__ import annotations
 
