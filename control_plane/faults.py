@@ -51,6 +51,10 @@ class Incident(Struct, kw_only=True):
     origin: Origin = ""
     """The farthest that a member's state was taken from, and of which node."""
     origin_node: str = ""
+    ckpt_read_before: bool = False
+    """As it was when the task last stepped; so for `origin_before`, `origin_node_before`."""
+    origin_before: Origin = ""
+    origin_node_before: str = ""
     received_bytes: int = 0
     """Of state, by all members."""
     outcome: str = ""

@@ -220,6 +220,8 @@ def stepped(state: ClusterState, task: Task) -> None:
         incident.pause_s += state.at_s - incident.down_since_s
         incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
+        incident.ckpt_read_before, incident.origin_before, incident.origin_node_before = (
+            incident.ckpt_read, incident.origin, incident.origin_node)
 
 
 def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
@@ -240,11 +242,17 @@ def leave_behind(task: Task) -> None:
 
 
 def take_origin(incident: Incident, body: Reconfigured) -> None:
-    """What an incident says of where state came from: the farthest of all, and all bytes."""
+    """What an incident says of where state came from: the farthest of all, and all bytes.
+
+    Where nobody had state, what a try before this one had found has come to nothing.
+    """
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
         origin = "checkpoint"
     incident.received_bytes += max(body.received_bytes, 0)
+    if origin in ("copy", "checkpoint", "seed"):
+        incident.ckpt_read, incident.origin, incident.origin_node = (
+            incident.ckpt_read_before, incident.origin_before, incident.origin_node_before)
     incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"
     if ORIGINS.index(origin) > ORIGINS.index(incident.origin):
         incident.origin, incident.origin_node = origin, body.origin_node

@@ -101,7 +101,8 @@ class IncidentClosed(Body, frozen=True):
     `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
     that had been stepped and were done again; `ckpt_read` says whether a checkpoint was needed.
     `origin` is the farthest that a member's state came from (a copy or a peer: of `origin_node`),
-    `received_bytes` what all members received of state.
+    `received_bytes` what all members received of state, in all tries. What a try found that came
+    to nothing is no origin.
     """
 
     of: int

@@ -279,26 +279,44 @@ def test_while_a_member_has_state_no_copy_is_named() -> None:
     assert all(order.copies == () for order in orders)
 
 
+def came(d: Driver, order: o.Reconfigure, rank: int, origin: str, node: str, size: int,
+         step: int = 4) -> None:
+    """The rank is in the generation, with state from there."""
+    process = d.state.tasks[order.task].ranks[rank]
+    d.tell(d.source(process.slot.node), r.Reconfigured(
+        task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+        step_version=step, kept=(), todo=(0,), dealt=(), source=0 if origin == "peer" else -1,
+        received_bytes=size, down_s=0.0, up_s=0.0, settle_s=0.0,
+        origin=origin, origin_node=node))  # type: ignore[arg-type]
+
+
 def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
     d = Driver(nodes=2)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 5)
-    begin = len(d.log)
-    for rank in (0, 1):
-        d.exit(task, rank)
-    starts = [x for x in d.log[begin:] if isinstance(x.body, o.StartRank)]
-    told = [x for start in starts for x in d.do(start.body)]
-    order = the(o.Reconfigure, told)
-    for rank, origin, source, size in ((0, "copy", -1, 12), (1, "peer", 0, 10)):
-        process = d.state.tasks[task].ranks[rank]
-        told = d.tell(d.source(process.slot.node), r.Reconfigured(
-            task=task, rank=rank, attempt=process.attempt, generation=order.generation,
-            step_version=4, kept=(), todo=(0,), dealt=(), source=source, received_bytes=size,
-            down_s=0.0, up_s=0.0, settle_s=0.0, origin=origin, origin_node="n2"))  # type: ignore[arg-type]
+    order = ordered_anew(d, task)
+    came(d, order, 0, "copy", "n2", 12)
+    came(d, order, 1, "peer", "n2", 10)
     d.steps[task] = 4
     closed = the(o.IncidentClosed, d.progress(task))
     assert (closed.origin, closed.origin_node, closed.received_bytes) == ("copy", "n2", 22)
     assert (closed.iterations_lost, closed.ckpt_read) == (2, False)
+
+
+def test_what_a_try_found_that_came_to_nothing_is_no_origin() -> None:
+    """The first reads the checkpoint, and all die again; the next try finds a copy."""
+    d = Driver(nodes=2)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 5)
+    came(d, ordered_anew(d, task), 0, "checkpoint", "", 12)
+    order = ordered_anew(d, task)
+    assert d.state.incidents[task_of(d, task).incident].ckpt_read
+    came(d, order, 1, "peer", "n1", 10)
+    came(d, order, 0, "copy", "n2", 12)
+    d.steps[task] = 4
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert (closed.origin, closed.origin_node, closed.ckpt_read) == ("copy", "n2", False)
+    assert closed.received_bytes == 34
 
 
 def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
