@@ -11,6 +11,7 @@ from unicron.events.codec import encode_report
 from unicron.events.records import Report
 from unicron.events.reports import (
     Body,
+    CopyKept,
     NodeJoined,
     OrderRefused,
     RankExited,
@@ -84,6 +85,31 @@ def test_full_drops_progress_first_and_says_so_in_its_place() -> None:
     taken, last = accept(spool.behind(0, 10_000))
     assert last == spool.last == 221
     assert len(taken) == len(bodies), "nothing behind a hole"
+
+
+def test_full_drops_first_what_tells_of_copies_that_have_a_newer_one() -> None:
+    spool = Spool("n1/7", "n1", clock, bytes_max=40_000)
+    spool.put(JOINED)
+    for number in range(40):
+        spool.put(progressed(number))
+    for step in range(400):
+        for node in ("n1", "n2"):
+            spool.put(CopyKept(task=1, rank=0, attempt=1, generation=1, step_version=step,
+                               node=node, copy_bytes=1 << 30, checksum="crc32:00000001"))
+    spool.put(CopyKept(task=2, rank=0, attempt=1, generation=1, step_version=1, node="n1",
+                       copy_bytes=1 << 30, checksum="crc32:00000001"))
+    for number in range(40, 80):
+        spool.put(progressed(number))
+    bodies = [r.body for r in spool.behind(0, 10_000)]
+    assert sum(isinstance(body, TaskProgressed) for body in bodies) == 80
+    kept = [body for body in bodies if isinstance(body, CopyKept)]
+    assert {(body.task, body.node, body.step_version) for body in kept} >= {
+        (1, "n1", 399), (1, "n2", 399), (2, "n1", 1)}
+    num_lost = sum(body.num_lost for body in bodies if isinstance(body, ReportsLost))
+    assert num_lost + len(kept) == 801
+    assert num_lost > 400
+    taken, last = accept(spool.behind(0, 10_000))
+    assert (len(taken), last) == (len(bodies), spool.last), "nothing behind a hole"
 
 
 def test_full_of_facts_drops_the_oldest_but_never_node_joined() -> None:

@@ -4,9 +4,10 @@
              trimmed by the      handed over,      waits for its turn
              log's cursor        may be sent again
 
-A report gets its number when it is put and keeps it. When the spool is full, the oldest
-TaskProgressed go first (a loss curve with a hole), then the oldest of all but NodeJoined, without
-which the log would know no node. What went leaves a ReportsLost in its place with the number of
+A report gets its number when it is put and keeps it. When the spool is full, each CopyKept goes
+first that has a newer one behind it, of the same rank and keeper; then the oldest TaskProgressed (a
+loss curve with a hole), then the oldest of all but NodeJoined, without which the log would know no
+node. What went leaves a ReportsLost in its place with the number of
 the last one that it stands for; neighbours become one. Reports that were handed over already may
 still reach the log from the intake: then their ReportsLost comes too late and is a duplicate.
 
@@ -28,7 +29,7 @@ import structlog
 
 from ...events.codec import decode_report, encode_report
 from ...events.records import Report
-from ...events.reports import Body, NodeJoined, ReportsLost, TaskProgressed
+from ...events.reports import Body, CopyKept, NodeJoined, ReportsLost, TaskProgressed
 
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
@@ -136,7 +137,7 @@ class Spool:
     def _make_room(self) -> None:
         room = int(self._bytes_max * _ROOM_RATIO)
         entries = list(self._entries)
-        for may_go in (_is_progress, _is_not_joined):
+        for may_go in (_is_outdone(entries), _is_progress, _is_not_joined):
             entries = self._drop(entries, may_go, room)
         self._entries = deque(entries)
         self._rewrite()
@@ -226,6 +227,16 @@ def load(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
     if not entries:
         return None
     return Spool(entries[0].report.source, node, clock, file=path, left=entries)
+
+
+def _is_outdone(entries: list[_Entry]) -> Callable[[_Entry], bool]:
+    """Whether it tells of a copy, and a later one of them tells of a newer in its place."""
+    newest: dict[tuple[int, int, str], _Entry] = {}
+    for entry in entries:
+        if isinstance(body := entry.report.body, CopyKept):
+            newest[body.task, body.rank, body.node] = entry
+    last = {id(entry) for entry in newest.values()}
+    return lambda entry: isinstance(entry.report.body, CopyKept) and id(entry) not in last
 
 
 def _is_progress(entry: _Entry) -> bool:
