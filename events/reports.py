@@ -328,7 +328,7 @@ class LossNotFinite(Body, frozen=True):
 class CopyKept(Body, frozen=True):
     """The keeper of `node` holds, whole, a copy of this rank's state after `step_version` steps.
 
-    Told at most every second, the newest. `checksum` names how it was made: `crc32:` and 8 hex
+    Told at most every 10 s, the newest. `checksum` names how it was made: `crc32:` and 8 hex
     digits over all `copy_bytes`. The copy ends with the keeper's process, whose number is
     `keeper_start`.
     """

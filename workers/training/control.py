@@ -99,6 +99,13 @@ class Control:
         """Whether the agent has not taken all that was told: what can wait should."""
         return bool(self._unsent)
 
+    def tell_unless_behind(self, body: Body) -> bool:
+        """Report what can wait, if the agent takes it now; whether it was told."""
+        if self.is_behind:
+            return False
+        self.tell(body)
+        return True
+
     def flush(self) -> None:
         """Wait until the agent has taken all that was told, or is gone."""
         with self._sending:

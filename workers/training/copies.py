@@ -34,8 +34,12 @@ from .reduction import poisoned
 from .trace import Event
 
 ALIGN_BYTES = 64
-TELL_S = 1.0
-"""How often it is told that a keeper has a copy: the newest one; and at once in each generation."""
+TELL_S = 10.0
+"""How often it is told that a keeper has a copy: the newest one; and at once in each generation, of
+each process of a keeper. A keeper gives the newest of a generation, also if the log knows of an
+older one alone."""
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
+"""How long no copy is taken after one that no keeper took: doubled each time."""
 RESTORE_S_MAX = 15.0
 """For so long keepers may keep a generation waiting that has no state, all of them together: below
 reconfigure_s_max, so that there is time for the checkpoint. Bytes that flow are not cut short."""
@@ -89,12 +93,13 @@ class Snapshot:
 class Copier:
     """Sends copies of one rank's state. `spare` keeps a connection from being shut with others'.
 
-    `tell` takes reports, from any thread; `note` is the trace's.
+    `tell` takes reports, from any thread, and False from it says that this one is not taken now;
+    `note` is the trace's.
     """
 
     def __init__(self, start: StartRank, secret: str, *,
                  spare: Callable[[int], AbstractContextManager[None]],
-                 tell: Callable[[Body], None],
+                 tell: Callable[[Body], bool],
                  note: Callable[[Event, int, int], None]) -> None:
         self._start = start
         self._secret = secret
@@ -102,17 +107,28 @@ class Copier:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._generation = 0
-        self._told_s: dict[str, float] = {}
-        self._failing: dict[str, str] = {}
-        """By node: why its keeper did not take the last copy; said on change."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """By node: the start of its keeper when it was told of last, and when that was."""
+        self._failing: set[str] = set()
+        """Nodes whose keeper did not take the last copy; "": it was not even taken here."""
+        self._keepers: tuple[Keeper, ...] = ()
+        self._pause_s = 0.0
+        self._again_s = 0.0
+        """When the next copy is worth its while: none was of use for `_pause_s`."""
 
     def copy(self, trainee: Trainee, step_version: int, history: History, generation: int,
              keepers: tuple[Keeper, ...]) -> None:
-        """Take a snapshot now and have it sent; nothing while the last one is on its way."""
+        """Take a snapshot now and have it sent; nothing while the last one is on its way, and for a
+        while after one that no keeper took.
+        """
         if not keepers or (self._thread is not None and self._thread.is_alive()):
             return
         if generation != self._generation:
-            self._generation, self._told_s = generation, {}
+            self._generation, self._told = generation, {}
+        if keepers != self._keepers:
+            self._keepers, self._pause_s, self._again_s = keepers, 0.0, 0.0
+        if clock() < self._again_s:
+            return
         self._note("copy", generation, step_version)
         try:
             self._snapshot.take(trainee, step_version, history)
@@ -123,9 +139,10 @@ class Copier:
             if poisoned(error):
                 raise
             self._thread = None
-            if self._failing.get("") != str(error):
-                log.warning("copy not taken", iteration=step_version, why=str(error))
-            self._failing[""] = str(error)
+            self._pause()
+            self._say("", step_version, str(error) or type(error).__name__)
+        else:
+            self._say("", step_version, "")
 
     def _send(self, generation: int, keepers: tuple[Keeper, ...]) -> None:
         snapshot, start = self._snapshot, self._start
@@ -133,6 +150,7 @@ class Copier:
                       generation=generation, step_version=snapshot.step_version,
                       layout=snapshot.layout, copy_bytes=snapshot.num_bytes,
                       numbers_bytes=len(snapshot.numbers))
+        num_kept = 0
         for keeper in keepers:
             why = ""
             try:
@@ -140,12 +158,32 @@ class Copier:
             except (OSError, Failed) as error:
                 why = str(error) or type(error).__name__
             else:
+                num_kept += 1
                 self._say_kept(keeper, offer, checksum, keeper_start)
-            if why and self._failing.get(keeper.node) != why:
-                log.warning("copy not kept", node=keeper.node, iteration=snapshot.step_version,
-                            why=why)
-            self._failing[keeper.node] = why
+            self._say(keeper.node, snapshot.step_version, why)
+        if num_kept:
+            self._pause_s = 0.0
+        else:
+            self._pause()
         self._note("copied", generation, snapshot.step_version)
+
+    def _pause(self) -> None:
+        self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * self._pause_s))
+        self._again_s = clock() + self._pause_s
+
+    def _say(self, node: str, step_version: int, why: str) -> None:
+        """On change from well to failing and back, whatever the words."""
+        if bool(why) == (node in self._failing):
+            return
+        at = {"node": node} if node else {}
+        if why:
+            self._failing.add(node)
+            log.warning("copy not kept" if node else "copy not taken", iteration=step_version,
+                        why=why, **at)
+        else:
+            self._failing.discard(node)
+            log.info("copy kept again" if node else "copy taken again", iteration=step_version,
+                     **at)
 
     def _put(self, keeper: Keeper, offer: Offer) -> tuple[str, int]:
         halfway = iter(range(offer.copy_bytes // keeping.CHUNK_BYTES // 2, -1, -1))
@@ -161,13 +199,14 @@ class Copier:
     def _say_kept(self, keeper: Keeper, offer: Offer, checksum: str,
                   keeper_start: int) -> None:
         now_s = clock()
-        if now_s - self._told_s.get(keeper.node, -TELL_S) < TELL_S:
+        told_start, told_s = self._told.get(keeper.node, (-1, 0.0))
+        if told_start == keeper_start and now_s - told_s < TELL_S:
             return
-        self._told_s[keeper.node] = now_s
-        self._tell(CopyKept(
-            task=offer.task, rank=offer.rank, attempt=offer.attempt, generation=offer.generation,
-            step_version=offer.step_version, node=keeper.node, copy_bytes=offer.copy_bytes,
-            checksum=checksum, keeper_start=keeper_start))
+        if self._tell(CopyKept(
+                task=offer.task, rank=offer.rank, attempt=offer.attempt,
+                generation=offer.generation, step_version=offer.step_version, node=keeper.node,
+                copy_bytes=offer.copy_bytes, checksum=checksum, keeper_start=keeper_start)):
+            self._told[keeper.node] = keeper_start, now_s
 
 
 # --- the layout of the bytes --------------------------------------------------------------------
@@ -260,6 +299,10 @@ def _fetch(trainee: Trainee, task: int, copy: Copy, secret: str, wait_s: float
         told = state.decode(memory[num_bytes:].numpy().tobytes())
     except MsgspecError as error:
         raise Failed(f"its numbers are not understood: {error}") from None
+    try:
+        state.check(trainee, told)
+    except ValueError as error:
+        raise Failed(f"it does not fit: {error}") from None
     if told.step_version != offer.step_version:
         raise Failed(f"it is of step {told.step_version}, and says {offer.step_version}")
     return offer, told, memory

@@ -88,7 +88,7 @@ class Member:
         self.iteration = Iteration(self.trainee, words, self.trace)
         self.secret = environment.get(keeping.SECRET, "")
         self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
-                                    tell=control.tell, note=self.trace.note)
+                                    tell=control.tell_unless_behind, note=self.trace.note)
         self.saver = Saver(start, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.spoilt = False

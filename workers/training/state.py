@@ -93,8 +93,21 @@ def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
     )
 
 
+def check(trainee: Trainee, told: Numbers) -> None:
+    """Raises ValueError where `adopt` could not take all of it over."""
+    if told.precision != trainee.train.precision:
+        raise ValueError(f"numbers of {told.precision}, not {trainee.train.precision}")
+    own = {name for name, _ in _moments(trainee)}
+    if own != told.adam_steps.keys():
+        odd = sorted(own ^ told.adam_steps.keys())
+        raise ValueError(f"numbers of another optimizer: {len(odd)} parameters differ, as {odd[0]}")
+    if len(told.loss_scales) != (own_num := len(_dynamic(trainee))):
+        raise ValueError(f"{len(told.loss_scales)} loss scales, not {own_num}")
+
+
 def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
-    """Take over the numbers; the step version."""
+    """Take over the numbers; the step version. Raises ValueError before anything is changed."""
+    check(trainee, told)
     for name, moments in _moments(trainee):
         moments["step"].fill_(told.adam_steps[name])
     for scaler, scale in zip(_dynamic(trainee), told.loss_scales, strict=True):
