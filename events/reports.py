@@ -204,7 +204,11 @@ class RankErrored(Body, frozen=True):
 
 
 class RankExited(Body, frozen=True):
-    """The process and its group are gone and reaped. Exactly one of exit_code, signal is set."""
+    """The process is gone. Exactly one of exit_code, signal is set.
+
+    The next process gets its slot when all that it had started is gone too. Of a training rank that
+    ended by itself this is told at once, of others then, or when that takes too long.
+    """
 
     task: int
     rank: int

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from agent_driver import House, go, house, python, train, until_gone
+from agent_driver import LIMIT_S, House, go, house, python, train, until_gone
 from unicron.events.memory_log import MemoryLog, Outcome
 from unicron.events.orders import Member, PublishCheckpoint, Quiesce, Reconfigure, Resume, Slot
 from unicron.events.reports import (
@@ -28,6 +28,7 @@ from unicron.events.reports import (
     TaskProgressed,
 )
 from unicron.workers import linux
+from unicron.workers.agent import ranks
 from unicron.workers.agent.publish import Refused, publish
 
 FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
@@ -95,6 +96,37 @@ def test_last_words_come_before_the_exit(memory: MemoryLog, tmp_path: Path) -> N
                 range(500))
             assert isinstance(bodies[-2], RankErrored)
             assert isinstance(bodies[-1], RankExited)
+
+    go(test)
+
+
+def test_the_end_of_a_training_rank_is_told_before_all_that_it_left_is_gone(
+        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something of it does not die: its slot stays taken, and the task knows at once."""
+    table, left = linux.table, [True]
+
+    def more() -> list[linux.Proc]:
+        (started, *_) = begun
+        one = linux.Proc(1 << 30, "D", 1, started.pid, started.pid, 1)
+        return [*table(), *([one] if left else [])]
+
+    begun: list[RankStarted] = []
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(train(1))
+            await one.leader.wait(RankReady)
+            begun.extend(one.leader.all(RankStarted))
+            monkeypatch.setattr(linux, "table", more)
+            monkeypatch.setattr(ranks, "REAP_S_MAX", 2 * LIMIT_S)
+            await one.leader.order(reconfigure(0))
+            await one.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            await one.leader.wait(RankExited)
+            await one.start(train(0), attempt=2)
+            await asyncio.sleep(0.5)
+            assert len(one.leader.all(RankStarted)) == 1, "its slot is free already"
+            left.clear()
+            await one.leader.wait(RankStarted, 2)
 
     go(test)
 

@@ -43,7 +43,7 @@ from .publish import Overtaken, Refused, publish
 STOP_GRACE_S = 5.0
 """Given to each rank when its agent stops."""
 REAP_S_MAX = 5.0
-"""Until RankExited is told although something of the rank still lives; its slot stays taken."""
+"""Until the end is told of a rank of which something lives all the same; its slot stays taken."""
 PUBLISH_S_MAX = 60.0
 
 RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
@@ -291,12 +291,17 @@ class Ranks:
         assert process is not None
         try:
             how = await self._until_end(rank, process)
-            if rank.stop_at is not None:  # told to stop: the rest of its group has its grace too
+            # A training rank whose end nobody expected is told at once: others wait for that word,
+            # and to look for what it left takes the longer the more processes there are.
+            is_told = rank.pipe is not None and rank.stop_at is None
+            if is_told:
+                process.signal_group(signal.SIGKILL)
+                self._ended(rank, process, how)
+            elif rank.stop_at is not None:  # told to stop: the rest of its group has its grace too
                 await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
             is_gone = await process.end_group(REAP_S_MAX)
-            if rank.pipe is not None:
-                rank.pipe.drain()  # what it said last comes before its end
-            self._exited(rank, process.pid, how, process.tail())
+            if not is_told:
+                self._ended(rank, process, how)
             while not is_gone:
                 _log.error("a process does not die; its slot stays taken", pid=process.pid)
                 is_gone = await process.end_group(60.0)
@@ -326,6 +331,11 @@ class Ranks:
             return ending.result()
         finally:
             ending.cancel()
+
+    def _ended(self, rank: _Rank, process: Process, how: Exit) -> None:
+        if rank.pipe is not None:
+            rank.pipe.drain()  # what it said last comes before its end
+        self._exited(rank, process.pid, how, process.tail())
 
     def _exited(self, rank: _Rank, pid: int, how: Exit, tail: str) -> None:
         order = rank.order
