@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from real_cluster import RealCluster, running
 from twins import Twins
 from unicron.workers.training.reference import compare, read
 
 ITERATION = 3
 VICTIM = 2
+GROWN = 8
+"""Here the others wait for the newcomer: the task is no longer than the test needs it."""
+ITERATIONS = 16
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A running cluster of two nodes, for both."""
+    with running(tmp_path_factory.mktemp("recovery")) as made:
+        yield made
+
+
+def hold(cluster: RealCluster, task: int) -> Path:
+    """Have rank 0 go no further than into iteration GROWN; the file that says so."""
+    file = cluster.path / "trace" / "hold" / f"{task}-0"
+    file.parent.mkdir(exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"event": "forward", "iteration": GROWN}))
+    new.rename(file)
+    return file
 
 
 def apart(left: list[float], right: list[float]) -> float:
@@ -34,11 +57,15 @@ def apart_most(left: dict[str, Any], right: dict[str, Any]) -> float:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
                                        twins: Twins, dropout: float) -> None:
-    struck = spec("struck", dropout=dropout)
+    struck = spec("struck", dropout=dropout, iterations=ITERATIONS)
+    after = cluster.seq()
     struck_task = cluster.submit(struck)
+    held = hold(cluster, struck_task)
     line = cluster.wait_traced(struck_task, rank=VICTIM, iteration=ITERATION, event="backward")
     before = cluster.pids(struck_task)
     os.kill(line["pid"], signal.SIGKILL)
+    cluster.wait_told(after, "Quiesce", task=struck_task, mode="boundary")  # the newcomer is ready
+    held.unlink()
     ended = cluster.wait_ended(struck_task)
     assert ended["state"] == "finished", ended
 
@@ -50,13 +77,13 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     assert all(pids[rank] == {before[rank]} for rank in survivors), pids
 
     # the log tells the same incident: nothing lost, everything kept or dealt
-    closed = [record.body for record in cluster.records() if record.kind == "IncidentClosed"]
+    closed = [record.body for record in cluster.told(after, "IncidentClosed")]
     assert len(closed) == 1
     assert closed[0].outcome == "healed"
     assert closed[0].iterations_lost == 0
     assert not closed[0].ckpt_read
-    progress = [record.body for record in cluster.records() if record.kind == "TaskProgressed"]
-    assert {body.micro_batches for body in progress} == {12}
+    progress = cluster.told(after, "TaskProgressed")
+    assert {record.body.micro_batches for record in progress} == {12}
 
     # forward calls: each micro-batch once, and again exactly those that the dead rank had begun
     generations = [traced["generation"] for traced in cluster.traced(struck_task)
@@ -69,7 +96,7 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
             if traced["event"] == "forward" and traced["pid"] == line["pid"]}
     struck_at = max(iteration for iteration, _ in lost)
     begun = {call for call in lost if call[0] == struck_at}
-    assert set(calls) == {(i, m) for i in range(40) for m in range(12)}
+    assert set(calls) == {(i, m) for i in range(ITERATIONS) for m in range(12)}
     again = {call for call, count in calls.items() if count > 1}
     assert again <= begun
     assert all(count <= 2 for count in calls.values())
@@ -78,7 +105,6 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     assert again == (set() if stepped else begun)
 
     told = cluster.losses(struck_task)
-    cluster.stop()  # the twins have the cores
     ours, calm = twins.start(struck)
     _, other = twins.start(struck, "--reversed")
     twin, reordered = twins.trained(calm), twins.trained(other)
@@ -86,7 +112,7 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     # everything that was told and saved, optimizer and all: equal to what was never struck
     wanted, noisy, found = read(twin), read(reordered), read(ours)
     losses = wanted["numbers.losses"]
-    assert len(told) == len(losses) == len(found["numbers.losses"]) == 40
+    assert len(told) == len(losses) == len(found["numbers.losses"]) == ITERATIONS
     noise = max(apart(losses, noisy["numbers.losses"]), 1e-7)
     assert apart(losses, told) <= 3 * noise
     assert apart(losses, found["numbers.losses"]) <= 3 * noise

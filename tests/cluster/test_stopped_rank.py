@@ -21,7 +21,7 @@ from unicron.workers.agent.agent import LOOK_S
 VICTIM = 2
 STOPPED_S_MAX = 4.0
 """Of the cluster's policy: whoever goes on within it does so also where the cores are others'."""
-BUSY_S_MAX = 10.0
+BUSY_S_MAX = 30.0
 """Until the interrupted iteration is stepped by those who are left, where others have the cores;
 every deadline that used to end the wait is a minute or more."""
 
@@ -103,7 +103,8 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
     closed = cluster.wait_told(after, "IncidentClosed").body
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
         "healed", 0, False), cluster.tail(after)
-    assert closed.pause_s == pytest.approx(took_s, abs=BUSY_S_MAX), "it stood since the stop"
+    assert closed.pause_s >= STOPPED_S_MAX, "it stood since the stop"
+    assert closed.pause_s == pytest.approx(took_s, abs=BUSY_S_MAX)
     assert cluster.kept(task, before) == set(survivors)
     healed = cluster.seq()
     cluster.wait_told(healed, "CheckpointPublished", task=task)
