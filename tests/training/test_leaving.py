@@ -29,6 +29,7 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
     for process in driver.started:
         process.popen.kill()
     again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
+    again.argv = driver.argv
     again.start(*ranks)
     again.generation = saved.generation
     first, *others = again.form(ranks, checkpoint=saved.path).values()
@@ -46,8 +47,9 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])
 def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
-        drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
+        drive: Drive, nursery: Any, twin: Twins, mode: QuiesceMode) -> None:
     driver = drive(dropout=0.1)
+    driver.argv = nursery
     driver.start(0, 1)
     # In its second: whoever saves has taken the step before, and has a sum to leave behind. The
     # other may be a step behind it yet: a reduction is not done everywhere at one moment.
@@ -67,8 +69,9 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
     assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
 
 
-def test_who_has_left_already_saves_when_told(drive: Drive, twin: Twins) -> None:
+def test_who_has_left_already_saves_when_told(drive: Drive, nursery: Any, twin: Twins) -> None:
     driver = drive(dropout=0.1)
+    driver.argv = nursery
     driver.start(0, 1, 2)
     driver.form([0, 1])
     driver.strike(1, iteration=3, event="reduce")
@@ -99,8 +102,9 @@ def _limit_files(driver: Any, num_bytes: int) -> None:
 
 
 def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told(
-        drive: Drive) -> None:
+        drive: Drive, nursery: Any) -> None:
     driver = drive(checkpoint_every=2)
+    driver.argv = nursery
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
