@@ -14,7 +14,8 @@ import msgspec
 import yaml
 
 from ..events.errors import SpecError, UsageError
-from ..events.spec import JobSpec, parse
+from ..events.spec import JobSpec, is_url, parse
+from ..workers import urls
 
 FILE_BYTES_MAX = 1 << 20
 EXAMPLES = "see deploy/examples/"
@@ -95,9 +96,13 @@ def load(path: Path) -> JobSpec:
         raise UsageError(f"{path}: {(error.strerror or 'cannot be read').lower()}",
                          "name a job file; examples are in deploy/examples/") from None
     try:
-        return anchored(parse(read_yaml(text)))
+        spec = anchored(parse(read_yaml(text)))
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
+    # Without fsspec here nobody can tell: the ranks will, where they start.
+    if spec.train is not None and is_url(spec.train.output) and urls.is_installed():
+        urls.check_driver(spec.train.output)
+    return spec
 
 
 def read_yaml(text: str) -> Any:
@@ -123,7 +128,8 @@ def anchored(spec: JobSpec) -> JobSpec:
     train = spec.train
     if train is None:
         return spec
-    output = str(Path(train.output).expanduser().absolute())
+    output = (train.output if is_url(train.output)
+              else str(Path(train.output).expanduser().absolute()))
     data = tuple(str(Path(path).expanduser().absolute()) for path in train.data)
     return msgspec.structs.replace(
         spec, train=msgspec.structs.replace(train, output=output, data=data))

@@ -18,6 +18,8 @@ DOCS = "see docs/reference/job-spec.md"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
 TAKEN_NAMES = ("nodes",)
 """What a command takes for something else where a task may stand."""
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
+"""A colon in its scheme makes it a chain of them."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
 """Weights lie between its inverse and it: the plan adds their products exactly."""
@@ -89,7 +91,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `data` empty means the byte-level text of the running Python's own documentation.
     `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format,
-    and a link `latest` that is moved only to what the log has published.
+    and a link `latest` that is moved only to what the log has published. Or an fsspec URL, where
+    `latest` is a small object that names it.
     `checkpoint_every` is in iterations; 0 writes the final model alone. `copy_every` too: so often
     the state is copied into the memory of two nodes; 0 never.
     `precision` is that of the model and its passes; beside bf16 and fp16 the optimizer keeps fp32
@@ -238,7 +241,7 @@ def _check_train(train: Train, slots: Slots) -> None:
     _need(train.overlap or not train.bucket_params, "train.bucket_params",
           "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
-    _need(train.output != "", "train.output", "must name a folder")
+    _check_output(train.output)
     _check_loss_scale(train)
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
@@ -252,6 +255,23 @@ def _check_train(train: Train, slots: Slots) -> None:
           "must be above 0")
     _need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
           "must be at least 0 and below train.iterations")
+
+
+def is_url(output: str) -> bool:
+    """Whether this is an fsspec URL; else it is a path."""
+    return URL.match(output) is not None
+
+
+def _check_output(output: str) -> None:
+    _need(output != "", "train.output", "must name a folder")
+    if found := URL.match(output):
+        scheme, rest = found.groups()
+        _need(rest.strip("/") != "", "train.output", f"{output} names no folder")
+        _need("::" not in output, "train.output", "is a chain of URLs", "name one store")
+        _need(scheme != "memory", "train.output", "memory:// is the memory of one process alone")
+        _need(not re.match(r"[^/]*:[^/]*@", rest), "train.output",
+              "has a password in it, and a spec is kept in the log",
+              "leave it to fsspec's configuration on each node (~/.config/fsspec)")
 
 
 def _check_loss_scale(train: Train) -> None:

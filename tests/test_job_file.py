@@ -8,6 +8,7 @@ import pytest
 from unicron.cli import job_file
 from unicron.cli.job_file import read_yaml
 from unicron.events.errors import SpecError, UsageError
+from unicron.workers import urls
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "deploy" / "examples"
 GOOD = """\
@@ -40,6 +41,19 @@ def test_a_good_file_becomes_a_spec_with_absolute_paths(tmp_path, monkeypatch):
     assert spec.throughput == {1: 1e9, 2: 1.9e9}
     assert spec.train.output == str(tmp_path / "out")
     assert spec.train.data == (str(tmp_path / "text.txt"),)
+
+
+def test_a_url_stays_a_url_and_its_driver_is_asked_for_at_once(tmp_path, monkeypatch):
+    def of(output: str) -> Path:
+        return written(tmp_path, GOOD.replace("output: out", f"output: {output}"))
+
+    spec = job_file.load(of("file:///tmp/run/"))
+    assert spec.train is not None
+    assert spec.train.output == "file:///tmp/run/"
+    with pytest.raises(UsageError, match="knows no nowhere://"):
+        job_file.load(of("nowhere://bucket/run"))
+    monkeypatch.setattr(urls, "is_installed", lambda: False)
+    job_file.load(of("nowhere://bucket/run"))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

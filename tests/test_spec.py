@@ -67,7 +67,9 @@ REFUSED: list[tuple[Any, str]] = [
     *((train(bucket_params=value, overlap=True), "train.bucket_params") for value in (-1, 2**31)),
     (train(bucket_params=1), "train.bucket_params"), (train(overlap="yes"), "train.overlap"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
-    *((train(output=value), "train.output") for value in ("", "a\0b", 3)),
+    *((train(output=value), "train.output") for value in (
+        "", "a\0b", 3, "s3://", "file:///", "memory://run", "simplecache::s3://bucket/run",
+        "s3://bucket/run::zip://a", "ftp://me:secret@host/run")),
     (train(data="file"), "train.data"), (train(data=["a\0"]), "train.data[0]"),
     (train(iterationz=1), "train.iterationz"),
     *((model(**{name: value}), f"train.model.{name}")

@@ -66,7 +66,7 @@ def test_a_loss_of_zero_can_be_compared(alone: Any, tmp_path: Path) -> None:
         history = History()
         history.add(0, first, 0.1)
         history.add(1, 2.0, 0.1)
-        checkpoint.save(tmp_path / name, trainee, 2, history)
+        checkpoint.save(str(tmp_path / name), trainee, 2, history)
     zero, other = tmp_path / "zero", tmp_path / "other"
     assert compare(zero, zero).loss_rel == 0
     assert compare(other, zero).loss_rel == math.inf

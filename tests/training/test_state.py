@@ -132,9 +132,9 @@ def test_a_copy_of_the_listed_state_trains_on_the_same(
     assert state.adopt(taker, told, theirs) == 5
     assert theirs.losses == history.losses
 
-    checkpoint.save(tmp_path / "five", giver, 5, history)
+    checkpoint.save(str(tmp_path / "five"), giver, 5, history)
     reader, read = model.build(train, torch.device("cpu"), alone), History()
-    assert checkpoint.load(tmp_path / "five", reader, read) == 5
+    assert checkpoint.load(str(tmp_path / "five"), reader, read) == 5
     assert read.losses == history.losses
     plain = reference.read(tmp_path / "five")
     for name, tensor in state.tensors(giver).items():
@@ -163,11 +163,11 @@ def test_parameters_of_16_bits_are_their_masters_rounded(alone: Any) -> None:
 
 def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path) -> None:
     giver = model.build(PRECISIONS["bf16"], torch.device("cpu"), alone)
-    checkpoint.save(tmp_path / "one", giver, 1, History())
+    checkpoint.save(str(tmp_path / "one"), giver, 1, History())
     reader = model.build(TRAIN, torch.device("cpu"), alone)
     before = {name: tensor.clone() for name, tensor in state.tensors(reader).items()}
     with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as told:
-        checkpoint.load(tmp_path / "one", reader, History())
+        checkpoint.load(str(tmp_path / "one"), reader, History())
     assert told.value.hint.startswith("set train.precision: bf16")
     assert all(tensor.equal(before[name]) for name, tensor in state.tensors(reader).items())
 
@@ -175,12 +175,12 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
 def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:
     """Generations count from 1 in every task: the same output folder has the same paths."""
     earlier = model.build(TRAIN, torch.device("cpu"), alone)
-    checkpoint.save(tmp_path / "gen-1" / "iter-3", earlier, 3, History())
+    checkpoint.save(str(tmp_path / "gen-1" / "iter-3"), earlier, 3, History())
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
     _train(trainee, 0, 3)
-    checkpoint.save(tmp_path / "gen-1" / "iter-3", trainee, 3, History())
+    checkpoint.save(str(tmp_path / "gen-1" / "iter-3"), trainee, 3, History())
     reader = model.build(TRAIN, torch.device("cpu"), alone)
-    checkpoint.load(tmp_path / "gen-1" / "iter-3", reader, History())
+    checkpoint.load(str(tmp_path / "gen-1" / "iter-3"), reader, History())
     assert _same(reader, trainee)
     assert [folder.name for folder in (tmp_path / "gen-1").iterdir()] == ["iter-3"]
 

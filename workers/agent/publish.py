@@ -1,4 +1,10 @@
-"""Publication of a checkpoint: `<output>/latest` moves atomically, and only forward."""
+"""Publication of a checkpoint: `<output>/latest` moves only forward.
+
+In a folder it is a link, moved atomically under a lock. At an fsspec URL, which has neither links
+nor locks, it is a small object that names the checkpoint, written in one request. There two agents
+that publish at the same moment may leave the older; what a restart reads is what the log has
+published, not this.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,11 @@ from pathlib import Path, PurePosixPath
 import msgspec
 from msgspec import Struct
 
-from ...events.errors import UnicronError
+from ...events.errors import UnicronError, UsageError
+from ...events.spec import is_url
+from .. import urls
 
+_LATEST = "latest"
 _NOTE = ".published.json"
 _LOCK = ".published.lock"
 
@@ -42,33 +51,51 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
             path: str) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`.
 
-    One compare-and-set under a lock in `output`: an order older than the last that was carried
-    out is refused; the same one twice is harmless. `at_s` is when it was given. Blocks on the
-    disk: call it in a thread.
+    In a folder, one compare-and-set under a lock there. An order older than the last that was
+    carried out is refused; the same one twice is harmless. `at_s` is when it was given. Blocks on
+    the disk: call it in a thread.
     Raises Refused, Overtaken, OSError.
     """
-    folder, relative = Path(output), PurePosixPath(path)
+    relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise Refused(f"{path!r} is not a path inside the output folder")
+    note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
+                 path=path)
+    if is_url(output):
+        _publish_url(output, note)
+        return
+    folder = Path(output)
     if not (folder / relative).is_dir():
         raise Refused(f"{folder / relative} is not there")
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        last = _read(folder / _NOTE)
-        if (last is not None and last.cluster == cluster
-                and (last.at_s, last.order) > (at_s, order)):
-            raise Overtaken(f"order {last.order} has published {last.path} since")
+        _refuse_older(note, _read(folder / _NOTE))
         _move(folder, relative)
-        note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
-                     path=path)
         _replace(folder / _NOTE, msgspec.json.encode(note))
     finally:
         os.close(lock)
 
 
+def _publish_url(output: str, note: _Note) -> None:
+    try:
+        store = urls.Store(output)
+    except UsageError as error:
+        raise Refused(f"{error} ({error.hint})") from None
+    if not store.has(f"{note.path}/{urls.WHOLE}"):
+        raise Refused(f"{output}/{note.path} is not there, or not whole")
+    _refuse_older(note, _understood(store.read(_LATEST)))
+    store.write(_LATEST, msgspec.json.encode(note) + b"\n")
+
+
+def _refuse_older(note: _Note, last: _Note | None) -> None:
+    if (last is not None and last.cluster == note.cluster
+            and (last.at_s, last.order) > (note.at_s, note.order)):
+        raise Overtaken(f"order {last.order} has published {last.path} since")
+
+
 def _move(folder: Path, relative: PurePosixPath) -> None:
-    latest, new = folder / "latest", folder / ".latest.new"
+    latest, new = folder / _LATEST, folder / ".latest.new"
     if latest.exists() and not latest.is_symlink():
         raise Refused(f"{latest} is not a link: move it away")
     new.unlink(missing_ok=True)
@@ -79,8 +106,15 @@ def _move(folder: Path, relative: PurePosixPath) -> None:
 
 def _read(path: Path) -> _Note | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Note)
-    except (FileNotFoundError, msgspec.MsgspecError):
+        return _understood(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _understood(data: bytes | None) -> _Note | None:
+    try:
+        return msgspec.json.decode(data, type=_Note) if data is not None else None
+    except msgspec.MsgspecError:
         return None
 
 

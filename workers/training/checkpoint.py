@@ -4,6 +4,9 @@ The keys are those of state.py: `model.<parameter>`, `master.<parameter>` where 
 `optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values. torch.distributed.checkpoint
 reads them with nothing of ours.
 
+A folder is a path, or an fsspec URL (remote.py). A path's appears only when it is whole; at a URL
+it is whole when it has `.metadata`, which comes last.
+
 They are written step by step with torch's planner and writer, not by its `save`: that asks for the
 process group, and may be called beside a thread that takes the group down.
 """
@@ -15,6 +18,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from ...events.errors import UnicronError, UsageError
+from ...events.spec import is_url
+from .. import urls
 from . import state
 from .history import History
 from .model import Trainee
+from .trace import Struck
 
 PARTIAL, OLD = ".partial", ".old"
 """How the names of folders end that are on their way in, and out."""
@@ -35,13 +42,20 @@ PARTIAL, OLD = ".partial", ".old"
 class NotSaved(UnicronError):
     """A checkpoint could not be written; `str()` says where and why, in one line."""
 
-    def __init__(self, folder: Path, why: str) -> None:
+    def __init__(self, folder: str, why: str) -> None:
         super().__init__(f"{folder}: {why}")
         self.why = why
 
 
 def check_output(output: str) -> None:
     """Raises UsageError when nothing can be written there: better now than at the first save."""
+    if is_url(output):
+        try:
+            urls.Store(output).check_writable()
+        except OSError as error:
+            raise UsageError(f"train.output: {output}: {urls.reason(error).lower()}",
+                             "name a place that every node can reach and write") from None
+        return
     try:
         Path(output).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
@@ -56,39 +70,74 @@ def place(generation: int, step_version: int) -> str:
     return f"gen-{generation}/iter-{step_version}"
 
 
-def save(folder: Path, trainee: Trainee, step_version: int, history: History) -> int:
+def within(output: str, path: str) -> str:
+    """The folder of a checkpoint, from the output folder and its place there."""
+    return f"{output.rstrip('/')}/{path}"
+
+
+def save(folder: str, trainee: Trainee, step_version: int, history: History) -> int:
     """Write the whole state as it is now: see `write`."""
     return write(folder, state.tensors(trainee), state.numbers(trainee, step_version, history))
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], told: state.Numbers,
+def write(folder: str, tensors: Mapping[str, Tensor], told: state.Numbers,
           halfway: Callable[[], None] = lambda: None) -> int:
-    """Write a whole state into `folder`, which appears only when it is complete; its bytes.
+    """Write a whole state into `folder`; its bytes.
 
     One that is there already is another task's, of the same output folder, and makes room.
     `halfway` is called when about half of it is written. May run beside the main thread.
-    Raises NotSaved where the disk does not take it; nothing is left of it then.
+    Raises NotSaved where the store does not take it; nothing is left of it then.
     """
+    data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(told)}
+    write_there = _write_url if is_url(folder) else _write_path
+    try:
+        return write_there(folder, data, halfway)
+    # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise NotSaved(folder, urls.reason(error)) from error
+
+
+def _write_path(path: str, data: dict[str, Any], halfway: Callable[[], None]) -> int:
+    folder = Path(path)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
-    data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(told)}
     try:
         _pour(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, halfway)
         _put_in_place(partial, folder)
-        return sum(file.stat().st_size for file in folder.iterdir())
-    # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
-    except (OSError, RuntimeError, MemoryError) as error:
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    shutil.rmtree(partial, ignore_errors=True)
-    raise NotSaved(folder, why)
+    except (OSError, RuntimeError, MemoryError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def clear(output: Path, generation: int) -> None:
+def _write_url(url: str, data: dict[str, Any], halfway: Callable[[], None]) -> int:
+    from . import remote
+
+    store = urls.Store(url)
+    store.remove()
+    try:
+        with urls.told(Struck, RuntimeError, MemoryError):
+            _pour(remote.Writer(url), data, halfway)
+        return store.num_bytes()
+    except (OSError, RuntimeError, MemoryError):
+        remote.discard(url)
+        raise
+
+
+def clear(output: str, generation: int) -> None:
     """Remove what members of generations before this one left half written.
 
-    One of them that still writes fails at that: nobody would publish it.
+    One of them that still writes fails at that: nobody would publish it. What cannot be removed
+    now is left to the next generation.
     """
-    for half in (*output.glob(f"gen-*/*{PARTIAL}"), *output.glob(f"gen-*/*{OLD}")):
+    if is_url(output):
+        from . import remote
+
+        with suppress(OSError):
+            remote.clear(output, generation)
+        return
+    folder = Path(output)
+    for half in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
         told = half.parent.name.removeprefix("gen-")
         if told.isdecimal() and int(told) < generation:
             shutil.rmtree(half, ignore_errors=True)
@@ -137,7 +186,16 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         partial.rename(folder)
 
 
-def load(folder: Path, trainee: Trainee, history: History) -> int:
+def reader(folder: str) -> dcp.FileSystemReader:
+    """What torch reads a checkpoint with. Raises UsageError, OSError for a URL."""
+    if not is_url(folder):
+        return dcp.FileSystemReader(folder)
+    from . import remote
+
+    return remote.reader(folder)
+
+
+def load(folder: str, trainee: Trainee, history: History) -> int:
     """Read the whole state into the trainee; the step version.
 
     Raises UsageError, before anything is changed, for a state of another precision.
@@ -148,10 +206,10 @@ def load(folder: Path, trainee: Trainee, history: History) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = {"numbers": {"precision": ""}}
-        dcp.load(head, checkpoint_id=folder, no_dist=True)
+        dcp.load(head, storage_reader=reader(folder), no_dist=True)
         if head["numbers"]["precision"] != told.precision:
             raise UsageError(
                 f"{folder} holds a state of {head['numbers']['precision']}, not {told.precision}",
                 f"set train.precision: {head['numbers']['precision']}, or name another checkpoint")
-        dcp.load(data, checkpoint_id=folder, no_dist=True)
+        dcp.load(data, storage_reader=reader(folder), no_dist=True)
     return state.adopt(trainee, msgspec.convert(data["numbers"], state.Numbers), history)

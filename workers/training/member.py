@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -234,7 +233,7 @@ class Member:
         if not order.checkpoint:
             return Found(0, "seed", "", 0, NO_STATE)
         self.spoilt = True
-        folder = Path(self.train.output) / order.checkpoint
+        folder = checkpoint.within(self.train.output, order.checkpoint)
         step_version = checkpoint.load(folder, self.trainee, self.history)
         return Found(step_version, "checkpoint", "", state.num_bytes(self.trainee), NO_STATE)
 

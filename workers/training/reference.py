@@ -115,7 +115,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         if tell is not None:
             tell(iteration, loss)
     shutil.rmtree(out / "final", ignore_errors=True)
-    checkpoint.save(out / "final", trainee, num_iterations, history)
+    checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     groups.forget()
     dist.destroy_process_group()
     return Result(losses=list(history.losses), digest=_digest(trainee.module),
@@ -158,7 +158,7 @@ def _loss(train: Train, told: Sequence[tuple[float, int]]) -> float:
     return math.fsum(part / max(number, 1) for part, number in told) / len(told)
 
 
-def compare(one: Path, other: Path) -> Difference:
+def compare(one: Path | str, other: Path | str) -> Difference:
     """Compare two checkpoints, read with nothing but torch. `other` is what `one` is held to."""
     mine, theirs = read(one), read(other)
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
@@ -179,13 +179,16 @@ def compare(one: Path, other: Path) -> Difference:
     )
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """All tensors and numbers of a checkpoint, without knowing the model."""
+def read(folder: Path | str) -> dict[str, Any]:
+    """All tensors and numbers of a checkpoint, a folder or a URL, without knowing the model."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    from . import checkpoint
+
+    reader = checkpoint.reader(str(folder))
+    metadata = reader.read_metadata()
     data: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
@@ -194,7 +197,7 @@ def read(folder: Path) -> dict[str, Any]:
             data[key] = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(data, checkpoint_id=folder, no_dist=True)
+        dcp.load(data, storage_reader=reader, no_dist=True)
     return data
 
 
@@ -217,11 +220,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
     parser.add_argument("--iterations", type=int, metavar="N", help="stop after so many")
     parser.add_argument("--reversed", action="store_true", help="sum micro-batches backwards")
-    parser.add_argument("--compare", type=Path, help="a checkpoint to hold to the twin")
-    parser.add_argument("--to", type=Path, help="hold it to this checkpoint instead")
+    parser.add_argument("--compare", help="a checkpoint to hold to the twin")
+    parser.add_argument("--to", help="hold it to this checkpoint instead")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    twin: Path | None = asked.to
+    twin: Path | str | None = asked.to
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")

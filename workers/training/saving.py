@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -33,13 +32,14 @@ class Saver:
     def __init__(self, start: StartRank, *, tell: Callable[[Body], None],
                  note: Callable[[Event, int, int], None]) -> None:
         assert start.spec.train is not None, "a command task saves nothing"
-        self._output = Path(start.spec.train.output)
+        self._output = start.spec.train.output
         self._task = start.task
         self._tell, self._note = tell, note
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._saved: CheckpointSaved | None = None
         """The last one: it lies there, and may be read."""
+        self._cleared = 0
         self._failing = ""
         """Why the last one that was due could not be saved; said on change."""
 
@@ -73,9 +73,10 @@ class Saver:
         path = checkpoint.place(generation, step_version)
         if self._saved is None or self._saved.path != path:
             self._note("save", generation, step_version)
-            checkpoint.clear(self._output, generation)
+            self._clear(generation)
             try:
-                ckpt_bytes = checkpoint.save(self._output / path, trainee, step_version, history)
+                ckpt_bytes = checkpoint.save(
+                    checkpoint.within(self._output, path), trainee, step_version, history)
             except checkpoint.NotSaved as error:
                 if final or poisoned(error):
                     raise
@@ -96,15 +97,21 @@ class Saver:
         path = checkpoint.place(generation, snapshot.step_version)
         self._note("saving", generation, snapshot.step_version)
         assert snapshot.told is not None, "nothing was taken"
-        checkpoint.clear(self._output, generation)
+        self._clear(generation)
         try:
             ckpt_bytes = checkpoint.write(
-                self._output / path, snapshot.tensors, snapshot.told,
+                checkpoint.within(self._output, path), snapshot.tensors, snapshot.told,
                 lambda: self._note("save_mid", generation, snapshot.step_version))
         except checkpoint.NotSaved as error:
             self._say_failing(snapshot.step_version, error.why, str(error))
             return
         self._say_saved(generation, snapshot.step_version, ckpt_bytes, final=False)
+
+    def _clear(self, generation: int) -> None:
+        """Once in a generation."""
+        if generation != self._cleared:
+            checkpoint.clear(self._output, generation)
+        self._cleared = generation
 
     def _say_saved(self, generation: int, step_version: int, ckpt_bytes: int, *,
                    final: bool) -> None:

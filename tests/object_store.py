@@ -1,0 +1,102 @@
+"""An object store for tests, behind fsspec as `bucket://`: objects appear whole, and never move.
+
+It keeps them as files of the folder that UNICRON_TEST_BUCKET names, so that every process sees
+them. There are no folders but what names imply, and there is no rename. While there is a file
+`down` beside them, it refuses all with an error that is no OSError, as some drivers do.
+Imported, it is registered; `RANK` starts a rank that knows it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+BUCKET = "UNICRON_TEST_BUCKET"
+RANK = [sys.executable, "-c",
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import object_store; "
+        "from unicron.workers.training import rank; rank.main()"]
+
+
+class Denied(Exception):
+    """What this store says when it is down."""
+
+
+class _Upload(io.BytesIO):
+    """Becomes an object when it is closed."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def close(self) -> None:
+        if not self.closed:
+            partial = self._file.with_name(f".{os.getpid()}-{id(self)}")
+            partial.write_bytes(self.getvalue())
+            partial.replace(self._file)
+        super().close()
+
+
+class Bucket(AbstractFileSystem):
+    protocol = "bucket"
+    cachable = False
+
+    @property
+    def _folder(self) -> Path:
+        folder = Path(os.environ[BUCKET])
+        if (folder / "down").exists():
+            raise Denied("403: not\n now")
+        return folder
+
+    def _file(self, path: str) -> Path:
+        return self._folder / quote(self._strip_protocol(path), safe="")
+
+    def _sizes(self) -> dict[str, int]:
+        return {unquote(file.name): file.stat().st_size for file in self._folder.iterdir()
+                if not file.name.startswith(".")}
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        path, sizes = self._strip_protocol(path), self._sizes()
+        if path in sizes:
+            return {"name": path, "size": sizes[path], "type": "file"}
+        if any(name.startswith(f"{path}/") for name in sizes):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        path, sizes = self._strip_protocol(path), self._sizes()
+        below = {f"{path}/{name.removeprefix(f'{path}/').split('/')[0]}" for name in sizes
+                 if name.startswith(f"{path}/")} | ({path} & set(sizes))
+        if not below:
+            raise FileNotFoundError(path)
+        return [self.info(name) if detail else name for name in sorted(below)]
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        file = self._file(path)
+        if mode == "wb":
+            return _Upload(file)
+        return file.open("rb")
+
+    def _rm(self, path: str) -> None:
+        self._file(path).unlink()
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        path = self._strip_protocol(path)
+        for name in self._sizes():
+            if name == path or (recursive and name.startswith(f"{path}/")):
+                self._rm(name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """There are none."""
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        raise NotImplementedError("nothing moves here")
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)

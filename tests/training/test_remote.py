@@ -1,0 +1,166 @@
+"""Checkpoints at an fsspec URL: torch reads them, nothing is renamed, what is half is not seen."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import object_store
+import pytest
+from unicron.events.errors import UsageError
+from unicron.events.reports import CheckpointSaved, RankErrored
+from unicron.workers import urls
+from unicron.workers.agent.publish import Overtaken, Refused, publish
+from unicron.workers.training import checkpoint
+from unicron.workers.training.reference import read
+
+Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
+ITERATIONS = 14
+LOGGED_S_MAX = 30.0
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    monkeypatch.setenv(object_store.BUCKET, str(folder))
+    return folder
+
+
+@pytest.fixture(params=["bucket", "file"])
+def output(request: pytest.FixtureRequest, tmp_path: Path, bucket: Path) -> str:
+    return {"bucket": "bucket://models/run", "file": f"file://{tmp_path}/run"}[request.param]
+
+
+def started(drive: Drive, output: str, *ranks: int) -> Any:
+    driver = drive(output=output, checkpoint_every=3, copy_every=0)
+    driver.argv = object_store.RANK
+    driver.start(*ranks)
+    return driver
+
+
+def published(output: str, told: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
+    """Publish it; what `latest` says then."""
+    publish(cluster="c", order=order, at_s=at_s, task=7, generation=told.generation,
+            output=output, path=told.path)
+    with fsspec.open(f"{output}/latest") as file:
+        return msgspec.json.decode(file.read())
+
+
+def test_a_task_comes_back_from_a_url_and_its_final_checkpoint_is_the_twins(
+        drive: Drive, twin: Twins, output: str) -> None:
+    """Both die while the checkpoint after that is half written: nobody sees any of it."""
+    driver = started(drive, output, 0, 1)
+    driver.hold(0, "save_mid", 6)
+    driver.form([0, 1])
+    driver.held(0, 6)
+    (told,) = driver.told(CheckpointSaved)
+    assert (told.path, told.final) == ("gen-1/iter-3", False)
+    assert told.ckpt_bytes > driver.processes[0].ready.state_bytes
+    assert published(output, told)["path"] == "gen-1/iter-3"
+    half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
+                           ckpt_bytes=1, final=False)
+    with pytest.raises(Refused, match="gen-1/iter-6 is not there, or not whole"):
+        published(output, half)
+    driver.kill(0)
+    driver.kill(1)
+
+    again = started(drive, output, 0, 1)
+    again.generation = 1
+    first, second = again.form([0, 1], checkpoint="gen-1/iter-3").values()
+    assert (first.step_version, first.origin, second.origin) == (3, "checkpoint", "peer")
+    again.finish([0, 1])
+    assert sorted(again.losses()) == list(range(ITERATIONS))
+    final = again.told(CheckpointSaved)[-1]
+    assert final.final
+    assert published(output, final, order=9, at_s=9.0)["path"] == f"gen-2/iter-{ITERATIONS}"
+    store = urls.Store(output)
+    assert "iter-6" not in store.names("gen-1"), "what was half is cleared away"
+    assert store.has("gen-1/iter-3/.metadata")
+    assert twin(0.0).is_equal(f"{output}/{final.path}")
+
+
+def test_latest_moves_only_forward(output: str, alone: Any) -> None:
+    store = urls.Store(output)
+    told = [CheckpointSaved(task=7, generation=generation, step_version=3, ckpt_bytes=1,
+                            path=f"gen-{generation}/iter-3", final=False) for generation in (1, 2)]
+    for one in told:
+        urls.Store(f"{output}/{one.path}").check_writable()
+        store.write(f"{one.path}/.metadata", b"whole")
+    assert published(output, told[1], order=40)["path"] == "gen-2/iter-3"
+    with pytest.raises(Overtaken, match="order 40 has published gen-2/iter-3 since"):
+        published(output, told[0], order=30)
+    assert published(output, told[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
+
+
+def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
+        drive: Drive, bucket: Path, twin: Twins) -> None:
+    driver = started(drive, "bucket://models/run", 0)
+    log = driver.processes[0].log
+    driver.hold(0, "saving", 3)
+    driver.form([0])
+    driver.held(0, 3)
+    (bucket / "down").touch()
+    driver.hold(0, "forward", 10, micro_batch=0)
+    driver.held(0, 10)
+    last_s = time.monotonic() + LOGGED_S_MAX
+    while "checkpoint not saved" not in log.read_text():
+        assert time.monotonic() < last_s, log.read_text()
+        time.sleep(0.005)
+    (bucket / "down").unlink()
+    driver.hold(0, "forward", ITERATIONS)
+    driver.finish([0])
+    final = driver.told(CheckpointSaved)[-1]
+    assert (final.step_version, final.final) == (ITERATIONS, True)
+    assert log.read_text().count("training goes on") == 1, "told once"
+    assert "bucket://models/run/gen-1/iter-3: Denied: 403: not now" in log.read_text()
+    assert "checkpoints are saved again" in log.read_text()
+    assert driver.told(RankErrored) == []
+    assert twin(0.0).is_equal(f"bucket://models/run/{final.path}")
+
+
+def test_a_store_that_nobody_can_write_is_told_at_the_start(drive: Drive, bucket: Path) -> None:
+    (bucket / "down").touch()
+    driver = drive(output="bucket://models/run")
+    driver.argv = object_store.RANK
+    driver.launch(0)
+    told = driver.wait(RankErrored, 0)
+    assert told.error == "UsageError"
+    assert told.text.startswith("train.output: bucket://models/run: denied: 403: not now (name")
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
+    ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
+])
+def test_a_url_that_cannot_be_spoken_to_is_told_in_a_line(url: str, says: str) -> None:
+    with pytest.raises(UsageError) as told:
+        checkpoint.check_output(url)
+    assert "\n" not in f"{told.value}{told.value.hint}"
+    assert re.search(says, f"{told.value} {told.value.hint}")
+
+
+def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> None:
+    import torch
+    from unicron.workers.training.state import Numbers
+
+    def fails() -> None:
+        raise RuntimeError("the store broke off")
+
+    told = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
+                   adam_steps={}, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
+    tensors = {f"model.{number}": torch.full((100,), float(number)) for number in range(8)}
+    url = f"{output}/gen-1/iter-3"
+    num_bytes = checkpoint.write(url, tensors, told)
+    assert num_bytes > 8 * 400
+    assert read(url)["model.7"].eq(7).all()
+    with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
+        checkpoint.write(url, tensors, told, fails)
+    assert urls.Store(url).names() == []
+    assert checkpoint.write(url, tensors, told) == num_bytes
