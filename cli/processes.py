@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from ..events.embedded import start_time
+from ..events.uninterrupted import uninterrupted
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
@@ -62,12 +63,12 @@ def record(state: StateDir, name: str, pid: int) -> Process:
 def start(state: StateDir, name: str, argv: Sequence[str],
           environment: Mapping[str, str] | None = None) -> Process:
     """Start it in a session of its own, its output appended to `logs/NAME.log`."""
-    with (state.logs / f"{name}.log").open("ab") as log:
+    with (state.logs / f"{name}.log").open("ab") as log, uninterrupted():
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True,
                                  env={**os.environ, **(environment or {})})
-    child.returncode = 0  # ours to reap in alive(); keeps Popen from warning when it is dropped
-    return record(state, name, child.pid)
+        child.returncode = 0  # ours to reap in alive(); keeps Popen from warning when it is dropped
+        return record(state, name, child.pid)
 
 
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from .errors import ServerError
+from .uninterrupted import uninterrupted
 
 START_S_MAX = 30.0
 """Until the server answers, its log loaded."""
@@ -184,27 +185,41 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
     _write_private(config, _CONFIG.format(host=_HOST, port=port, password=password,
                                           directory=_quoted(directory), log=_quoted(log)))
     log_start = log.stat().st_size if log.exists() else 0
-    process = subprocess.Popen(
-        [str(binary), str(config)], cwd=directory, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        pass_fds=(lock,))
-    _children[process.pid] = process
-    note = _Note(pid=process.pid, start_time=start_time(process.pid), port=port)
-    _write_private(directory / "server.json", msgspec.json.encode(note).decode())
-    deadline = time.monotonic() + START_S_MAX
-    while process.poll() is None:
-        if (answer := _ping(port, password)) == "ready":
-            return _server(directory, note, password)
-        if time.monotonic() > deadline:
+    process, answer = None, ""
+    try:
+        with uninterrupted():
+            process = subprocess.Popen(
+                [str(binary), str(config)], cwd=directory, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                pass_fds=(lock,))
+            _children[process.pid] = process
+            note = _Note(pid=process.pid, start_time=start_time(process.pid), port=port)
+            _write_private(directory / "server.json", msgspec.json.encode(note).decode())
+        answer = _until_ready(process, port, password)
+    finally:
+        if process is not None and answer != "ready":  # nobody could adopt it: it answers nobody
             process.kill()
             process.wait()
-            raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
-                              f"see {log}")
-        time.sleep(_POLL_S)
+    if answer == "ready":
+        return _server(directory, note, password)
+    if answer:
+        raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
+                          f"see {log}")
     said = _said(log, log_start)
     if "Address already in use" in said:
         return None
     raise ServerError(f"the server ended with code {process.returncode}: {said}", f"see {log}")
+
+
+def _until_ready(process: subprocess.Popen[bytes], port: int, password: str) -> str:
+    """`ready`, or its last answer when time is over; "" when it has ended."""
+    deadline = time.monotonic() + START_S_MAX
+    answer = ""
+    while process.poll() is None:
+        if (answer := _ping(port, password)) == "ready" or time.monotonic() > deadline:
+            return answer
+        time.sleep(_POLL_S)
+    return ""
 
 
 def _server(directory: Path, note: _Note, password: str) -> Server:

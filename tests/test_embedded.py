@@ -21,6 +21,7 @@ from redis.retry import Retry
 from unicron.events import embedded
 from unicron.events.embedded import Server
 from unicron.events.errors import ServerError
+from unicron.events.uninterrupted import uninterrupted
 
 Redis: Any = redis.Redis
 CHILD_S_MAX = 60.0
@@ -193,3 +194,38 @@ def test_no_binary_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
     directory.mkdir()
     shutil.copy(packaged, directory / "redis-server")
     assert embedded.find_binary() == directory / "redis-server"
+
+
+@pytest.mark.parametrize("moment", ["before its note", "before its answer"])
+def test_ctrl_c_while_a_server_starts_leaves_none(
+        directory: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    name = {"before its note": "start_time", "before its answer": "_ping"}[moment]
+    real: Any = getattr(embedded, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(embedded, name, real)
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(embedded, name, interrupted)
+    begun = dict(embedded._children)
+    with pytest.raises(KeyboardInterrupt):
+        embedded.start(directory)
+    assert directory.exists()
+    (child,) = [child for pid, child in embedded._children.items() if pid not in begun]
+    assert child.poll() == -signal.SIGKILL
+    assert (directory / "server.json").exists(), "its note was written before"
+
+
+def test_a_signal_that_is_held_back_is_met_afterwards() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("within")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["within"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
