@@ -136,11 +136,14 @@ def _prepared(stage: Stage, body: Plain) -> str:
     assert ready is not None, "no member before it was ready"
     stage.trace.look()
     begin_s, end_s = _order(stage, body)["at_s"], ready["at_s"]
-    stepped = {one["iteration"] for one in stage.trace.events
-               if one["task"] == body["task"] and one["event"] == "step"
-               and begin_s <= one["t"] <= end_s}
-    stage.promise(bool(stepped), "a newcomer prepares while the others train")
-    return f"; prepared {span(end_s - begin_s)}, {len(stepped)} iterations trained meanwhile"
+    others = [one for one in stage.trace.events
+              if one["task"] == body["task"] and begin_s <= one["t"] <= end_s
+              and (one["rank"], one["attempt"]) != (body["rank"], body["attempt"])]
+    # Not by whole iterations: on a slow machine one may take longer than the newcomer.
+    stage.promise(bool(others), "a newcomer prepares while the others train")
+    num = len({one["iteration"] for one in others if one["event"] == "step"})
+    return (f"; prepared {span(end_s - begin_s)}, "
+            + (f"{num} iterations trained meanwhile" if num else "in the midst of one iteration"))
 
 
 # --- it returns ---------------------------------------------------------------------------------

@@ -205,6 +205,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
     if answer:
         raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
                           f"see {log}")
+    assert process is not None
     said = _said(log, log_start)
     if "Address already in use" in said:
         return None

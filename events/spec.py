@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct, field
@@ -181,6 +181,10 @@ def refused(said: str, parts: Sequence[type[Struct]], hint: str) -> SpecError:
         near = difflib.get_close_matches(unknown[1], names, n=1)
         return SpecError(_join(path, unknown[1]), "is not a field",
                          f"did you mean {near[0]}?" if near else hint)
+    if message.startswith("Invalid enum value"):
+        words = [get_args(field.type) for part in parts for field in msgspec.structs.fields(part)
+                 if field.encode_name == path.rpartition(".")[2]]
+        hint = f"one of {', '.join(words[0])}" if words and words[0] else hint
     for theirs, ours in (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
                          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
                          ("`int`", "a whole number"), ("`float`", "a number")):

@@ -248,6 +248,10 @@ def _asked() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.rounds < 1:
         parser.error("--rounds must be at least 1")
+    try:
+        asked.picture.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--picture {asked.picture}: {error.strerror}")
     return asked
 
 

@@ -124,6 +124,14 @@ def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
     assert told.value.hint == "did you mean hidden?"
 
 
+@pytest.mark.parametrize(("key", "hint"), [
+    ("precision", "one of fp32, bf16, fp16"), ("loss", "one of per_token, per_micro_batch")])
+def test_a_word_that_is_none_of_those_there_are_is_told_them(key: str, hint: str) -> None:
+    with pytest.raises(SpecError, match="fp8") as told:
+        parse(train(**{key: "fp8"}))
+    assert told.value.hint == hint
+
+
 def test_as_many_tokens_as_can_be_counted_and_more_where_none_are() -> None:
     most: dict[str, Any] = {"batch": {"global": 2**20 - 1, "micro": 1},
                             "model": {"sequence": 2**11}}

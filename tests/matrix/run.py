@@ -12,11 +12,12 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from nursery import Nursery
 
-from .cells import Cell, cells
+from .cells import FAULTS, Cell, cells
 from .table import table
 from .trial import Trials, Verdict
 
@@ -55,14 +56,28 @@ def _asked() -> list[Cell]:
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
     asked = parser.parse_args()
-
-    def wanted(name: str, beginnings: str) -> bool:
-        return any(name.lower().startswith(one.strip().lower()) for one in beginnings.split(","))
-
-    found = [cell for cell in cells() if wanted(cell.point.name, asked.points)
-             and wanted(cell.fault, asked.faults) and wanted(cell.variant.name, asked.variants)]
+    every = list(cells())
+    there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
+             "variants": [cell.variant.name for cell in every]}
+    chosen = {key: _chosen(parser, key, getattr(asked, key), names)
+              for key, names in there.items()}
+    found = [cell for cell in every if cell.point.name in chosen["points"]
+             and cell.fault in chosen["faults"] and cell.variant.name in chosen["variants"]]
     if not found:
-        parser.error("no cell fits")
+        parser.error("no point of these meets such a fault under such a variant")
+    return found
+
+
+def _chosen(parser: argparse.ArgumentParser, key: str, asked: str, names: Sequence[str]
+            ) -> set[str]:
+    """The names that begin so. One that begins none ends it here: it would be left out unsaid."""
+    found: set[str] = set()
+    for beginning in asked.split(","):
+        fits = {name for name in names if name.lower().startswith(beginning.strip().lower())}
+        if not fits:
+            parser.error(f"{key.upper()}: none begins with {beginning.strip()!r}; there are "
+                         f"{', '.join(dict.fromkeys(names))}")
+        found |= fits
     return found
 
 

@@ -6,11 +6,13 @@ Each point once, the faults in turn; `make fault-matrix` runs all cells.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from matrix import run
 from matrix.cells import Cell, cells, once
 from matrix.judge import complaints
 from matrix.scenes import Play
@@ -64,3 +66,23 @@ def test_no_cell_is_left_out_silently() -> None:
     for point in points:
         runs = [cell for cell in there if cell.point.name == point]
         assert all(cell.absent for cell in runs) or len({cell.fault for cell in runs}) > 1
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--points", "inside forward,joinx"], "POINTS: none begins with 'joinx'; there are start-up,"),
+    (["--faults", "SIGSTOPP"], "FAULTS: none begins with 'SIGSTOPP'; there are SIGKILL, SIGSTOP,"),
+    (["--faults", "two at once", "--variants", "bf16"], "no point of these meets such a fault"),
+])
+def test_cells_that_are_not_there_are_not_left_out_unsaid(
+        arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_may_be_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--points", "clip, NORM", "--faults", "sigk"])
+    assert {cell.point.name for cell in run._asked()} == {"clip", "norm"}
