@@ -66,8 +66,9 @@ def keep(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def drop(state: ClusterState, task: Task) -> Iterator[Body]:
     """The task has ended: whoever may have copies of it forgets them."""
-    there = [name for name in task.kept_on if name in state.nodes]
-    if task.outcome and there:
+    there = [name for name in task.kept_on
+             if name in state.nodes and state.nodes[name].health != "left"]
+    if task.outcome and there and not task.drop_order:
         yield DropCopies(nodes=tuple(there), task=task.id)
 
 

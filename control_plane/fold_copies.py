@@ -11,7 +11,7 @@ from ..events import orders as o
 from ..events import reports as r
 from ..events.codec import encode_record
 from ..events.records import Record
-from .folding import close_orders, keep_on
+from .folding import close_orders, keep_on, kept_no_more
 from .state import Checkpoint, ClusterState, Node, Task
 
 
@@ -63,11 +63,14 @@ def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
     The rank's agent tells it, and the keeper's agent tells of its end: either may come first.
     """
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
-        return
-    if node is None or node.health == "left" or not node.keeper:
+    if task is None or node is None or node.health == "left" or not node.keeper:
         return
     if body.keeper_start < node.keeper_start:
+        return
+    if task.phase == "ended":  # by one that was given up, and lives: to be dropped, once more
+        close_orders(state, [task.drop_order])
+        task.kept_on, task.drop_order = sorted({*task.kept_on, node.name}), 0
+    if task.phase == "ended" or body.generation != task.generation:
         return
     if body.keeper_start > node.keeper_start:
         _keeper_ended(state, node, body.keeper_start)
@@ -82,12 +85,17 @@ def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> Non
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
+    task = state.tasks.get(body.task)
+    if task is not None and body.order:
+        if body.order == task.drop_order:
+            kept_no_more(state, task, node.name)
+        return
     if body.keeper_start < node.keeper_start:
         return
     if not body.task:
         _keeper_ended(state, node, body.keeper_start + 1)
-    elif body.task in state.tasks:
-        _forget_copies(state.tasks[body.task], node)
+    elif task is not None:
+        _forget_copies(task, node)
 
 
 def _keeper_ended(state: ClusterState, node: Node, start: int) -> None:
@@ -113,8 +121,10 @@ def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> Non
 
 def _drop_copies(state: ClusterState, record: Record, body: o.DropCopies) -> None:
     task = state.tasks.get(body.task)
-    if task is not None:
-        task.kept_on = []
+    if task is not None and task.phase == "ended":
+        close_orders(state, [task.drop_order])
+        task.drop_order, task.kept_on = record.seq, list(body.nodes)
+        state.orders[record.seq] = encode_record(record)
 
 
 COPIES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -169,6 +169,8 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
     for number in sorted(state.tasks):
         task = state.tasks[number]
         task.copies = [copy for copy in task.copies if copy.node != node.name]
+        if task.outcome:
+            kept_no_more(state, task, node.name)
         for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
             drop_rank(state, task, ghost)
         gone = [task.ranks[key] for key in sorted(task.ranks)
@@ -228,6 +230,14 @@ def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
     """From now on these take the task's copies; those that did still have theirs."""
     task.keepers = keepers
     task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
+
+
+def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
+    """The node's keeper has nothing of the task; when none has, nobody has to drop anything."""
+    task.kept_on = [name for name in task.kept_on if name != node]
+    if task.drop_order and not task.kept_on:
+        close_orders(state, [task.drop_order])
+        task.drop_order = 0
 
 
 def leave_behind(task: Task) -> None:

@@ -203,6 +203,8 @@ class Task(Struct, kw_only=True):
     """What keepers hold of it, as told: the two newest of each node, the newest last."""
     kept_on: list[str] = field(default_factory=list[str])
     """Nodes whose keepers may hold something of it."""
+    drop_order: int = 0
+    """DropCopies, while one of them has not answered."""
     iteration: int = 0
     """Iterations told as finished."""
     furthest: int = 0

@@ -204,6 +204,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     yield from _stop_ghosts(state, task)
     if task.outcome:
+        yield from copies.drop(state, task)
         return
     yield from open_incidents(state, task)
     if task.ending:
@@ -223,6 +224,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
 def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
     """Healing is held: what has begun is completed, what else would be ordered is only told."""
     if task.outcome:
+        yield from copies.drop(state, task)
         return
     yield from open_incidents(state, task)
     if task.is_train and task.finished:

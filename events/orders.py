@@ -286,7 +286,7 @@ class KeepCopies(Body, frozen=True):
 
 
 class DropCopies(Body, frozen=True):
-    """The task has ended: forget its copies. Once only: a keeper that misses it is bounded."""
+    """The task has ended: forget its copies. Open until each node has answered CopiesLost."""
 
     nodes: tuple[str, ...]
     task: int

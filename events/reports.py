@@ -141,7 +141,8 @@ class NodeLeft(Body, frozen=True):
 class CopiesLost(Body, frozen=True):
     """The node's keeper has no copies of the task any more; `task` 0: of none, it has ended.
 
-    `keeper_start` is its number: what later ones of the node have is not meant.
+    `keeper_start` is its number: what later ones of the node have is not meant. `order` is the
+    DropCopies that was carried out (0: none was).
     """
 
     node: str
@@ -149,6 +150,7 @@ class CopiesLost(Body, frozen=True):
     task: int
     why: str
     keeper_start: int = 0
+    order: int = 0
 
 
 class ReportsLost(Body, frozen=True):

@@ -121,6 +121,12 @@ class Driver:
                 seq = max(open_)
                 return self.tell(self.source(order.nodes[0]), r.CheckpointPublished(
                     task=order.task, order=seq, path=order.path))
+            case o.DropCopies():
+                seq = self.state.tasks[order.task].drop_order
+                return [x for node in order.nodes for x in self.tell(
+                    self.source(node), r.CopiesLost(
+                        node=node, incarnation=self.state.nodes[node].incarnation,
+                        task=order.task, why="the task has ended", order=seq))]
             case _:
                 return []
 

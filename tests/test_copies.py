@@ -325,5 +325,31 @@ def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
     kept(d, task, "n1", 10)
     done = finish(d, task)
     assert the(o.DropCopies, done).nodes == ("n1", "n2")
-    assert (copies(d, task), task_of(d, task).kept_on) == ([], [])
+    it = task_of(d, task)
+    assert (copies(d, task), it.kept_on) == ([], ["n1", "n2"])
+    assert it.drop_order in d.state.orders, "the next control plane tells it again"
+    at_rest(d)
+    first = d.do(the(o.DropCopies, done))
+    assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {})
+    assert only(o.DropCopies, first) == []
+    at_rest(d)
+
+
+def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> None:
+    d = Driver(nodes=3, slots=1)
+    task = d.running(spec(**ONE))
+    it, first = task_of(d, task), task_of(d, task).members[0]
+    done = the(o.DropCopies, finish(d, task))
+    lost = r.CopiesLost(node="n2", incarnation=1, task=task, why="x", order=it.drop_order)
+    late = r.CopyKept(task=task, rank=0, attempt=first.attempt, generation=1, step_version=40,
+                      node="n2", copy_bytes=12, checksum="crc32:00000001", keeper_start=1)
+    again = the(o.DropCopies, d.tell("n1/1", late))
+    assert again.nodes == ("n1", "n2") == done.nodes
+    d.tell("n2/1", lost)
+    assert it.kept_on == ["n1", "n2"], "it answers the order before, and may have the copy"
+    d.do(again)
+    late = msgspec.structs.replace(late, node="n3")
+    assert the(o.DropCopies, d.tell("n1/1", late)).nodes == ("n3",)
+    d.join("n3", incarnation=2, slots=1)
+    assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
     at_rest(d)

@@ -7,7 +7,7 @@ import mmap
 
 import pytest
 from keepers import TASK, keep, offer, steps
-from unicron.workers.keeper.shelf import NoRoom, Shelf, Stored
+from unicron.workers.keeper.shelf import ENDED_NUM_MAX, NoRoom, Shelf, Stored
 from unicron.workers.keeping import Offer, Wish
 
 
@@ -107,6 +107,11 @@ def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
         shelf.add(Stored(offer=one, checksum="", memory=memory))
     shelf.give_up(one, memory)
     assert (steps(shelf), shelf.used_bytes) == ([], 0)
+    with pytest.raises(NoRoom, match="task 7 has ended"):
+        shelf.reserve(offer(20))
+    for task in range(10_000, 10_000 + ENDED_NUM_MAX):
+        shelf.forget(task)
+    shelf.reserve(offer(20))  # what it knows of the past is bounded
 
 
 @pytest.mark.parametrize(("newer", "why"), [

@@ -241,6 +241,9 @@ class PaperAgent:
                 self._inject(body)
         elif isinstance(body, DropCopies):
             self.net.keepers.forget(self.node, body.task)
+            self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=body.task,
+                                why="the task has ended", keeper_start=self._keeper_start,
+                                order=seq))
         elif isinstance(body, (Quiesce, Reconfigure, Resume, KeepCopies)):
             for rank in self._ranks(body.task):
                 rank.take(body)

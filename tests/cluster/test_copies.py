@@ -55,7 +55,9 @@ def test_every_rank_is_killed_at_once_and_the_task_goes_on_from_a_copy(
     assert len(losses) > came.step_version + 10
     cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
     cluster.wait_ended(task)
-    cluster.wait_told(begin, "DropCopies", task=task)
+    drop = cluster.wait_told(begin, "DropCopies", task=task)
+    for node in drop.body.nodes:
+        cluster.wait_told(begin, "CopiesLost", task=task, node=node, order=drop.seq)
     cluster.verify()
 
 

@@ -26,6 +26,7 @@ from ...events.records import Record
 from ...events.reports import (
     Body,
     CheckpointPublished,
+    CopiesLost,
     OrderRefused,
     RankContinued,
     RankExited,
@@ -130,6 +131,10 @@ class Ranks:
                                        if rank.generation == order.generation])
             case DropCopies() as order:
                 self._keeper.forget(order.task)
+                self._report(CopiesLost(
+                    node=self._node.name, incarnation=self._node.incarnation, task=order.task,
+                    why="the task has ended", keeper_start=self._keeper.start,
+                    order=record.seq), None)
             case PublishCheckpoint() as order:
                 self._do(self._publish(order, record, again), f"publish {record.seq}")
             case InjectFault() as order:

@@ -11,6 +11,9 @@ from msgspec import Struct
 from ...events.orders import NUM_COPIES_MAX
 from ..keeping import Offer, Wish
 
+ENDED_NUM_MAX = 1024
+"""Of how many tasks it is known that they have ended."""
+
 
 class NoRoom(Exception):
     """A copy is not taken; `str()` says why."""
@@ -47,6 +50,8 @@ class Shelf:
         """Tasks whose only copy made room for one that is on its way."""
         self._newest: dict[int, int] = {}
         """By task: the highest generation that offered a copy."""
+        self._ended: dict[int, None] = {}
+        """Tasks that were forgotten last: who still sends of them was given up, and lives."""
         self._lock = threading.Lock()
 
     @property
@@ -62,6 +67,8 @@ class Shelf:
         task's own. Another task's only copy never does. Where none is taken, none goes.
         """
         with self._lock:
+            if offer.task in self._ended:
+                raise NoRoom(f"task {offer.task} has ended")
             self._check_generation(offer)
             if not 0 < offer.copy_bytes <= self.bytes_max:
                 raise NoRoom(f"a copy of {offer.copy_bytes} bytes does not fit into "
@@ -131,6 +138,9 @@ class Shelf:
             self._coming = {key: one for key, one in self._coming.items() if one.task != task}
             self._newest.pop(task, None)
             self._bare.discard(task)
+            self._ended[task] = None
+            if len(self._ended) > ENDED_NUM_MAX:
+                del self._ended[next(iter(self._ended))]
 
     def _of(self, task: int) -> list[Stored]:
         return [one for one in self._stored if one.offer.task == task]
