@@ -49,9 +49,13 @@ class IncidentHistory(Struct, kw_only=True):
     iterations_lost: int = 0
     ckpt_read: bool = False
     origin: str = ""
-    """The farthest that a member's state came from; of which node, and how many bytes in all."""
+    """As IncidentClosed says: the farthest that a member's state came from, and what from peers."""
     origin_node: str = ""
+    origin_step_version: int = 0
+    origin_path: str = ""
+    origin_bytes: int = 0
     received_bytes: int = 0
+    peer_bytes: int = 0
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
@@ -250,7 +254,11 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     incident.iterations_lost, incident.ckpt_read = body["iterations_lost"], body["ckpt_read"]
     incident.kept, incident.dealt = body["kept"], body["dealt"]
     incident.origin, incident.origin_node = body.get("origin", ""), body.get("origin_node", "")
+    incident.origin_step_version = body.get("origin_step_version", 0)
+    incident.origin_path = body.get("origin_path", "")
+    incident.origin_bytes = body.get("origin_bytes", 0)
     incident.received_bytes = body.get("received_bytes", 0)
+    incident.peer_bytes = body.get("peer_bytes", 0)
 
 
 def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:

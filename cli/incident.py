@@ -112,7 +112,12 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "cost": {"pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
                  "slot_s": slot_s(told, one, now_s), "kept": one.kept, "dealt": one.dealt,
                  "ckpt_read": one.ckpt_read, "origin": one.origin,
-                 "origin_node": one.origin_node, "received_bytes": one.received_bytes},
+                 "origin_node": one.origin_node, "origin_path": one.origin_path,
+                 "origin_step_version": one.origin_step_version,
+                 "origin_bytes": one.origin_bytes, "peer_bytes": one.peer_bytes,
+                 "received_bytes": one.received_bytes},
+        "copies_gone": [_event(told, one, x) for x in found.gone],
+        "no_copies": found.no_copies,
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
                                    if x["kind"] == "NodeSilenced"
                                    and x["at_s"] <= one.detected_s), default=0.0),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from statistics import median
 from typing import Any
 
-from .figures import clipped, ms, ranks, rfc3339, scaled, span
+from .figures import clipped, count, ms, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -113,15 +113,22 @@ def _opened(body: Plain) -> str:
 def _closed(body: Plain) -> str:
     return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
             f"{body['iterations_lost']} iterations lost, kept {body['kept']} dealt {body['dealt']}"
-            f"{', a checkpoint was read' if body['ckpt_read'] else ''}{_whence(body)}"
-            f"{_because(body['why'])}")
+            f"{', ' if (whence_ := whence(body)) else ''}{whence_}{_because(body['why'])}")
 
 
-def _whence(body: Plain) -> str:
-    """Where the state came from that the task went on with, where no member had kept it."""
-    got = scaled(body.get("received_bytes", 0), "B")
-    return {"copy": f", {got} from a copy on {body.get('origin_node')}",
-            "seed": ", from the start again"}.get(body.get("origin", ""), "")
+def whence(told: Plain) -> str:
+    """Where the state came from that no member had kept, and how much; empty: a member had it.
+
+    `told` is an IncidentClosed, or what the page of an incident says of its cost.
+    """
+    got = scaled(told.get("origin_bytes", 0), "B")
+    of = f", of iteration {count(told.get('origin_step_version', 0))}"
+    passed_on = told.get("peer_bytes", 0)
+    more = f"; {scaled(passed_on, 'B')} from peers" if passed_on else ""
+    words = {"copy": f"{got} from a copy on {told.get('origin_node')}{of}{more}",
+             "checkpoint": f"{got} from the checkpoint {told.get('origin_path')}{of}{more}",
+             "seed": "begun again from the seed"}.get(told.get("origin", ""), "")
+    return words or ("a checkpoint was read" if told["ckpt_read"] else "")
 
 
 def _plan(body: Plain) -> str:

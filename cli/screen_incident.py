@@ -19,6 +19,7 @@ from .figures import (
     table,
 )
 from .history import History, IncidentHistory, slot_s
+from .record_line import whence
 
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
@@ -41,7 +42,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
             f"{_fault(facts)}  {who}")
     lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
-             _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), ""]
+             _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), "", *_state(facts)]
     for one in facts["on_purpose"]:
         lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     for one in facts["evidence"]:
@@ -78,16 +79,25 @@ def _cost(cost: Plain, outcome: str) -> str:
     kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
             if cost["kept"] or cost["dealt"] else "")
     return (f"{ms(cost['pause_s'])} pause, {cost['iterations_lost']} iterations lost, "
-            f"{cost['slot_s']:.1f} slot-s, {_whence(cost)}{kept}")
+            f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
 
 
-def _whence(cost: Plain) -> str:
-    """Where the state came from that it went on with, where no member had kept it."""
-    got = scaled(cost["received_bytes"], "B")
+def _read(cost: Plain) -> str:
+    """What was read, in short: `_state` says from where."""
     if cost["ckpt_read"]:
         return "a checkpoint was read"
-    return {"copy": f"{got} from a copy on {cost['origin_node']}",
-            "seed": "begun again"}.get(cost["origin"], "no checkpoint read")
+    return {"copy": "a copy was read", "seed": "begun again"}.get(cost["origin"],
+                                                                  "no checkpoint read")
+
+
+def _state(facts: Plain) -> list[str]:
+    """Where the state came from that no member had kept, and why from no nearer place."""
+    lines = labelled("state", told) if (told := whence(facts["cost"])) else []
+    for one in facts["copies_gone"]:
+        lines += labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
+    if facts["no_copies"]:
+        lines += labelled("no copy", facts["no_copies"])
+    return lines
 
 
 def bar(phases: list[Plain]) -> list[str]:

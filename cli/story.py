@@ -7,6 +7,7 @@ what it makes another task do until that one steps again, are found by cause and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -35,12 +36,20 @@ class Story(Struct, kw_only=True):
     """Task -> the Reconfigure and the Resume by which it trained when the story reached it."""
     ordered: dict[int, Plain] = field(default_factory=dict[int, Plain])
     """Task -> its last Reconfigure."""
+    copy_every: int | None = None
+    """As its job spec says; None: it has no state, or its spec was not read."""
+    kept: dict[tuple[str, int], Plain] = field(default_factory=dict[tuple[str, int], Plain])
+    """Its copies by node and step: the last that was told of each."""
+    lost: dict[str, Plain] = field(default_factory=dict[str, Plain])
+    """By node: what ended the copies that were there, and none came after it."""
     plan: Plain | None = None
     """The last plan that was read, as long as nothing made it part of the story."""
 
     def add(self, record: Plain) -> None:
         """Read the next record of the log."""
         task = record["body"].get("task", 0)
+        if self._is_of_copies(record, task):
+            return
         if record["kind"] == "PlanChosen":
             self.plan = record
         self._train(record, task)
@@ -54,6 +63,45 @@ class Story(Struct, kw_only=True):
             self.others[task] = "moves" if record["body"]["seats"] else "leaves"
         if record["kind"] != "PlanChosen" and not self._is_old_progress(record, task):
             self.records.append(record)
+
+    def _is_of_copies(self, record: Plain, task: int) -> bool:
+        """Follow where copies of its state are; none of these is news by itself."""
+        kind, body, own = record["kind"], record["body"], self.incident.task
+        if kind == "TaskSubmitted" and record["seq"] == own:
+            train: Plain = body["spec"].get("train") or {}
+            self.copy_every = train.get("copy_every")
+        ended = (kind == "CopiesLost" and task in (0, own)) or kind in ("NodeJoined", "NodeLeft")
+        before_end = not self.incident.closed_seq or record["seq"] <= self.incident.closed_seq
+        if kind == "CopyKept" and task == own and before_end:
+            self.kept[body["node"], body["step_version"]] = record
+            self.lost.pop(body["node"], None)
+        elif ended and before_end and any(node == body["node"] for node, _ in self.kept):
+            self.lost[body["node"]] = record
+        return bool(kind == "CopyKept")
+
+    @property
+    def gone(self) -> list[Plain]:
+        """What had ended the copies, where a farther source had to serve."""
+        return (sorted(self.lost.values(), key=itemgetter("seq"))
+                if self.incident.origin in ("checkpoint", "seed") else [])
+
+    @property
+    def no_copies(self) -> str:
+        """Why there was no copy at all, where a farther source had to serve."""
+        if self.incident.origin not in ("checkpoint", "seed") or self.kept:
+            return ""
+        if self.copy_every == 0:
+            return "none are kept: train.copy_every is 0"
+        return "none had been told of" if self.copy_every else ""
+
+    def settle(self) -> None:
+        """Take in what tells of the copy that served, or why none did."""
+        one = self.incident
+        used = self.kept.get((one.origin_node, one.origin_step_version))
+        decisive = [*self.gone, *([used] if used is not None and one.origin == "copy" else [])]
+        there = {record["seq"] for record in self.records}
+        self.records += [record for record in decisive if record["seq"] not in there]
+        self.records.sort(key=itemgetter("seq"))
 
     def _train(self, record: Plain, task: int) -> None:
         if record["kind"] == "Reconfigure":
@@ -112,4 +160,5 @@ def story(incident: IncidentHistory, records: Iterable[Plain]) -> Story:
         told.add(record)
         if told.is_over(record["seq"]):
             break
+    told.settle()
     return told

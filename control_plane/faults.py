@@ -11,6 +11,18 @@ ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
 """From the nearest to the farthest."""
 
 
+class Source(Struct, frozen=True, kw_only=True):
+    """Whence state came: a member's, and for an incident the farthest of all of its members."""
+
+    origin: Origin = ""
+    node: str = ""
+    step_version: int = 0
+    path: str = ""
+    """Of a checkpoint, from the task's output folder."""
+    num_bytes: int = 0
+    """What came from there, without what peers passed on of it."""
+
+
 class Fault(Struct, frozen=True, kw_only=True):
     """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
 
@@ -48,14 +60,14 @@ class Incident(Struct, kw_only=True):
     """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
     dealt_before: int = 0
     ckpt_read: bool = False
-    origin: Origin = ""
-    """The farthest that a member's state was taken from, and of which node."""
-    origin_node: str = ""
+    source: Source = Source()
+    """The farthest that a member's state was taken from."""
     ckpt_read_before: bool = False
-    """As it was when the task last stepped; so for `origin_before`, `origin_node_before`."""
-    origin_before: Origin = ""
-    origin_node_before: str = ""
+    """As it was when the task last stepped; so for `source_before`."""
+    source_before: Source = Source()
     received_bytes: int = 0
-    """Of state, by all members."""
+    """Of state, by all members, in all tries."""
+    peer_bytes: int = 0
+    """Of these, from other members."""
     outcome: str = ""
     closed_s: float = 0.0

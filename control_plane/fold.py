@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..events import reports as r
+from ..events.codec import decode_record
+from ..events.orders import Reconfigure
 from ..events.records import Record
 from .calibration import keep_times
 from .fold_copies import COPIES
@@ -200,7 +202,9 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
     incident = state.incidents.get(task.incident)
     if incident is None:
         return
-    take_origin(incident, body)
+    order = state.orders.get(task.reconfigure_order)
+    told = decode_record(order).body if order is not None else None
+    take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "")
     if incident.down_since_s >= 0:
         incident.kept += len(body.kept)
         incident.dealt += len(body.dealt)

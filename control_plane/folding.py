@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
-from .faults import ORIGINS, Fault, Incident
+from .faults import ORIGINS, Fault, Incident, Source
 from .severity import EXITED_ABNORMALLY, severity_of
 from .state import (
     EARNED_S,
@@ -222,8 +222,7 @@ def stepped(state: ClusterState, task: Task) -> None:
         incident.pause_s += state.at_s - incident.down_since_s
         incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
-        incident.ckpt_read_before, incident.origin_before, incident.origin_node_before = (
-            incident.ckpt_read, incident.origin, incident.origin_node)
+        incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
 
 
 def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
@@ -251,21 +250,25 @@ def leave_behind(task: Task) -> None:
     task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
 
 
-def take_origin(incident: Incident, body: Reconfigured) -> None:
+def take_origin(incident: Incident, body: Reconfigured, checkpoint: str) -> None:
     """What an incident says of where state came from: the farthest of all, and all bytes.
 
-    Where nobody had state, what a try before this one had found has come to nothing.
+    Where nobody had state, what a try before this one had found has come to nothing. `checkpoint`
+    is the path that the order named.
     """
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
         origin = "checkpoint"
-    incident.received_bytes += max(body.received_bytes, 0)
+    received_bytes = max(body.received_bytes, 0)
+    incident.received_bytes += received_bytes
+    incident.peer_bytes += received_bytes if body.source >= 0 else 0
     if origin in ("copy", "checkpoint", "seed"):
-        incident.ckpt_read, incident.origin, incident.origin_node = (
-            incident.ckpt_read_before, incident.origin_before, incident.origin_node_before)
+        incident.ckpt_read, incident.source = incident.ckpt_read_before, incident.source_before
     incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"
-    if ORIGINS.index(origin) > ORIGINS.index(incident.origin):
-        incident.origin, incident.origin_node = origin, body.origin_node
+    if ORIGINS.index(origin) > ORIGINS.index(incident.source.origin):
+        incident.source = Source(
+            origin=origin, node=body.origin_node, step_version=body.step_version,
+            path=checkpoint if origin == "checkpoint" else "", num_bytes=received_bytes)
 
 
 def earned(state: ClusterState, task: Task, iteration: int) -> None:

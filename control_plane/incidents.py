@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from ..events.orders import IncidentClosed, IncidentEscalated, IncidentOpened, Severity
+from ..events.orders import (
+    IncidentClosed,
+    IncidentEscalated,
+    IncidentOpened,
+    Outcome,
+    Severity,
+)
 from ..events.reports import Body
 from .severity import (
     LOST_CONNECTION,
@@ -116,7 +121,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Healed: the task steps with all that the plan gives it."""
+    """The task steps with all that the plan gives it: healed, or set back where that cost steps."""
     incident = state.incidents.get(task.incident)
     if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
         return
@@ -127,7 +132,8 @@ def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
                for seat in task.target)
     if full and len(task.ranks) == len(task.target):
         what = f"generation {task.generation} steps" if task.is_train else "all processes run"
-        yield _close(state, task, "healed", f"{what}, {len(task.target)} of {len(task.target)}")
+        outcome: Outcome = "set back" if incident.iterations_lost else "healed"
+        yield _close(state, task, outcome, f"{what}, {len(task.target)} of {len(task.target)}")
 
 
 def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
@@ -152,12 +158,14 @@ def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node
                           why=why, evidence=evidence)
 
 
-def _close(state: ClusterState, task: Task, outcome: Literal["healed", "failed", "ended"],
-           why: str) -> Body:
+def _close(state: ClusterState, task: Task, outcome: Outcome, why: str) -> Body:
     incident = state.incidents[task.incident]
+    source = incident.source
     down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
     return IncidentClosed(of=incident.id, outcome=outcome, pause_s=incident.pause_s + down_s,
                           iterations_lost=incident.iterations_lost, kept=incident.kept,
                           dealt=incident.dealt, ckpt_read=incident.ckpt_read, why=why,
-                          origin=incident.origin, origin_node=incident.origin_node,
+                          origin=source.origin, origin_node=source.node,
+                          origin_step_version=source.step_version, origin_path=source.path,
+                          origin_bytes=source.num_bytes, peer_bytes=incident.peer_bytes,
                           received_bytes=incident.received_bytes)

@@ -15,6 +15,7 @@ from .spec import JobSpec
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
 QuiesceMode = Literal["now", "boundary"]
+Outcome = Literal["healed", "set back", "failed", "ended"]
 
 
 class Slot(Struct, frozen=True, order=True):
@@ -96,17 +97,19 @@ class IncidentEscalated(Body, frozen=True):
 
 
 class IncidentClosed(Body, frozen=True):
-    """`healed`: the task steps again with what the plan gives it. `pause_s`: detected to stepped.
+    """`healed`: the task steps again with what the plan gives it, and no iteration was lost; where
+    some were, it was `set back`. `pause_s`: detected to stepped.
 
     `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
     that had been stepped and were done again; `ckpt_read` says whether a checkpoint was needed.
-    `origin` is the farthest that a member's state came from (a copy or a peer: of `origin_node`),
-    `received_bytes` what all members received of state, in all tries. What a try found that came
-    to nothing is no origin.
+    `origin` is the farthest that a member's state came from: of which node (a copy, a peer), which
+    path (a checkpoint), how many steps it had taken, and how many bytes came from there. What a try
+    found that came to nothing is no origin. `received_bytes` is what all members received of state
+    in all tries, `peer_bytes` the part of it that they had from each other.
     """
 
     of: int
-    outcome: Literal["healed", "failed", "ended"]
+    outcome: Outcome
     pause_s: float
     iterations_lost: int
     kept: int
@@ -115,7 +118,11 @@ class IncidentClosed(Body, frozen=True):
     why: str
     origin: Origin = ""
     origin_node: str = ""
+    origin_step_version: int = 0
+    origin_path: str = ""
+    origin_bytes: int = 0
     received_bytes: int = 0
+    peer_bytes: int = 0
 
 
 class ThroughputSet(Body, frozen=True):

@@ -200,12 +200,17 @@ class Witness:
         self._check(record, body.received_bytes == self._received_bytes[body.of],
                     "other bytes were received")
         self._check(record, not told or any(
-            (x.origin, x.origin_node) == (body.origin, body.origin_node) for x in told),
+            (x.origin, x.origin_node, x.step_version, x.received_bytes) == (
+                body.origin, body.origin_node, body.origin_step_version, body.origin_bytes)
+            for x in told),
                     "none came from there")
         self.counts[f"incidents from {body.origin}"] += 1
         most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
-        self._check(record, 0 <= body.kept + body.dealt <= most or body.outcome != "healed",
-                    f"of at most {most} micro-batches")
+        if body.outcome not in ("failed", "ended"):
+            self._check(record, 0 <= body.kept + body.dealt <= most,
+                        f"of at most {most} micro-batches")
+            self._check(record, (body.outcome == "set back") == (body.iterations_lost > 0),
+                        f"{body.iterations_lost} iterations lost")
         self._check(record, body.pause_s >= 0, "the pause is below 0")
         self.counts[f"incidents {body.outcome}"] += 1
 

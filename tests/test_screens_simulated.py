@@ -73,5 +73,5 @@ def _agrees(state: ClusterState, told: History) -> None:
         if not known.outcome:
             continue
         assert (one.outcome, one.pause_s) == (known.outcome, known.pause_s)
-        if one.outcome == "healed":  # what stood still as a whole, and then in part
+        if one.outcome in ("healed", "set back"):  # what stood still as a whole, and then in part
             assert one.slot_s >= 0.999 * known.pause_s * one.num_slots

@@ -202,7 +202,8 @@ def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -
     assert kinds(new) == ["IncidentOpened", "Reconfigure", "PlanChosen"]
     d.steps[task] = 0
     d.obey(new)
-    assert the(o.IncidentClosed, d.progress(task)).outcome == "healed"
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "nobody had its state"
 
 
 # --- newcomers with an error --------------------------------------------------------------------

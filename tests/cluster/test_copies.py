@@ -28,6 +28,11 @@ def copied(cluster: Any, task: int, after: int, node: str) -> Any:
     return cluster.wait_told(after, "CopyKept", task=task, node=node)
 
 
+def closed_as(closed: Any) -> str:
+    """By what it cost: iterations that were told as done may have been done again."""
+    return "set back" if closed.iterations_lost else "healed"
+
+
 def test_every_rank_is_killed_at_once_and_the_task_goes_on_from_a_copy(
         three: Any, tmp_path: Path) -> None:
     cluster, job = three, small("wiped", tmp_path, slots=(2, 2), copy_every=EVERY)
@@ -46,7 +51,7 @@ def test_every_rank_is_killed_at_once_and_the_task_goes_on_from_a_copy(
     assert (came.origin_node, came.step_version) == (order.keepers[0].node, EVERY)
     closed = cluster.wait_told(begin, "IncidentClosed").body
     assert (closed.outcome, closed.origin, closed.origin_node) == (
-        "healed", "copy", came.origin_node)
+        closed_as(closed), "copy", came.origin_node)
     assert closed.received_bytes >= came.received_bytes > 0
     assert not closed.ckpt_read
     assert closed.iterations_lost <= EVERY
@@ -78,7 +83,7 @@ def test_a_lost_node_takes_one_copy_with_it_and_the_other_serves(
     assert (came.origin, came.origin_node) == ("copy", other)
     assert came.step_version == EVERY
     closed = cluster.wait_told(begin, "IncidentClosed").body
-    assert (closed.outcome, closed.origin) == ("healed", "copy")
+    assert (closed.outcome, closed.origin) == (closed_as(closed), "copy")
     assert closed.iterations_lost <= EVERY
     cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
     cluster.wait_ended(task)

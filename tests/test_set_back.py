@@ -1,0 +1,123 @@
+"""An incident that cost iterations: what its record and the screens say it was, and from where the
+task came back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from heart_driver import Driver, at_rest, spec, task_of, the
+from test_copies import came, kept, ordered_anew
+from two_tasks import facts, plain, seen
+from unicron.cli import screen_task, screens
+from unicron.cli.history import history
+from unicron.cli.record_line import line
+from unicron.cli.screen_incident import every, page
+from unicron.control_plane.view import view
+from unicron.events import orders as o
+from unicron.events import reports as r
+
+TWO: dict[str, Any] = {"min": 1, "max": 2}
+
+
+def back(d: Driver, task: int, origin: str, node: str, step: int) -> o.IncidentClosed:
+    """All processes are killed; the first finds state there, the second has it from the first."""
+    order = ordered_anew(d, task)
+    seed = origin == "seed"
+    came(d, order, 1, "seed" if seed else "peer", "" if seed else "n1", 10 * (not seed), step)
+    came(d, order, 0, origin, node, 12 * (not seed), step)
+    d.steps[task] = step
+    closed = the(o.IncidentClosed, d.progress(task))
+    at_rest(d)
+    return closed
+
+
+def without_copies(iterations: int) -> tuple[Driver, int]:
+    d = Driver()
+    train = {"iterations": 90, "output": "/tmp/out", "copy_every": 0,
+             "batch": {"global": 24, "micro": 2}}
+    task = d.running(spec(slots=TWO, train=train))
+    d.progress(task, iterations - 1)
+    return d, task
+
+
+def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
+    d, task = without_copies(71)
+    closed = back(d, task, "seed", "", 0)
+    assert (closed.outcome, closed.iterations_lost) == ("set back", 71)
+    assert task_of(d, task).healed == 0
+    told, cluster = history(plain(d)), seen(d)
+    found = page(facts(plain(d)))
+    of_task = screen_task.task_status(cluster, cluster["tasks"][0], told, now_s=d.now_s)
+    tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
+    screens_ = [screens.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
+                every(told, now_s=d.now_s), tail]
+    for screen in screens_:
+        words = "\n".join(x for x in screen if not x.startswith("ID  TASK"))
+        assert "set back" in words.lower(), words
+        assert "healed" not in words.lower(), words
+    assert found[0].split()[1:3] == ["SET", "BACK"]
+    assert "71 iterations lost" in found[1]
+    assert "begun again from the seed" in tail[0]
+
+
+def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
+    d = Driver()
+    task = d.running(spec(slots=TWO))
+    for step in (10, 20, 30):
+        d.progress(task, 10)
+        kept(d, task, "n1", step)
+        kept(d, task, "n2", step)
+    closed = back(d, task, "copy", "n2", 30)
+    assert (closed.origin, closed.origin_node, closed.origin_step_version) == ("copy", "n2", 30)
+    assert (closed.origin_bytes, closed.peer_bytes, closed.received_bytes) == (12, 10, 22)
+    found = facts(plain(d))
+    told = "12 B from a copy on n2, of iteration 30; 10 B from peers"
+    assert f"state      {told}" in page(found)
+    (tail,) = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
+    assert told in tail
+    copies = [x for x in found["timeline"] if x["kind"] == "CopyKept"]
+    assert [x["what"] for x in copies] == [f"task {task} rank 0.1 step 30, 12 B in memory on n2"]
+    assert found["timeline"] == sorted(found["timeline"], key=lambda x: x["seq"])
+
+
+def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() -> None:
+    d = Driver()
+    task = d.running()
+    told = d.exit(task, 3)
+    kept(d, task, "n1", 1)
+    d.obey(told)
+    d.progress(task)
+    assert "CopyKept" in [x["kind"] for x in plain(d)]
+    assert "CopyKept" not in [x["kind"] for x in facts(plain(d))["timeline"]]
+
+
+def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 19)
+    d.obey(d.save(task, 0))
+    d.progress(task, 8)
+    for node in ("n1", "n2"):
+        kept(d, task, node, 25)
+    lost = [d.tell(f"{node}/1", r.CopiesLost(node=node, incarnation=1, task=0, keeper_start=1,
+                                             why="the keeper: signal 9"))[0].seq
+            for node in ("n1", "n2")]
+    closed = back(d, task, "checkpoint", "", 20)
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("set back", 8, True)
+    assert (closed.origin_path, closed.origin_step_version) == ("gen-1/iter-20", 20)
+    assert (closed.origin_bytes, closed.peer_bytes) == (12, 10)
+    found = facts(plain(d))
+    shown = page(found)
+    assert ("state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
+            in shown)
+    assert [x for x in shown if x.startswith("no copy")] == [
+        f"no copy    CopiesLost {node} has no copies any more: the keeper: signal 9 (seq {seq})"
+        for node, seq in zip(("n1", "n2"), lost, strict=True)]
+    assert [x["seq"] for x in found["timeline"]][:2] == lost
+
+
+def test_that_no_copies_are_kept_is_said_too() -> None:
+    d, task = without_copies(30)
+    back(d, task, "seed", "", 0)
+    assert "no copy    none are kept: train.copy_every is 0" in page(facts(plain(d)))
+    assert view(d.state)["incidents"][-1]["outcome"] == "set back"
