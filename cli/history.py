@@ -241,11 +241,14 @@ def _incident(told: History, record: Plain) -> None:
 def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentEscalated":
+        known = incident.ranks
         if worse(incident.severity, body["severity"]) != incident.severity:
+            if incident.severity == "SEV3" and body["ranks"]:
+                known = ()  # a collective failed under them: here is why
             incident.severity, incident.why = body["severity"], body["why"]
             incident.status = body.get("status") or incident.status
             incident.node = body.get("node") or incident.node
-        incident.ranks = tuple(sorted({*incident.ranks, *body["ranks"]}))
+        incident.ranks = tuple(sorted({*known, *body["ranks"]}))
         incident.evidence += body["evidence"]
         return
     told.open.pop(incident.id, None)

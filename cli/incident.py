@@ -18,7 +18,7 @@ from .figures import way_to_act
 from .followed import hidden
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
-from .record_line import essentials
+from .record_line import essentials, status_in_words
 from .screen_incident import name_of
 from .screen_nodes import node_trouble
 from .state_dir import StateDir
@@ -173,10 +173,10 @@ def rule(record: Plain) -> str:
     body = record["body"]
     if record["kind"] == "IncidentEscalated":
         return "more of the same incident"
-    by_table = severity_of(body["status"])
+    by_table, status = severity_of(body["status"]), status_in_words(body["status"])
     if by_table == body["severity"]:
-        return f"{body['status']!r} is {by_table}"
-    return (f"{body['status']!r} is {by_table}, but a process ended or reattempts did not help: "
+        return f"{status!r} is {by_table}"
+    return (f"{status!r} is {by_table}, but a process ended or reattempts did not help: "
             f"{body['severity']}")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from statistics import median
 from typing import Any
 
+from ..control_plane.severity import NCCL_TIMEOUT
 from .figures import clipped, count, ms, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
@@ -47,6 +48,11 @@ def _first_line(text: str) -> str:
 
 def _because(why: str) -> str:
     return f": {why}" if why else ""
+
+
+def status_in_words(status: str) -> str:
+    """A row of the paper's table, in a word that is true of any backend."""
+    return "collective timeout" if status == NCCL_TIMEOUT else status
 
 
 def _who(body: Plain) -> str:
@@ -107,7 +113,8 @@ def _opened(body: Plain) -> str:
     where = [f"task {body['task']}"] if body["task"] else []
     where += [ranks(body["ranks"])] if body["ranks"] else []
     where += [body["node"]] if body["node"] else []
-    return f"{body['severity']} {body['status']}, {' '.join(where)}: {body['why']}"
+    status = status_in_words(body["status"])
+    return f"{body['severity']} {status}, {' '.join(where)}: {body['why']}"
 
 
 def _closed(body: Plain) -> str:

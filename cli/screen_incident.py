@@ -19,7 +19,7 @@ from .figures import (
     table,
 )
 from .history import History, IncidentHistory, slot_s
-from .record_line import whence
+from .record_line import status_in_words, whence
 
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
@@ -70,7 +70,7 @@ def _fault(facts: Plain) -> str:
     escalated = [one["why"] for one in facts["decisions"][1:]
                  if one["severity"] == facts["severity"]]
     return (clipped(escalated[-1], WHY_COLUMNS) if escalated
-            else f"{facts['status']}  {facts['node']}")
+            else f"{status_in_words(facts['status'])}  {facts['node']}")
 
 
 def _cost(cost: Plain, outcome: str) -> str:
@@ -180,8 +180,9 @@ def every(told: History, *, now_s: float, option: str = "") -> list[str]:
 
 def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
     """One incident in the columns of `HEAD`."""
+    what = f"{ranks(one.ranks)}, {status_in_words(one.status)}"
     return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
-            clipped(f"{ranks(one.ranks)}, {one.status}", what_columns), one.outcome,
+            clipped(what, what_columns), one.outcome,
             ms(one.pause_s), str(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
 
 

@@ -24,6 +24,7 @@ from .figures import (
     table,
     way_to_act,
 )
+from .record_line import status_in_words
 from .screen_nodes import node_trouble, slot_use
 from .screen_task import ENDED, lag_s, waits
 
@@ -125,7 +126,7 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
                 if index < INCIDENTS_SHOWN_NUM or not one["outcome"]]:
         who = names.get(one["task"], one["node"] or "cluster")
         what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
-                f"{ranks(one['ranks'])}, {one['status']}")
+                f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
         end = (f"{one['iterations_lost']} iterations lost, pause {ms(one['pause_s'])}"
                if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
         going_on = "healing" if view["cluster"]["healing"] == "on" else "held"

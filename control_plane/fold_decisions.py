@@ -47,11 +47,14 @@ def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEsc
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None or task is None:
         return
+    known = incident.ranks
     if worse(incident.severity, body.severity) != incident.severity:
+        if incident.severity == "SEV3" and body.ranks:
+            known = []  # a collective failed under them: here is why
         incident.severity, incident.why = body.severity, body.why
         incident.status = body.status or incident.status
         incident.node = body.node or incident.node
-    incident.ranks = sorted({*incident.ranks, *body.ranks})
+    incident.ranks = sorted({*known, *body.ranks})
     incident.evidence += body.evidence
     _take_in(state, task, incident, body.severity, body.ranks)
 

@@ -14,9 +14,9 @@ from ..events.orders import (
 from ..events.reports import Body
 from .severity import (
     LOST_CONNECTION,
-    OTHER_NETWORK,
     TASK_HANG,
     WRONG_INPUT,
+    network_status,
     severity_of,
     worse,
 )
@@ -41,19 +41,21 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     faults, limit = task.faults, state.policy.restarts_max
-    ranks = tuple(sorted({number for fault in faults for number in fault.ranks}))
-    severity: Severity = "SEV3"
-    status = faults[0].status
-    for fault in faults:
-        own = severity_of(fault.status, process_ended=fault.ended)
-        if worse(own, severity) != severity:
-            severity, status = own, fault.status
+    severities = [severity_of(fault.status, process_ended=fault.ended) for fault in faults]
+    severity: Severity = "SEV1" if "SEV1" in severities else (
+        "SEV2" if "SEV2" in severities else "SEV3")
+    worst = faults[severities.index(severity)]
+    # Where a process died or hangs, a collective that failed under others is what came of it.
+    causes = [fault for fault, own in zip(faults, severities, strict=True)
+              if own != "SEV3" or severity == "SEV3"]
+    ranks = tuple(sorted({number for fault in causes for number in fault.ranks}))
+    status, node = worst.status, worst.node
     why = "; ".join(fault.why for fault in faults)
     evidence = tuple(seq for fault in faults for seq in fault.evidence)
     if task.reattempts > limit:
         ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
-    yield _tell(state, task, severity, status, faults[0].node, ranks, why, evidence)
+    yield _tell(state, task, severity, status, node, ranks, why, evidence)
     if not task.furthest and any(task.ranks[number].error == WRONG_INPUT
                                  for number in ranks if number in task.ranks):
         yield _close(state, task, "failed", f"it cannot start: {why}")
@@ -115,7 +117,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """A collective failed and nothing else did: SEV3, before the reattempt in place."""
     told = [rank for rank in task.living_members() if rank.failed == task.generation]
     if told and task.failed_s >= 0 and not task.incident:
-        yield _tell(state, task, "SEV3", OTHER_NETWORK, told[0].slot.node,
+        yield _tell(state, task, "SEV3", network_status(told[0].failed_error), told[0].slot.node,
                     tuple(rank.rank for rank in told), "a collective failed, no rank is lost",
                     tuple(rank.failed_seq for rank in told))
 

@@ -7,7 +7,10 @@ from ..events.reports import RankExited
 
 LOST_CONNECTION = "lost connection"
 EXITED_ABNORMALLY = "exited abnormally"
+CONNECTION_REFUSED = "connection refused"
+CONNECTION_RESET = "connection reset"
 NCCL_TIMEOUT = "NCCL timeout"
+"""The table's name of a collective's timeout, NCCL's or another backend's."""
 OTHER_NETWORK = "other network"
 OTHER_SOFTWARE = "other software"
 TASK_HANG = "task hang"
@@ -20,8 +23,8 @@ TABLE: dict[str, Severity] = {
     # process supervision
     EXITED_ABNORMALLY: "SEV2",
     # exception propagation
-    "connection refused": "SEV3",
-    "connection reset": "SEV3",
+    CONNECTION_REFUSED: "SEV3",
+    CONNECTION_RESET: "SEV3",
     "illegal memory access": "SEV2",
     "ECC": "SEV1",
     "invalid DMA mapping": "SEV1",
@@ -36,6 +39,11 @@ TABLE: dict[str, Severity] = {
     TASK_HANG: "SEV2",
     # ours
     WRONG_INPUT: "SEV2",
+}
+_NETWORK = {
+    CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
+    CONNECTION_REFUSED: ("connection refused",),
+    NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
 }
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
@@ -58,8 +66,13 @@ def worse(one: Severity, other: Severity) -> Severity:
 
 
 def network_status(error: str) -> str:
-    """Which network row a failed collective without root cause is."""
-    return NCCL_TIMEOUT if "time" in error.lower() else OTHER_NETWORK
+    """Which network row a failed collective without root cause is, by what gloo, torch's store and
+    NCCL say; the name of an exception ("RuntimeError") is no word of theirs."""
+    said = error.lower()
+    for status, words in _NETWORK.items():
+        if any(word in said for word in words):
+            return status
+    return OTHER_NETWORK
 
 
 def exit_in_words(body: RankExited) -> str:

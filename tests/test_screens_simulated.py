@@ -68,8 +68,8 @@ def _agrees(state: ClusterState, told: History) -> None:
         known = state.incidents.get(one.id)
         if known is None:
             continue
-        assert (one.severity, one.status, one.why, one.node) == (
-            known.severity, known.status, known.why, known.node)
+        assert (one.severity, one.status, one.why, one.node, one.ranks) == (
+            known.severity, known.status, known.why, known.node, tuple(known.ranks))
         if not known.outcome:
             continue
         assert (one.outcome, one.pause_s) == (known.outcome, known.pause_s)

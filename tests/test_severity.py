@@ -1,0 +1,88 @@
+"""What a fault is called: the row of the table by what was said, the ranks that it struck."""
+
+from __future__ import annotations
+
+import pytest
+from heart_driver import Driver, at_rest, failed, the
+from two_tasks import facts, plain, seen
+from unicron.cli import screens
+from unicron.cli.history import history
+from unicron.cli.record_line import line
+from unicron.cli.screen_incident import every, page
+from unicron.control_plane.faults import Fault
+from unicron.control_plane.incidents import open_incidents
+from unicron.control_plane.severity import TABLE, network_status
+from unicron.events import orders as o
+from unicron.events import reports as r
+
+CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+          "[127.0.0.1]:41022")
+
+
+@pytest.mark.parametrize(("said", "status"), [
+    (CLOSED, "connection reset"),
+    ("RuntimeError: readv [::1]:34: Connection reset by peer", "connection reset"),
+    ("RuntimeError: writev [::1]:34: Broken pipe", "connection reset"),
+    ("DistNetworkError: connect() to [n1]:29: Connection refused", "connection refused"),
+    ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
+    ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
+    ("RuntimeError: unexpected size of a message", "other network"),
+])
+def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
+    assert network_status(said) == status
+    assert TABLE[status] == "SEV3"
+
+
+def started_again(d: Driver) -> None:
+    """An agent was killed with its ranks, and the next one says so."""
+    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
+
+
+def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known() -> None:
+    d = Driver()
+    task = d.running()
+    for rank in (0, 1):
+        failed(d, task, rank, CLOSED)
+    opened = the(o.IncidentOpened, d.due(f"evidence/{task}/1"))
+    assert (opened.status, opened.ranks) == ("connection reset", (0, 1))
+    started_again(d)
+    (known,) = d.state.incidents.values()
+    assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
+    told = history(plain(d))
+    (one,) = told.incidents.values()
+    assert one.ranks == (2, 3)
+    for screen in (page(facts(plain(d)))[:1], every(told, now_s=d.now_s),
+                   screens.status(seen(d), cluster="test", now_s=d.now_s)):
+        assert any("ranks 2 3" in x for x in screen), screen
+        assert not any("0-3" in x or "NCCL" in x for x in screen), screen
+    at_rest(d)
+
+
+def test_nor_where_both_are_decided_upon_at_once() -> None:
+    d = Driver()
+    it = d.state.tasks[d.running()]
+    it.faults = [
+        Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",
+              evidence=(5,), at_s=d.now_s, hurts=True, ended=False),
+        Fault(ranks=(3,), node="n2", status="exited abnormally", why="rank 3 on n2: signal 9",
+              evidence=(6,), at_s=d.now_s, hurts=True, ended=True)]
+    (opened,) = open_incidents(d.state, it)
+    assert isinstance(opened, o.IncidentOpened)
+    assert (opened.severity, opened.status, opened.node, opened.ranks, opened.evidence) == (
+        "SEV2", "exited abnormally", "n2", (3,), (5, 6))
+
+
+def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
+    d = Driver()
+    task = d.running()
+    for rank in range(4):
+        failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
+    d.due(f"evidence/{task}/1")
+    told = history(plain(d))
+    tail = [line(x) for x in plain(d) if x["kind"] == "IncidentOpened"]
+    assert "SEV3 collective timeout, task" in tail[0]
+    for screen in (page(facts(plain(d))), every(told, now_s=d.now_s), tail,
+                   screens.status(seen(d), cluster="test", now_s=d.now_s)):
+        words = "\n".join(screen)
+        assert "collective" in words
+        assert "NCCL" not in words
