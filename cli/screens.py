@@ -109,10 +109,10 @@ def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
-    """Those that are news: not old, and no later task of the name took their place."""
-    last = {task["name"]: task["id"] for task in tasks}
+    """Those that are news: not old, and no later task of the name that has not failed too."""
+    last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
     return [task for task in tasks if task["state"] == "failed"
-            and task["id"] == last[task["name"]] and now_s - task["since_s"] < NEWS_S]
+            and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
 
 
 def _healed(view: Plain, now_s: float, option: str) -> list[str]:

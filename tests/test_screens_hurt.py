@@ -151,14 +151,20 @@ def test_a_silent_task_is_told() -> None:
                 if x.startswith("NEEDS YOU")], "it is slow, not silent"
 
 
-def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None:
-    d = Driver()
+def fails(d: Driver) -> int:
+    """A task whose command fails until it is given up."""
     task = d.submit(spec(train=None, command=["false"]))
     for _ in range(9):
         for rank in list(d.state.tasks[task].ranks):
             if rank in d.state.tasks[task].ranks:
                 carry_out(d, d.exit(task, rank, code=1))
     assert d.state.tasks[task].outcome == "failed"
+    return task
+
+
+def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None:
+    d = Driver()
+    first = fails(d)
 
     def news(after_s: float) -> list[str]:
         lines = screens.status(seen(d), cluster="test", now_s=d.now_s + after_s)
@@ -166,6 +172,11 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None
 
     assert news(3600)
     assert not news(25 * 3600)
+    again = fails(d)
+    assert len(news(1)) == 2, "each has its own reason, and its own log"
+    screen = "\n".join(screens.status(seen(d), cluster="test", now_s=d.now_s + 1))
+    assert f"unicron logs {first}" in screen
+    assert f"unicron logs {again}" in screen
     d.submit(spec())
     assert not news(1)
 
