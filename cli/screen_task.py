@@ -86,7 +86,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     lines += labelled("next", _next(task, view["cluster"]["healing"], option))
     past = told.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
-              *_copies(task)]
+              *_copies(task, view["nodes"])]
     if task["output"]:
         lines += labelled("output", task["output"])
     if task["ranks"]:
@@ -118,8 +118,12 @@ def _where(task: Plain) -> list[str]:
     places = " ".join(f"{node} x{num}" for node, num in nodes.items())
     batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
              if task["micro_batches"] else "")
-    return labelled("where", f"{places}, {task['layout'] or 'no generation yet'}, "
-                             f"generation {task['generation']}{batch}")
+    generation = task["generation"]
+    if task["layout"]:
+        built = f"{task['layout']}, generation {generation}"
+    else:
+        built = f"nobody is left of generation {generation}" if generation else "no generation yet"
+    return labelled("where", f"{places}, {built}{batch}")
 
 
 def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
@@ -174,10 +178,14 @@ def _earns(task: Plain) -> list[str]:
     return labelled("earns", f"on slots {words}; {told['origin']}")
 
 
-def _copies(task: Plain) -> list[str]:
-    """Who holds the task's state, and what would be lost if they all went."""
+def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
+    """Who holds the task's state, and what would be lost if they all went, or is as they have."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
+    holders = [one for one in task["ranks"]
+               if one["state"] in ("member", "stopped") and one["has_state"]]
+    if not holders:
+        return labelled("copies", f"no process holds its state{_comes_back(task, nodes)}")
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
@@ -187,16 +195,36 @@ def _copies(task: Plain) -> list[str]:
         where = sorted({copy["node"] for copy in task["copies"]
                         if copy["step_version"] == newest})
         disk = f"in memory iteration {count(newest)} ({' '.join(where)}); {disk}"
-    holders = [one for one in task["ranks"] if one["state"] == "member" and one["has_state"]]
-    nodes = list(dict.fromkeys(one["node"] for one in holders))
-    if not holders:
-        live = "no process holds its state"
-    elif len(holders) == 1:
-        live = f"one seat ({nodes[0]}): nobody else holds its state"
+    on = list(dict.fromkeys(one["node"] for one in holders))
+    if len(holders) == 1:
+        live = f"one seat ({on[0]}): nobody else holds its state"
     else:
-        there = f"all on {nodes[0]}" if len(nodes) == 1 else f"on {' '.join(nodes)}"
+        there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
         live = f"{len(holders)} live replicas, {there}: {ranks(one['rank'] for one in holders)}"
     return labelled("copies", f"{live}; {disk}")
+
+
+def _comes_back(task: Plain, nodes: list[Plain]) -> str:
+    """From what a task without a process goes on, the newest that is told of, and what it costs."""
+    done = task["iteration"]
+    if not done:
+        return ": it begins at iteration 0"
+    silent = {one["id"] for one in nodes if one["health"] not in ("healthy", "unreachable")}
+    copies = [one for one in task["copies"] if one["node"] not in silent
+              and one["step_version"] >= task["checkpoint_iteration"]]
+    if copies:
+        newest = max(one["step_version"] for one in copies)
+        where = " ".join(sorted({x["node"] for x in copies if x["step_version"] == newest}))
+        source = f"it comes back from the copy of iteration {count(newest)} in memory ({where})"
+    elif task["checkpoint"]:
+        newest = task["checkpoint_iteration"]
+        source = f"it comes back from {task['checkpoint']}, of iteration {count(newest)}"
+    else:
+        newest, source = 0, "nobody has a copy, nothing is published: it begins again"
+    again = max(done - newest, 0)
+    if not again:
+        return f": {source}, nothing is lost"
+    return f": {source}, {number_of(again, 'iteration')} of {count(done)} are done again"
 
 
 def _incidents(task: Plain, told: History, now_s: float) -> list[str]:

@@ -45,12 +45,12 @@ def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
     closed = back(d, task, "seed", "", 0)
     assert (closed.outcome, closed.iterations_lost) == ("set back", 71)
     assert task_of(d, task).healed == 0
-    told, cluster = history(plain(d)), seen(d)
+    read, cluster = history(plain(d)), seen(d)
     found = page(facts(plain(d)))
-    of_task = screen_task.task_status(cluster, cluster["tasks"][0], told, now_s=d.now_s)
+    of_task = screen_task.task_status(cluster, cluster["tasks"][0], read, now_s=d.now_s)
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
     screens_ = [screens.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
-                every(told, now_s=d.now_s), tail]
+                every(read, now_s=d.now_s), tail]
     for screen in screens_:
         words = "\n".join(x for x in screen if not x.startswith("ID  TASK"))
         assert "set back" in words.lower(), words
@@ -71,10 +71,10 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
     assert (closed.origin, closed.origin_node, closed.origin_step_version) == ("copy", "n2", 30)
     assert (closed.origin_bytes, closed.peer_bytes, closed.received_bytes) == (12, 10, 22)
     found = facts(plain(d))
-    told = "12 B from a copy on n2, of iteration 30; 10 B from peers"
-    assert f"state      {told}" in page(found)
+    words = "12 B from a copy on n2, of iteration 30; 10 B from peers"
+    assert f"state      {words}" in page(found)
     (tail,) = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
-    assert told in tail
+    assert words in tail
     copies = [x for x in found["timeline"] if x["kind"] == "CopyKept"]
     assert [x["what"] for x in copies] == [f"task {task} rank 0.1 step 30, 12 B in memory on n2"]
     assert found["timeline"] == sorted(found["timeline"], key=lambda x: x["seq"])
@@ -83,9 +83,9 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
 def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() -> None:
     d = Driver()
     task = d.running()
-    told = d.exit(task, 3)
+    orders = d.exit(task, 3)
     kept(d, task, "n1", 1)
-    d.obey(told)
+    d.obey(orders)
     d.progress(task)
     assert "CopyKept" in [x["kind"] for x in plain(d)]
     assert "CopyKept" not in [x["kind"] for x in facts(plain(d))["timeline"]]
@@ -121,3 +121,65 @@ def test_that_no_copies_are_kept_is_said_too() -> None:
     back(d, task, "seed", "", 0)
     assert "no copy    none are kept: train.copy_every is 0" in page(facts(plain(d)))
     assert view(d.state)["incidents"][-1]["outcome"] == "set back"
+
+
+# --- before it is back --------------------------------------------------------------------------
+def told(d: Driver, task: int, label: str) -> str:
+    """One labelled text of the task's screen, as it is now."""
+    cluster = seen(d)
+    one = next(x for x in cluster["tasks"] if x["id"] == task)
+    lines = screen_task.task_status(cluster, one, history(plain(d)), now_s=d.now_s)
+    at = next(index for index, x in enumerate(lines) if x.startswith(f"{label} "))
+    end = next((index for index, x in enumerate(lines[at + 1 :], at + 1)
+                if not x.startswith(" ")), len(lines))
+    return " ".join(" ".join(lines[at:end]).split()).removeprefix(f"{label} ")
+
+
+def killed(d: Driver, task: int) -> None:
+    for rank in sorted(task_of(d, task).ranks):
+        d.exit(task, rank)
+
+
+def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 19)
+    d.obey(d.save(task, 0))
+    d.progress(task, 8)
+    assert "8 iterations would be lost if all processes went" in told(d, task, "copies")
+    killed(d, task)
+    assert told(d, task, "copies") == (
+        "no process holds its state: it comes back from gen-1/iter-20, of iteration 20, "
+        "8 iterations of 28 are done again")
+    assert "nobody is left of generation 1" in told(d, task, "where")
+    assert "no generation yet" not in told(d, task, "where")
+
+
+def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 27)
+    kept(d, task, "n1", 20)
+    kept(d, task, "n2", 25)
+    killed(d, task)
+    assert told(d, task, "copies") == (
+        "no process holds its state: it comes back from the copy of iteration 25 in memory (n2), "
+        "3 iterations of 28 are done again")
+    d.tell("n2/1", r.CopiesLost(node="n2", incarnation=1, task=0, why="signal 9", keeper_start=1))
+    assert "8 iterations of 28 are done again" in told(d, task, "copies")
+
+
+def test_a_task_that_nobody_has_anything_of_begins_again() -> None:
+    d, task = without_copies(28)
+    killed(d, task)
+    assert told(d, task, "copies") == (
+        "no process holds its state: nobody has a copy, nothing is published: it begins again, "
+        "28 iterations of 28 are done again")
+
+
+def test_a_stopped_process_still_holds_its_state() -> None:
+    d, task = without_copies(5)
+    for rank in (0, 1):
+        d.tell("n1/1", r.RankSuspended(task=task, rank=rank, attempt=1,
+                                       pid=task_of(d, task).ranks[rank].pid))
+    assert "2 live replicas" in told(d, task, "copies")
