@@ -65,15 +65,16 @@ def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
-    if body.keeper_start < node.keeper_start:
+    start = body.keeper_start or node.keeper_start  # 0: of an older agent
+    if start < node.keeper_start:
         return
     if task.phase == "ended":  # by one that was given up, and lives: to be dropped, once more
         close_orders(state, [task.drop_order])
         task.kept_on, task.drop_order = sorted({*task.kept_on, node.name}), 0
     if task.phase == "ended" or body.generation != task.generation:
         return
-    if body.keeper_start > node.keeper_start:
-        _keeper_ended(state, node, body.keeper_start)
+    if start > node.keeper_start:
+        _keeper_ended(state, node, start)
     copy = o.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
                   generation=body.generation, step_version=body.step_version,
                   copy_bytes=body.copy_bytes, checksum=body.checksum)
@@ -90,10 +91,11 @@ def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> Non
         if body.order == task.drop_order:
             kept_no_more(state, task, node.name)
         return
-    if body.keeper_start < node.keeper_start:
+    start = body.keeper_start or node.keeper_start
+    if start < node.keeper_start:
         return
     if not body.task:
-        _keeper_ended(state, node, body.keeper_start + 1)
+        _keeper_ended(state, node, start + 1)
     elif task is not None:
         _forget_copies(task, node)
 

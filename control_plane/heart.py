@@ -9,7 +9,7 @@ from .decide import decide
 from .fold import fold
 from .state import ClusterState
 
-HEART = 4
+HEART = 5
 """Version of what `decide` answers; a log says by which one it was written."""
 
 

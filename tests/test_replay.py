@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 from heart_driver import Driver, kinds
@@ -139,6 +142,23 @@ def test_another_hearts_log_is_not_corrupt(driver: Driver) -> None:
     assert verdict.ok
     assert verdict.differ["TaskPlaced"] == 1
     assert "differ" in verdict.words
+
+
+def test_a_log_of_heart_4_is_not_corrupt() -> None:
+    """tests/data/heart-4.jsonl is the log of test_copies.py's
+    `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
+
+    Its agents number no keepers, and its copies count all the same: the Reconfigure that names
+    them is made again. What an incident says of what it cost has changed since.
+    """
+    path = Path(__file__).parent / "data" / "heart-4.jsonl"
+    log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
+    assert sum(record.kind == "CopyKept" for record in log) == 3
+    verdict = verify(log)
+    assert verdict.ok, verdict.words
+    assert verdict.hearts == [4]
+    assert verdict.differ == {"IncidentClosed": 1}
+    assert any(isinstance(record.body, o.Reconfigure) and record.body.copies for record in log)
 
 
 def test_nothing_and_nonsense() -> None:
