@@ -110,6 +110,8 @@ class TaskHistory(Struct, kw_only=True):
     step_s: dict[int, float] = field(default_factory=dict[int, float])
     micro_batches: dict[int, int] = field(default_factory=dict[int, int])
     """Size of the batch -> number of progress records that told it."""
+    skipped: int = 0
+    """Iterations that took no step, as last told."""
     outcome: str = ""
     why: str = ""
     ended_s: float = 0.0
@@ -357,6 +359,7 @@ def _task(told: History, record: Plain) -> None:
             task.step_s[body["first_iteration"] + offset] = step_s
         paces_s = task.paces_s.setdefault(task.dps.get(body["generation"], 0), [])
         paces_s += body["step_s"]
+        task.skipped = body.get("skipped", 0)
         size = body["micro_batches"]
         task.micro_batches[size] = task.micro_batches.get(size, 0) + 1
     elif kind == "TaskEnded":

@@ -133,6 +133,9 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     lines = labelled("progress", f"{count(task['iteration'])} of {count(task['iterations'])}{loss}")
     if past is not None:
         lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
+        if past.skipped:
+            lines += labelled("skipped", f"{count(past.skipped)} of {count(task['iteration'])} "
+                                         "steps: the gradient was not finite")
     if task["step_s"] and task["state"] == "running":
         left = task["iterations"] - task["iteration"]
         num = len(past.members) if past is not None else 0  # who prepares has no part in it yet

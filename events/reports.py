@@ -320,6 +320,8 @@ class TaskProgressed(Body, frozen=True):
     """Achieved aggregate FLOP/s over these iterations."""
     micro_batches: int
     """Micro-batches in each optimizer step: the global batch, never changed."""
+    skipped: int = 0
+    """Of all iterations until now, those that took no step: their gradient was not finite."""
 
 
 class LossNotFinite(Body, frozen=True):

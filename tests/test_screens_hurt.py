@@ -224,6 +224,20 @@ def test_the_running_span_counts_only_so_far() -> None:
     assert means == pytest.approx([1e7] * 3, rel=0.15)
 
 
+def test_steps_that_were_skipped_are_told() -> None:
+    d = Driver()
+    task = d.running()
+    lines = "\n".join(screen_task.task_status(view(d.state), view(d.state)["tasks"][0],
+                                              history(plain(d)), now_s=d.now_s))
+    assert "skipped" not in lines
+    d.tell(d.source("n1"), r.TaskProgressed(
+        task=task, generation=1, first_iteration=1, losses=(2.0,) * 9, step_s=(0.2,) * 9,
+        rate_flops=1e9, micro_batches=12, skipped=8))
+    told = screen_task.task_status(view(d.state), view(d.state)["tasks"][0], history(plain(d)),
+                                   now_s=d.now_s)
+    assert "skipped    8 of 10 steps: the gradient was not finite" in told
+
+
 def test_origins_are_told_so_that_units_do_not_mix() -> None:
     d, _, _ = gives()
     (line,) = [x for x in screens.status(seen(d), cluster="test", now_s=d.now_s)

@@ -205,7 +205,7 @@ def test_a_loss_that_is_no_number_is_a_report_of_its_own() -> None:
     history = History()
     for iteration, loss in enumerate([3.0, 2.0, float("nan"), 1.0]):
         history.add(iteration, loss, 0.5)
-    told = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0))
+    told = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
     assert [type(report) for report in told] == [TaskProgressed, LossNotFinite, TaskProgressed]
     assert [report.first_iteration for report in told if isinstance(report, TaskProgressed)] == [
         1, 3]

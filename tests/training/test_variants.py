@@ -16,7 +16,7 @@ import pytest
 import torch
 from rank_driver import TASK
 from unicron.events.orders import Quiesce
-from unicron.events.reports import CheckpointSaved
+from unicron.events.reports import CheckpointSaved, TaskProgressed
 from unicron.workers.training.reference import read
 
 Drive = Callable[..., Any]
@@ -125,6 +125,7 @@ def test_a_rank_is_replaced_in_every_precision(
     assert (num_skipped > 0) == (driver.spec.train.precision == "fp16")
     said = driver.started[0].log.read_text().count("step skipped")
     assert said == num_skipped, "each is a line in the log"
+    assert driver.told(TaskProgressed)[-1].skipped == num_skipped, "and of the report"
     stepped = {rank: "step" in events(driver, rank, STRUCK) for rank in LEFT}
     assert set(stepped.values()) == {variant != "fp16-skipped"}, "all decide alike"
     scaled = {rank: "scaler" in events(driver, rank, STRUCK) for rank in LEFT}

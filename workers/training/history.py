@@ -39,8 +39,9 @@ class History:
         self.first, self.losses, self.step_s = first, losses, step_s
 
     def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
-             flops: float) -> Iterator[Body]:
-        """Reports of all iterations from `begin` on; `flops` are those of one iteration.
+             flops: float, skipped: int) -> Iterator[Body]:
+        """Reports of all iterations from `begin` on; `flops` are those of one iteration, `skipped`
+        the iterations until now, of all, that took no step.
 
         A loss that is no finite number ends a run of losses and is a report of its own.
         """
@@ -56,7 +57,7 @@ class History:
                 yield TaskProgressed(
                     task=task, generation=generation, first_iteration=begin, losses=losses,
                     step_s=step_s, rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
-                    micro_batches=micro_batches,
+                    micro_batches=micro_batches, skipped=skipped,
                 )
             else:
                 text = repr(self.losses[end - self.first])

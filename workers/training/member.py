@@ -291,7 +291,8 @@ class Member:
         if self.communicators.place == 0:
             for report in self.history.tell(
                     self.told_to, task=self.start.task, generation=self.generation,
-                    micro_batches=self.train.num_micro_batches, flops=self.flops):
+                    micro_batches=self.train.num_micro_batches, flops=self.flops,
+                    skipped=state.num_skipped(self.trainee, self.step_version)):
                 self.control.tell(report)
             if self.history.end > self.told_to:
                 log.info("trained", iteration=self.history.end, of=self.train.iterations,

@@ -76,6 +76,12 @@ def tensors(trainee: Trainee) -> dict[str, Tensor]:
     return found
 
 
+def num_skipped(trainee: Trainee, step_version: int) -> int:
+    """Iterations whose gradient was not finite: the schedule stood still in them."""
+    scheduled_samples: int = trainee.scheduler.num_steps
+    return step_version - scheduled_samples // trainee.train.batch.global_
+
+
 def num_bytes(trainee: Trainee) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(trainee).values())
 
