@@ -93,9 +93,10 @@ class Store:
             self.fs.pipe_file(self._at(name), data)
 
     def has(self, name: str) -> bool:
+        """Whether there is such an object, or such a folder."""
         with told():
             self.fs.invalidate_cache()
-            return bool(self.fs.exists(self._at(name)))
+            return self._is_there(self._at(name))
 
     def names(self, name: str = "") -> list[str]:
         """The last parts of the names of what lies directly in a folder."""
@@ -112,7 +113,7 @@ class Store:
         with told(), suppress(FileNotFoundError):
             self.fs.invalidate_cache()
             for path in (self._at(f"{name}/{WHOLE}".lstrip("/")), self._at(name)):
-                if self.fs.exists(path):
+                if self._is_there(path):
                     self.fs.rm(path, recursive=True)
             self.fs.invalidate_cache()
 
@@ -129,6 +130,14 @@ class Store:
             self.fs.makedirs(self.root, exist_ok=True)
             self.fs.pipe_file(self._at(name), b"unicron")
             self.fs.rm_file(self._at(name))
+
+    def _is_there(self, path: str) -> bool:
+        """fsspec's own `exists` says no to every error: what it cannot see, it would have lost."""
+        try:
+            self.fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _at(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -144,6 +145,52 @@ def test_a_url_that_cannot_be_spoken_to_is_told_in_a_line(url: str, says: str) -
         checkpoint.check_output(url)
     assert "\n" not in f"{told.value}{told.value.hint}"
     assert re.search(says, f"{told.value} {told.value.hint}")
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int]:
+    """Have the store refuse its `nth` call of this kind from now on; whether it came to that."""
+    asked = getattr(object_store.Bucket, call)
+    refused: list[int] = []
+    calls = itertools.count()
+
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == nth:
+            refused.append(nth)
+            raise object_store.Denied("503: slow down")
+        return asked(self, *args, **kwargs)
+
+    monkeypatch.setattr(object_store.Bucket, call, ask)
+    return refused
+
+
+@pytest.mark.parametrize("call", ["info", "ls"])
+def test_no_error_of_a_store_makes_a_whole_checkpoint_look_half(
+        bucket: Path, call: str) -> None:
+    output = "bucket://models/run"
+    for nth in itertools.count():
+        store = urls.Store(output)
+        for name in ("iter-3/__0_0.distcp", "iter-3/.metadata", "iter-6/__0_0.distcp"):
+            store.write(f"gen-1/{name}", b"written")
+        with pytest.MonkeyPatch.context() as patch:
+            refused = fails_once(patch, call, nth)
+            checkpoint.clear(output, 2)
+        assert store.names("gen-1/iter-3") == [".metadata", "__0_0.distcp"], nth
+        if not refused:
+            break
+    assert nth > 0, "the store was never asked"
+    assert store.names("gen-1") == ["iter-3"], "what is half is cleared away"
+
+
+def test_what_cannot_be_looked_at_is_not_said_to_be_removed(bucket: Path) -> None:
+    store = urls.Store("bucket://models/run")
+    store.write("gen-1/iter-3/.metadata", b"whole")
+    for nth in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            refused = fails_once(patch, "info", nth)
+            with pytest.raises(urls.Unreachable, match="Denied: 503: slow down"):
+                store.remove("gen-1/iter-3")
+            assert refused == [nth]
+    assert not store.has("gen-1/iter-3/.metadata"), "the mark of being whole goes first"
 
 
 def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> None:

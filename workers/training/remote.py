@@ -58,7 +58,7 @@ def clear(output: str, generation: int) -> None:
         number = name.removeprefix("gen-")
         if name != number and number.isdecimal() and int(number) < generation:
             for folder in store.names(name):
-                if not store.has(f"{name}/{folder}/{WHOLE}"):
+                if WHOLE not in store.names(f"{name}/{folder}"):
                     store.remove(f"{name}/{folder}")
 
 
