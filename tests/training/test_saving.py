@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from unicron.events.reports import CheckpointSaved, Quiesced, RankErrored, RankFinished
+from unicron.workers.training import checkpoint
 
 Drive = Callable[..., Any]
 Twins = Callable[[float], Any]
@@ -152,6 +154,20 @@ def test_who_leaves_waits_for_what_it_writes_and_tells_it_first(driver: Any) -> 
     assert all(isinstance(one, CheckpointSaved) for one in said[:-1])
     assert saved(driver)[0] == (1, 3, False)
     assert driver.told(RankErrored) == []
+
+
+def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path: Path) -> None:
+    half = tmp_path / "gen-1" / f"iter-3.1{checkpoint.PARTIAL}"
+    half.mkdir(parents=True)
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, few[1]))  # no folder can be opened
+    try:
+        checkpoint.clear(str(tmp_path), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    assert half.exists()
+    checkpoint.clear(str(tmp_path), 2)
+    assert not half.exists()
 
 
 def test_who_is_not_the_first_any_more_ends_when_it_has_written(

@@ -130,13 +130,16 @@ def clear(output: str, generation: int) -> None:
     One of them that still writes fails at that: nobody would publish it. What cannot be removed
     now is left to the next generation.
     """
-    if is_url(output):
-        from . import remote
+    with suppress(OSError):
+        if is_url(output):
+            from . import remote
 
-        with suppress(OSError):
             remote.clear(output, generation)
-        return
-    folder = Path(output)
+        else:
+            _clear_path(Path(output), generation)
+
+
+def _clear_path(folder: Path, generation: int) -> None:
     for half in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
         told = half.parent.name.removeprefix("gen-")
         if told.isdecimal() and int(told) < generation:
