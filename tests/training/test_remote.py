@@ -14,7 +14,7 @@ import msgspec
 import object_store
 import pytest
 from unicron.events.errors import UsageError
-from unicron.events.reports import CheckpointSaved, RankErrored
+from unicron.events.reports import CheckpointSaved, RankErrored, ReconfigureFailed
 from unicron.workers import urls
 from unicron.workers.agent.publish import Overtaken, Refused, publish
 from unicron.workers.training import checkpoint
@@ -124,6 +124,37 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
     assert "checkpoints are saved again" in log.read_text()
     assert driver.told(RankErrored) == []
     assert twin(0.0).is_equal(f"bucket://models/run/{final.path}")
+
+
+def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(
+        drive: Drive, bucket: Path, twin: Twins) -> None:
+    output = "bucket://models/run"
+    driver = started(drive, output, 0)
+    driver.hold(0, "forward", 5, micro_batch=0)
+    driver.form([0])
+    told = driver.wait(CheckpointSaved, 0)
+    driver.kill(0)
+    (data,) = bucket.glob("*.distcp")
+    whole = data.read_bytes()
+
+    again = started(drive, output, 0)
+    again.generation = 1
+    for generation, breaks, mends, says in (
+            (2, (bucket / "down").touch, (bucket / "down").unlink, "metadata"),
+            (3, lambda: data.write_bytes(whole[: len(whole) // 2]),
+             lambda: data.write_bytes(whole), "")):
+        breaks()
+        again.reconfigure([0], checkpoint=told.path)
+        failed = again.wait(ReconfigureFailed, 0, where=lambda one, at=generation:
+                            one.generation == at)
+        mends()
+        assert failed.error.startswith(f"RuntimeError: {output}/gen-1/iter-3: {says}")
+        assert "\n" not in failed.error
+        assert again.told(RankErrored) == []
+    (came,) = again.form([0], checkpoint=told.path).values()
+    assert (came.step_version, came.origin) == (3, "checkpoint")
+    again.finish([0])
+    assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
 
 
 def test_a_store_that_nobody_can_write_is_told_at_the_start(drive: Drive, bucket: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from ...events.errors import UnicronError, UsageError
@@ -198,10 +199,24 @@ def reader(folder: str) -> dcp.FileSystemReader:
     return remote.reader(folder)
 
 
+def _read(folder: str, data: dict[str, Any]) -> None:
+    """torch's `load`. Whatever fails in there, it raises as what no `except Exception` sees."""
+    try:
+        dcp.load(data, storage_reader=reader(folder), no_dist=True)
+    except OSError as error:
+        raise RuntimeError(f"{folder}: {urls.reason(error)}") from None
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, Exception):
+            raise
+        raise RuntimeError(f"{folder}: {' '.join(urls.reason(cause).split())}") from None
+
+
 def load(folder: str, trainee: Trainee, history: History) -> int:
     """Read the whole state into the trainee; the step version.
 
-    Raises UsageError, before anything is changed, for a state of another precision.
+    Raises UsageError, before anything is changed, for a state of another precision; RuntimeError
+    where it cannot be read, with half of it in the trainee.
     """
     told = state.numbers(trainee, 0, history)
     data: dict[str, Any] = dict(state.tensors(trainee))
@@ -209,10 +224,10 @@ def load(folder: str, trainee: Trainee, history: History) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = {"numbers": {"precision": ""}}
-        dcp.load(head, storage_reader=reader(folder), no_dist=True)
+        _read(folder, head)
         if head["numbers"]["precision"] != told.precision:
             raise UsageError(
                 f"{folder} holds a state of {head['numbers']['precision']}, not {told.precision}",
                 f"set train.precision: {head['numbers']['precision']}, or name another checkpoint")
-        dcp.load(data, storage_reader=reader(folder), no_dist=True)
+        _read(folder, data)
     return state.adopt(trainee, msgspec.convert(data["numbers"], state.Numbers), history)
