@@ -183,6 +183,8 @@ def test_a_task_finishes(d: Driver) -> None:
     assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropCopies"]
     assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
     assert the(o.TaskEnded, done).outcome == "finished"
+    assert [order.kind for order in open_orders(d.state)] == ["DropCopies"]
+    d.obey(done)
     assert open_orders(d.state) == []
     assert d.state.deadlines == {}
 
