@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import chaos_picture
 from chaos_faults import Striker, draw
+from nursery import Nursery
 from rank_twin import NOISE_TIMES_MAX, Twin
 from real_cluster import RealCluster, running
 from unicron.cli.history import History, history
@@ -140,7 +141,11 @@ def main() -> None:
         run.say("every decision made again from the log: VERIFIED")
     lasted_s = time.monotonic() - run.began_s
     run.say("the twin trains undisturbed, in three orders of summing")
-    twin = Twin(parse(run.spec), FOLDER / "twin", TWIN_S_MAX)
+    nursery = Nursery(FOLDER / "zygote.log")
+    try:
+        twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX)
+    finally:
+        nursery.close()
     sys.exit(_judge(run, losses, told, twin, lasted_s, asked.picture))
 
 

@@ -6,15 +6,28 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import msgspec
 from unicron.workers import linux
-from unicron.workers.agent import zygote
+from unicron.workers.agent.zygote import ONE_THREAD
 from unicron.workers.forking import REQUEST_BYTES_MAX, Told, Wanted
 
 START_S = 90.0
+PATCH = "UNICRON_TEST_PATCH"
+"""In a rank's environment: what it runs before it is a rank."""
+ZYGOTE = f"""
+import os
+from unicron.workers.training import rank, zygote
+right = rank.be
+def be(fd):
+    exec(os.environ.pop({PATCH!r}, ""), {{}})
+    right(fd)
+rank.be = be
+zygote.main()
+"""
 
 
 class Forked:
@@ -55,15 +68,20 @@ class Nursery:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with log.open("wb") as output, theirs:
             self.popen = subprocess.Popen(
-                [*zygote.ARGV, "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
+                [sys.executable, "-P", "-c", ZYGOTE,
+                 "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
                 pass_fds=[theirs.fileno()], stdout=output, stderr=output,
-                env={**os.environ, **zygote.ONE_THREAD}, start_new_session=True)
+                env={**os.environ, **ONE_THREAD}, start_new_session=True)
         self.socket.settimeout(START_S)
         assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
 
     def fork(self, environment: dict[str, str], log: int, pipe: int) -> Forked:
         socket.send_fds(self.socket, [msgspec.msgpack.encode(Wanted(env=environment))], [log, pipe])
         told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=Told)
+        last_s = time.monotonic() + START_S
+        while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():
+            assert time.monotonic() < last_s, "nobody adopted it"
+            time.sleep(0.0005)
         return Forked(told.pid)
 
     def close(self) -> None:

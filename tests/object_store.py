@@ -3,14 +3,13 @@
 It keeps them as files of the folder that UNICRON_TEST_BUCKET names, so that every process sees
 them. There are no folders but what names imply, and there is no rename. While there is a file
 `down` beside them, it refuses all with an error that is no OSError, as some drivers do.
-Imported, it is registered; `RANK` starts a rank that knows it.
+Imported, it is registered; a rank that runs `KNOWN` before it is one knows it.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -19,9 +18,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 BUCKET = "UNICRON_TEST_BUCKET"
-RANK = [sys.executable, "-c",
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import object_store; "
-        "from unicron.workers.training import rank; rank.main()"]
+KNOWN = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import object_store"
 
 
 class Denied(Exception):

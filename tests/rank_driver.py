@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepers import SECRET, LocalKeeper
-from nursery import Forked, Nursery
+from nursery import PATCH, Forked, Nursery
 from unicron.events.orders import (
     Copy,
     DropCopies,
@@ -46,6 +46,8 @@ from unicron.workers.wire import Frame, Unpacker, pack
 START_S = 90.0
 WAIT_S = 60.0
 TASK = 7
+EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
+"""Starts a rank as an agent does that has no zygote: seconds of a core."""
 NO_ORDER = DropCopies(nodes=("n1",), task=0)
 """Says nothing to a rank."""
 
@@ -53,8 +55,8 @@ NO_ORDER = DropCopies(nodes=("n1",), task=0)
 class Process:
     """One rank's process and our end of its socket: forked by a nursery, or started by exec."""
 
-    def __init__(self, rank: int, attempt: int, argv: list[str] | Nursery, folder: Path,
-                 trace: Path) -> None:
+    def __init__(self, rank: int, attempt: int, by: Nursery | list[str], patch: str,
+                 folder: Path, trace: Path) -> None:
         self.rank, self.attempt = rank, attempt
         self.socket, theirs = socket.socketpair()
         self.log = folder / f"{rank}-{attempt}.log"
@@ -62,11 +64,13 @@ class Process:
                        "UNICRON_RANK": str(rank), keeping.SECRET: SECRET}
         self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("wb") as output, theirs:
-            if isinstance(argv, Nursery):
-                self.popen = argv.fork(environment, output.fileno(), theirs.fileno())
+            if isinstance(by, Nursery):
+                environment[PATCH] = patch
+                self.popen = by.fork(environment, output.fileno(), theirs.fileno())
             else:
+                assert not patch, "only what is forked can be patched"
                 self.popen = subprocess.Popen(
-                    [*argv, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdout=output, stderr=output, env=environment, start_new_session=True)
         self.ready: RankReady | None = None
 
@@ -89,8 +93,11 @@ class Process:
 class Driver:
     """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
 
-    def __init__(self, spec: JobSpec, folder: Path) -> None:
-        self.argv: list[str] | Nursery = [sys.executable, "-m", "unicron.workers.training.rank"]
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery) -> None:
+        self.by: Nursery | list[str] = nursery
+        """Who forks the ranks that are launched from now on, or what is executed for each."""
+        self.patch = ""
+        """What those that are forked run first."""
         self.spec = spec
         self.folder = folder
         self.trace_dir = folder / "trace"
@@ -116,7 +123,8 @@ class Driver:
     def launch(self, *ranks: int, attempt: int = 1) -> None:
         """Start processes."""
         for rank in ranks:
-            process = Process(rank, attempt, self.argv, self.folder, self.trace_dir)
+            process = Process(rank, attempt, self.by, self.patch, self.folder,
+                              self.trace_dir)
             self.processes[rank] = process
             self.started.append(process)
             process.send(StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,

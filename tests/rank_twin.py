@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
+from nursery import PATCH, Nursery
 from unicron.events.spec import JobSpec
 from unicron.workers.training.reference import Difference, compare
 
@@ -16,15 +15,12 @@ NOISE_TIMES_MAX = 3
 ROUNDING_RATIO = 2.0**-23
 """Relative resolution of float32: two samples of the noise can be smaller than it by chance."""
 TWINS = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
+import json, os, sys
 from pathlib import Path
 from unicron.events.spec import parse
 from unicron.workers import linux
-from unicron.workers.training.rank import load
 from unicron.workers.training.reference import train_undisturbed
-load()
-train = parse(json.loads(sys.argv[1])).train
+train = parse(json.loads(spec)).train
 num = train.num_micro_batches
 orders = [list(range(num)), list(reversed(range(num))), [(5 * i + 3) % num for i in range(num)]]
 parent, trained = os.getpid(), []
@@ -33,22 +29,28 @@ for number, order in enumerate(orders):
         trained.append(child)
         continue
     linux.die_with(parent)
-    train_undisturbed(train, Path(sys.argv[2]) / str(number), order=order)
+    train_undisturbed(train, Path(folder) / str(number), order=order)
     sys.exit()
 sys.exit(any(os.waitpid(child, 0)[1] for child in trained))
 """
-"""All three beside each other."""
+"""Of `spec` into `folder`, all three beside each other, by a process that is no rank."""
 
 
 class Twin:
     """The undisturbed twin, and the noise of summing its micro-batches in another order."""
 
-    def __init__(self, spec: JobSpec, folder: Path, limit_s: float = TWIN_S) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", TWINS, msgspec.json.encode(spec).decode(), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=limit_s, check=False)
-        assert done.returncode == 0, done.stderr
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S
+                 ) -> None:
+        asked = f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}{TWINS}"
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "log"
+        with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+            trains = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin",
+                                   PATCH: asked}, output.fileno(), nothing.fileno())
+        try:
+            assert trains.wait(limit_s) == 0, log.read_text()
+        finally:
+            trains.kill()
         self.path = folder / "0" / "final"
         noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
         self.noise = [max(ROUNDING_RATIO, *(getattr(noise, name) for noise in noises))

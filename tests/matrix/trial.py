@@ -44,8 +44,7 @@ class Trials:
         folder = self.folder / "".join(c if c.isalnum() else "-" for c in cell.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        driver = Driver(small_spec(folder / "out", **cell.train()), folder)
-        driver.argv = self.nursery
+        driver = Driver(small_spec(folder / "out", **cell.train()), folder, self.nursery)
         if "copy_every" in cell.point.train:
             driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
         twin = self.twin(cell)
@@ -74,5 +73,5 @@ class Trials:
         key = json.dumps(what, sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
-            self._twins[key] = Twin(small_spec(folder / "out", **what), folder)
+            self._twins[key] = Twin(small_spec(folder / "out", **what), folder, self.nursery)
         return self._twins[key]

@@ -14,15 +14,15 @@ from rank_twin import Twin
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Makes drivers: `drive(dropout=0.1, iterations=20)`."""
+def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
+    """Makes drivers, whose ranks are forked: `drive(dropout=0.1, iterations=20)`."""
     made: list[Driver] = []
 
     def make(**changes: Any) -> Driver:
         folder = tmp_path / f"driver-{len(made)}"
         folder.mkdir()
         output = changes.pop("output", folder / "out")
-        made.append(Driver(small_spec(output, **changes), folder))
+        made.append(Driver(small_spec(output, **changes), folder, nursery))
         return made[-1]
 
     yield make
@@ -53,7 +53,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twin]:
+def twin(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable[..., Twin]:
     """`twin(dropout, **changes)` of `small_spec`, trained once for all who ask for the same."""
     made: dict[str, Twin] = {}
 
@@ -61,7 +61,8 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twin]:
         asked = json.dumps({**changes, "dropout": dropout}, sort_keys=True)
         if asked not in made:
             folder = tmp_path_factory.mktemp("twin")
-            made[asked] = Twin(small_spec(folder / "out", dropout=dropout, **changes), folder)
+            spec = small_spec(folder / "out", dropout=dropout, **changes)
+            made[asked] = Twin(spec, folder, nursery)
         return made[asked]
 
     return of

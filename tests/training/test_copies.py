@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,9 @@ COPIED_S_MAX = 30.0
 
 
 @pytest.fixture
-def driver(drive: Drive, nursery: Any) -> Any:
+def driver(drive: Drive) -> Any:
     """Ranks that copy their state to two nodes every third iteration."""
     made = drive(copy_every=EVERY)
-    made.argv = nursery
     made.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
     return made
 
@@ -247,11 +245,10 @@ def test_other_keepers_may_be_named_while_it_trains(driver: Any) -> None:
     assert max(one.offer.step_version for one in driver.keepers[0].stored(TASK)) == 3
 
 
-def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive, nursery: Any) -> None:
+def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
     """What a copy costs the main thread, beside what an iteration takes."""
     driver = drive(copy_every=2, model={"num_layers": 4, "hidden": 256, "num_heads": 4,
                                         "sequence": 64})
-    driver.argv = nursery
     driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
     driver.start(0)
     driver.form([0])
@@ -273,18 +270,17 @@ def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive, nursery: A
 
 
 NO_ROOM = """
-from unicron.workers.training import copies, rank
+from unicron.workers.training import copies
 def take(self, *args):
     raise RuntimeError("not enough memory: you tried to allocate a buffer")
 copies.Snapshot.take = take
-rank.main()
 """
 
 
 def test_a_copy_that_there_is_no_room_for_hurts_nobody(drive: Drive) -> None:
     driver = drive(copy_every=EVERY)
     driver.keepers = [LocalKeeper("n1")]
-    driver.argv = [sys.executable, "-c", NO_ROOM]
+    driver.patch = NO_ROOM
     driver.start(0)
     driver.form([0])
     driver.finish([0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,6 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
     for process in driver.started:
         process.popen.kill()
     again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
-    again.argv = driver.argv
     again.start(*ranks)
     again.generation = saved.generation
     first, *others = again.form(ranks, checkpoint=saved.path).values()
@@ -47,9 +45,8 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])
 def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
-        drive: Drive, nursery: Any, twin: Twins, mode: QuiesceMode) -> None:
+        drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
     driver = drive(dropout=0.1)
-    driver.argv = nursery
     driver.start(0, 1)
     # In its second: whoever saves has taken the step before, and has a sum to leave behind. The
     # other may be a step behind it yet: a reduction is not done everywhere at one moment.
@@ -69,9 +66,8 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
     assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
 
 
-def test_who_has_left_already_saves_when_told(drive: Drive, nursery: Any, twin: Twins) -> None:
+def test_who_has_left_already_saves_when_told(drive: Drive, twin: Twins) -> None:
     driver = drive(dropout=0.1)
-    driver.argv = nursery
     driver.start(0, 1, 2)
     driver.form([0, 1])
     driver.strike(1, iteration=3, event="reduce")
@@ -102,9 +98,8 @@ def _limit_files(driver: Any, num_bytes: int) -> None:
 
 
 def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told(
-        drive: Drive, nursery: Any) -> None:
+        drive: Drive) -> None:
     driver = drive(checkpoint_every=2)
-    driver.argv = nursery
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
@@ -129,9 +124,8 @@ def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told
 
 
 TELLS_AT_ONCE = """
-from unicron.workers.training import member, rank
+from unicron.workers.training import member
 member.PROGRESS_S = 0.0
-rank.main()
 """
 MANY_ITERATIONS = 600
 """More reports than a socket's buffer holds: about 280 on Linux, whatever their size."""
@@ -140,7 +134,7 @@ MANY_ITERATIONS = 600
 def test_an_agent_that_reads_nothing_holds_up_no_iteration(drive: Drive) -> None:
     model = {"num_layers": 1, "hidden": 16, "num_heads": 1, "sequence": 8}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=MANY_ITERATIONS)
-    driver.argv = [sys.executable, "-c", TELLS_AT_ONCE]
+    driver.patch = TELLS_AT_ONCE
     driver.start(0)
     driver.reconfigure([0])
     driver.reconfigured([0])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_driver import EXEC
 from unicron.events.reports import (
     CheckpointSaved,
     Quiesced,
@@ -40,7 +41,9 @@ def _until(driver: Any, holds: Callable[[], bool], more: object = "") -> None:
 
 def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive: Drive) -> None:
     driver = drive(iterations=10_000)
-    driver.start(0, 1)
+    driver.start(0)
+    driver.by = EXEC  # torch is imported when the interface is known: what is forked has it before
+    driver.start(1)
     pids = [driver.processes[rank].popen.pid for rank in (0, 1)]
     seen: list[list[tuple[int, int]]] = []
     for _ in range(REBUILDS):
@@ -100,6 +103,7 @@ def _unsent_bytes(pid: int) -> int:
 
 def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
     driver = drive(data=["/nonexistent/text"])
+    driver.by = EXEC  # test_zygote.py has it of a rank that is forked
     driver.launch(0)
     told = driver.wait(RankErrored, 0)
     assert told.error == "UsageError"
@@ -116,7 +120,6 @@ def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
 
 DIES_BEFORE_CONNECTING = """
 import os
-from unicron.workers.training import rank
 from unicron.workers.training.communicators import Communicators
 right = Communicators.up
 def up(self):
@@ -124,23 +127,21 @@ def up(self):
         os._exit(9)
     right(self)
 Communicators.up = up
-rank.main()
 """
 
 
 PATIENT = """
-from unicron.workers.training import communicators, rank
+from unicron.workers.training import communicators
 communicators.GROUP_S_MAX = 600.0
-rank.main()
 """
 """Whoever waits for a group ends only where it is woken."""
 
 
 def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) -> None:
     driver = drive(iterations=3)
-    driver.argv = [sys.executable, "-c", PATIENT]
+    driver.patch = PATIENT
     driver.start(0, 2)
-    driver.argv = [sys.executable, "-c", DIES_BEFORE_CONNECTING]
+    driver.patch = DIES_BEFORE_CONNECTING
     driver.start(1)
     driver.reconfigure([0, 1, 2])
     assert driver.processes[1].popen.wait(WAIT_S) == 9
@@ -153,7 +154,7 @@ def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) ->
 
 def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> None:
     driver = drive(iterations=3)
-    driver.argv = ["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *driver.argv]
+    driver.by = ["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *EXEC]
     driver.start(0)
     driver.form([0])
     driver.finish([0])
@@ -161,7 +162,7 @@ def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> Non
 
 SENDS_SLOWLY = """
 import os, socket
-from unicron.workers.training import rank, sockets
+from unicron.workers.training import sockets
 from unicron.workers.training.iteration import Iteration
 right = Iteration.run
 SO_MAX_PACING_RATE = 47
@@ -176,7 +177,6 @@ def run(self, *given):
                         own.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 100_000)
     return right(self, *given)
 Iteration.run = run
-rank.main()
 """
 """Half a minute for what rank 0 sends of the third iteration's sum, whatever the cores are busy
 with, and no more room on its way than a small part of it."""
@@ -188,7 +188,7 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
     model = {"num_layers": 2, "hidden": 256, "num_heads": 4, "sequence": 16}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
                    bucket_params=400_000 if overlap else 0)
-    driver.argv = [sys.executable, "-c", SENDS_SLOWLY]
+    driver.patch = SENDS_SLOWLY
     driver.start(0, 1)
     driver.form([0, 1])
     for rank in (0, 1):
@@ -213,10 +213,9 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
 
 @pytest.mark.parametrize("event", ["stats", "bucket"])
 def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
-        drive: Drive, nursery: Any, twin: Twins, event: str) -> None:
+        drive: Drive, twin: Twins, event: str) -> None:
     """Starved for longer than anybody waits for it: the others have gone on meanwhile."""
     driver = drive()
-    driver.argv = nursery
     driver.start(0, 1, 2)
     path = driver.hold(2, event, 4)
     driver.form([0, 1, 2])
@@ -234,9 +233,8 @@ def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
 
 
 def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
-        drive: Drive, nursery: Any) -> None:
+        drive: Drive) -> None:
     driver = drive()
-    driver.argv = nursery
     driver.start(0, 1, 2)
     driver.hold(1, "stats", 4)
     driver.form([0, 1, 2])
@@ -248,7 +246,6 @@ def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
 
 
 ABORTS = """
-from unicron.workers.training import rank
 from unicron.workers.training.communicators import Communicators
 right_up, right_wake = Communicators.up, Communicators.wake
 def up(self):
@@ -259,7 +256,6 @@ def wake(self):
     right_wake(self)
     print("woken in", self.generation, flush=True)
 Communicators.up, Communicators.wake = up, wake
-rank.main()
 """
 """gloo's groups, aborted as NCCL's are: torch knows them no more."""
 
@@ -267,7 +263,7 @@ rank.main()
 def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(
         drive: Drive) -> None:
     driver = drive(iterations=3)
-    driver.argv = [sys.executable, "-c", ABORTS]
+    driver.patch = ABORTS
     driver.start(0, 1)
     path = driver.hold(0, "settle", -1)  # before it says what state there is
     driver.reconfigure([0, 1])
@@ -298,7 +294,7 @@ rank.main()
 def test_what_was_built_is_never_looked_through_again(drive: Drive) -> None:
     """A collection in mid-iteration would cost 100 to 500 ms."""
     driver = drive(iterations=3)
-    driver.argv = [sys.executable, "-c", COUNTS]
+    driver.by = [sys.executable, "-c", COUNTS]  # a zygote has frozen what it forks
     driver.start(0)
     driver.form([0])
     driver.finish([0])
@@ -311,7 +307,6 @@ def test_what_was_built_is_never_looked_through_again(drive: Drive) -> None:
 
 RAISES = """
 import sys
-from unicron.workers.training import rank
 from unicron.workers.training.iteration import Iteration
 right = Iteration._micro_batch
 def wrong(self, item, begin):
@@ -319,13 +314,12 @@ def wrong(self, item, begin):
         raise ValueError("raised on purpose")
     right(self, item, begin)
 Iteration._micro_batch = wrong
-rank.main()
 """
 
 
 def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Drive) -> None:
     driver = drive()
-    driver.argv = [sys.executable, "-c", RAISES]
+    driver.patch = RAISES
     driver.start(0)
     driver.form([0])
     told = driver.wait(RankErrored, 0)

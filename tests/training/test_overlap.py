@@ -47,10 +47,9 @@ def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> No
 
 
 @pytest.fixture
-def three(drive: Drive, nursery: Any) -> Any:
+def three(drive: Drive) -> Any:
     """Three ranks that overlap."""
     driver = drive(overlap=True, bucket_params=20_000)
-    driver.argv = nursery
     driver.start(0, 1, 2)
     return driver
 
@@ -175,11 +174,10 @@ def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twi
 
 
 def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
-        drive: Drive, nursery: Any, twin: Twins) -> None:
+        drive: Drive, twin: Twins) -> None:
     """A bucket for every parameter: in a backward they are ready in another order than Megatron's
     list of them, by which a rank in its first iteration goes."""
     driver = drive(overlap=True, bucket_params=1)
-    driver.argv = nursery
     driver.start(0, 1)
     driver.form([0, 1])
     driver.strike(0, iteration=STRUCK, event="backward")

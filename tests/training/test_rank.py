@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -173,7 +172,6 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
 
 
 BELIEVES_IT_FAILED = """
-from unicron.workers.training import rank
 from unicron.workers.training import reduction
 right, calls = reduction.finalize_model_grads, []
 def whole_and_yet_failed(*args, **options):
@@ -181,7 +179,6 @@ def whole_and_yet_failed(*args, **options):
     if len(calls) == 5:
         raise RuntimeError("Connection closed by peer")
 reduction.finalize_model_grads = whole_and_yet_failed
-rank.main()
 """
 
 
@@ -189,7 +186,7 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     """One saw the reduction fail after the others had it whole: they stepped, it did not."""
     driver = drive()
     driver.start(0, 2)
-    driver.argv = [sys.executable, "-c", BELIEVES_IT_FAILED]
+    driver.patch = BELIEVES_IT_FAILED
     driver.start(1)
     driver.form([0, 1, 2])
     held = driver.quiesced([0, 1, 2])
@@ -206,7 +203,6 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
 
 IS_SLOW_TO_SCALE = """
 import time
-from unicron.workers.training import rank
 from megatron.core.distributed import DistributedDataParallel
 right, calls = DistributedDataParallel.scale_gradients, []
 def slow(self, factor):
@@ -216,7 +212,6 @@ def slow(self, factor):
         time.sleep(3)
     right(self, factor)
 DistributedDataParallel.scale_gradients = slow
-rank.main()
 """
 
 
@@ -224,7 +219,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
     """What it does with the others' data takes seconds: a big model, few cores."""
     driver = drive()
     driver.start(0)
-    driver.argv = [sys.executable, "-c", IS_SLOW_TO_SCALE]
+    driver.patch = IS_SLOW_TO_SCALE
     driver.start(1)
     driver.form([0, 1])
     driver.says(1, "scaling")
@@ -237,7 +232,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
     assert twin(0.0).is_equal(_final(driver, 2))
 
 
-IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED.replace("rank.main()", """
+IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
 import time
 from unicron.workers.training import state
 adopt = state.adopt
@@ -246,8 +241,7 @@ def slow(*told):
     time.sleep(2)
     return adopt(*told)
 state.adopt = slow
-rank.main()
-""")
+"""
 
 
 def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
@@ -255,7 +249,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
     """Told to stop while it puts a peer's state in force, and then the only one left."""
     driver = drive()
     driver.start(0, 2)
-    driver.argv = [sys.executable, "-c", IS_SLOW_TO_TAKE]
+    driver.patch = IS_SLOW_TO_TAKE
     driver.start(1)
     driver.form([0, 1, 2])
     assert driver.quiesced([0, 1, 2])[1].step_version == 4
@@ -272,8 +266,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
 
 
 TAKES_SLOWLY = """
-import sys, time
-from unicron.workers.training import rank
+import time
 import torch.distributed as dist
 recv = dist.recv
 def slow(tensor, place):
@@ -281,7 +274,6 @@ def slow(tensor, place):
     time.sleep(0.1)
     return recv(tensor, place)
 dist.recv = slow
-rank.main()
 """
 
 
@@ -290,7 +282,7 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
         drive: Drive, twin: Twins, victim: str) -> None:
     driver = drive()
     driver.start(0, 1)
-    driver.argv = [sys.executable, "-c", TAKES_SLOWLY]
+    driver.patch = TAKES_SLOWLY
     driver.start(2)
     driver.form([0, 1])
     driver.strike(1, iteration=2, event="forward", nth=2)
@@ -320,7 +312,7 @@ def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
     """Without a checkpoint, what the seed built is gone: the process ends, the next is fresh."""
     driver = drive(iterations=10_000)
     driver.start(0)
-    driver.argv = [sys.executable, "-c", TAKES_SLOWLY]
+    driver.patch = TAKES_SLOWLY
     driver.start(1)
     driver.form([0])
     driver.quiesce([0], "boundary")
@@ -333,7 +325,6 @@ def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
 
 
 REMEMBERS_MUCH = """
-from unicron.workers.training import rank
 from unicron.workers.training.history import History
 right = History.add
 def add(self, iteration, loss, step_s):
@@ -341,15 +332,14 @@ def add(self, iteration, loss, step_s):
     if self.first == 0:
         self.replace(-600_000, [1.5] * 600_000 + self.losses, [0.25] * 600_000 + self.step_s)
 History.add = add
-rank.main()
 """
 
 
 def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
     driver = drive(iterations=10_000)
-    driver.argv = [sys.executable, "-c", REMEMBERS_MUCH]
+    driver.patch = REMEMBERS_MUCH
     driver.start(0)
-    driver.argv = [sys.executable, "-m", "unicron.workers.training.rank"]
+    driver.patch = ""
     driver.start(1)
     driver.form([0])
     driver.quiesce([0], "boundary")
@@ -359,10 +349,7 @@ def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
 
 
 WRONG = """
-import sys
-from unicron.workers.training import rank
 from unicron.workers.training.iteration import Iteration
-fault = sys.argv.pop(1)
 right = Iteration._micro_batch
 def wrong(self, item, begin):
     struck = self.step_version == 4 and item == 5
@@ -373,7 +360,6 @@ def wrong(self, item, begin):
     if struck:
         right(self, item, begin)
 Iteration._micro_batch = wrong
-rank.main()
 """
 
 
@@ -381,7 +367,7 @@ rank.main()
 def test_one_wrong_micro_batch_fails_the_comparison(
         drive: Drive, twin: Twins, fault: str) -> None:
     driver = drive()
-    driver.argv = [sys.executable, "-c", WRONG, fault]
+    driver.patch = f"fault = {fault!r}{WRONG}"
     driver.start(0, 1)
     driver.form([0, 1])
     driver.finish([0, 1])

@@ -41,7 +41,7 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, bucket: Path) -> str:
 
 def started(drive: Drive, output: str, *ranks: int) -> Any:
     driver = drive(output=output, checkpoint_every=3, copy_every=0)
-    driver.argv = object_store.RANK
+    driver.patch = object_store.KNOWN
     driver.start(*ranks)
     return driver
 
@@ -160,7 +160,7 @@ def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(
 def test_a_store_that_nobody_can_write_is_told_at_the_start(drive: Drive, bucket: Path) -> None:
     (bucket / "down").touch()
     driver = drive(output="bucket://models/run")
-    driver.argv = object_store.RANK
+    driver.patch = object_store.KNOWN
     driver.launch(0)
     told = driver.wait(RankErrored, 0)
     assert told.error == "UsageError"

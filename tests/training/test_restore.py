@@ -86,9 +86,8 @@ def test_nobody_is_asked_any_more_when_the_next_order_has_come(
 
 
 def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
-        drive: Callable[..., Any], nursery: Any, deaf: Deaf) -> None:
+        drive: Callable[..., Any], deaf: Deaf) -> None:
     driver = drive()
-    driver.argv = nursery
     driver.start(0, 1)
     driver.reconfigure([0, 1], copies=deaf.copies())
     deaf.listeners[0].settimeout(WAIT_S)

@@ -19,10 +19,8 @@ LOGGED_S_MAX = 30.0
 
 
 @pytest.fixture
-def driver(drive: Drive, nursery: Any) -> Any:
-    made = drive(checkpoint_every=3, copy_every=0)
-    made.argv = nursery
-    return made
+def driver(drive: Drive) -> Any:
+    return drive(checkpoint_every=3, copy_every=0)
 
 
 def halves(output: Path) -> list[Path]:

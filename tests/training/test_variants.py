@@ -111,10 +111,9 @@ def strike_and_replace(driver: Any) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rank_is_replaced_in_every_precision(
-        drive: Drive, nursery: Any, twin: Twins, variant: str) -> None:
+        drive: Drive, twin: Twins, variant: str) -> None:
     changes = SMALL | VARIANTS[variant]
     driver = drive(**changes)
-    driver.argv = nursery
     strike_and_replace(driver)
     # A constant scale that is a power of two leaves no trace, nor does the moment of a reduction.
     alike = SMALL | BF16 if variant.startswith("bf16") else changes
@@ -134,26 +133,23 @@ def test_a_rank_is_replaced_in_every_precision(
 
 @pytest.mark.parametrize("loss", CONVENTIONS)
 def test_a_rank_is_replaced_with_either_loss(
-        drive: Drive, nursery: Any, twin: Twins, documents: str, loss: str) -> None:
+        drive: Drive, twin: Twins, documents: str, loss: str) -> None:
     changes = SMALL | {"loss": loss, "data": [documents]}
     driver = drive(**changes)
-    driver.argv = nursery
     strike_and_replace(driver)
     assert twin(**changes).is_equal(final(driver))
     other = CONVENTIONS[1 - CONVENTIONS.index(loss)]
     assert not twin(**(changes | {"loss": other})).is_equal(final(driver)), "they are two"
 
 
-def test_a_checkpoint_takes_16_bits_up_exactly(drive: Drive, nursery: Any) -> None:
+def test_a_checkpoint_takes_16_bits_up_exactly(drive: Drive) -> None:
     """The same members deal the same: from the checkpoint on, all is the same bit for bit."""
     changes = SMALL | BF16
     driver = drive(**changes, checkpoint_every=4)
-    driver.argv = nursery
     driver.start(0, 1)
     driver.form([0, 1])
     driver.finish([0, 1])
     again = drive(**changes, output=driver.spec.train.output)
-    again.argv = nursery
     again.start(0, 1)
     again.generation = 1
     told = again.form([0, 1], checkpoint="gen-1/iter-4")
