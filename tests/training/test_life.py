@@ -265,14 +265,14 @@ def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(
     driver = drive(iterations=3)
     driver.patch = ABORTS
     driver.start(0, 1)
-    path = driver.hold(0, "settle", -1)  # before it says what state there is
+    path = driver.hold(1, "settle", -1)  # before it is told what state there is
     driver.reconfigure([0, 1])
-    driver.held(0, -1)
+    driver.held(1, -1)
     driver.ask_to_leave([0, 1], "now")
-    driver.says(0, "woken in 1")
+    driver.says(1, "woken in 1")
     path.unlink()
     assert set(driver.quiesced([0, 1])) == {0, 1}
-    assert "process group has not been initialized" in driver.told(ReconfigureFailed, 0)[0].error
+    assert "process group has not been initialized" in driver.told(ReconfigureFailed, 1)[0].error
     driver.form([0, 1])
     driver.finish([0, 1])
     assert sorted(driver.losses()) == [0, 1, 2]
