@@ -179,24 +179,23 @@ class Play:
         return [rank for rank in self.members if rank not in self._at_point]
 
     def _arm(self, iterations: dict[int, int]) -> None:
-        """Each of these is stopped at the point in that iteration, or raises there."""
+        """Each of these is stopped at the point in that iteration."""
         for rank, iteration in iterations.items():
-            where = {}
-            if self.point.nth >= 0:
-                where["micro_batch"] = rank + self.point.nth * len(self.members)
-            if self.point.bucket >= 0:
-                where["bucket"] = self.point.bucket
-            then = "raise" if self.fault == "exception" else "wait"
-            self.driver.hold(rank, self.point.event, iteration, then=then, **where)
+            self._hold(rank, iteration)
         self._armed = iterations
 
+    def _hold(self, rank: int, iteration: int, then: str = "wait") -> None:
+        where = {}
+        if self.point.nth >= 0:
+            where["micro_batch"] = rank + self.point.nth * len(self.members)
+        if self.point.bucket >= 0:
+            where["bucket"] = self.point.bucket
+        self.driver.hold(rank, self.point.event, iteration, then=then, **where)
+
     def _come(self) -> None:
-        """Wait until they are there; those that raise have raised."""
+        """Wait until they are there."""
         for rank, iteration in self._armed.items():
-            if self.fault == "exception":
-                assert self.driver.wait(RankErrored, rank).error == "Struck"
-            else:
-                self.driver.held(rank, iteration)
+            self.driver.held(rank, iteration)
 
     def _others_come(self, event: str, iteration: int, nth: int = 1) -> None:
         """Wait until all others begin this, but who is late."""
@@ -209,6 +208,8 @@ class Play:
         if self.fault == "lost agent":
             self.driver.lose_agents(*self.victims)
         elif self.fault == "exception":
+            self._hold(victim, self._armed[victim], then="raise")
+            assert self.driver.wait(RankErrored, victim).error == "Struck"
             assert self.driver.processes.pop(victim).popen.wait(20) == 1
         elif self.fault == "SIGSTOP":
             self.driver.processes[victim].signal(signal.SIGSTOP)

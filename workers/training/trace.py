@@ -71,14 +71,15 @@ class Trace:
         where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
                  "bucket": bucket, "event": event}
         self._write(where)
-        asked = self._asked()
-        if asked is None or any(where[name] != asked[name] for name in where if name in asked):
-            return
-        if error := THEN.get(asked.get("then", "")):
-            self._hold.unlink()
-            raise error(f"on purpose: {event} of iteration {iteration}")
-        self._write(where | {"event": "held"})
-        while self._asked() == asked:
+        is_held = False
+        while (asked := self._asked()) is not None and all(
+                where[name] == asked[name] for name in where if name in asked):
+            if error := THEN.get(asked.get("then", "")):
+                self._hold.unlink()
+                raise error(f"on purpose: {event} of iteration {iteration}")
+            if not is_held:
+                self._write(where | {"event": "held"})
+                is_held = True
             time.sleep(HOLD_S)
 
     def _asked(self) -> dict[str, Any] | None:
