@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-from unicron.workers.training.control import EXIT_STUCK, LEFT_NUM_MAX
+from unicron.workers.training.control import EXIT_STUCK, LEFT_NUM_MAX, WORN_NUM
 from unicron.workers.wire import Unpacker
 
 PROGRAM = """
@@ -97,11 +97,11 @@ for generation, end in enumerate(ends, 1):
     try:
         rank.apart(generation, lambda: None, stuck)
     except control.Abandoned:
-        print("left", flush=True)
+        print("worn" if rank.is_worn else "left", flush=True)
     rank.settle(generation)
     if generation == 1:
         end.set()  # it has ended by itself, and counts no more
-        while any(each() for each in rank._left):
+        while rank._num_left():
             time.sleep(0.01)
 """
 
@@ -111,8 +111,56 @@ def test_no_more_is_left_behind_than_memory_bears() -> None:
     done = subprocess.run([sys.executable, "-c", TOO_MANY], capture_output=True, text=True,
                           timeout=60, check=False)
     assert done.returncode == EXIT_STUCK, done.stderr
-    assert done.stdout == "left\n" * (1 + LEFT_NUM_MAX)
-    assert "5 collectives were left behind and wait on: this process ends" in done.stderr
+    # Worn, it does not end by itself at once: its peers are as worn as it is.
+    assert done.stdout == "left\n" * WORN_NUM + "worn\n" * (1 + LEFT_NUM_MAX - WORN_NUM)
+    assert "13 collectives were left behind and wait on: this process ends" in done.stderr
+
+
+ENDED_LATE = """
+import gc, os, socket, threading, time, weakref
+from unicron.events.orders import Quiesce
+from unicron.workers.training import control
+from unicron.workers.wire import Frame, Unpacker, pack
+
+control.STUCK_S_MAX = 0.05
+
+class Gradients:
+    pass
+
+ours, theirs = socket.socketpair()
+rank = control.Control(ours, 0, Unpacker())
+rank.start([])
+end, seen = threading.Event(), []
+
+def stuck():
+    gradients = Gradients()
+    seen.append(weakref.ref(gradients))
+    body = Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
+    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+    end.wait(60)
+    raise RuntimeError("the connection was closed")
+
+try:
+    rank.apart(1, lambda: None, stuck)
+except control.Abandoned:
+    pass
+gc.collect()
+assert seen[0]() is not None, "it waits on"
+end.set()
+last_s = time.monotonic() + 20
+while seen[0]() is not None and time.monotonic() < last_s:
+    time.sleep(0.01)
+    gc.collect()
+print("gone" if seen[0]() is None else gc.get_referrers(seen[0]()), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_was_left_behind_keeps_no_memory_after_its_end() -> None:
+    """Nobody asks the rank meanwhile: no later collective is left behind to sweep it up."""
+    done = subprocess.run([sys.executable, "-c", ENDED_LATE], capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.stdout == "gone\n", done.stderr
 
 
 LAST_WORDS = """

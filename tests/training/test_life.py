@@ -20,6 +20,7 @@ from unicron.events.reports import (
     RankReady,
     ReconfigureFailed,
 )
+from unicron.workers.training.control import EXIT_STUCK
 
 Drive = Callable[..., Any]
 Twins = Callable[[float], Any]
@@ -328,3 +329,37 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
     log = driver.processes[0].log.read_text()
     assert "Traceback" in log
     assert "ValueError: raised on purpose" in log
+
+
+WORN = """
+from unicron.workers.training import control
+control.WORN_NUM = 0
+"""
+
+
+def test_members_that_are_worn_alike_end_one_by_one_and_never_the_last(
+        drive: Drive, twin: Twins) -> None:
+    """As after stops that each of them left a collective behind in: they reach the limit together.
+    """
+    driver = drive(dropout=0.1)
+    driver.patch = WORN
+    driver.start(0, 1)
+    driver.form([0, 1])
+    left = driver.quiesced([0])[0]
+    assert driver.processes[1].popen.wait(20) == EXIT_STUCK
+    driver.form([0])
+    driver.strike(0, iteration=left.step_version + 2, event="step")
+    driver.quiesce([0], "boundary")
+    assert driver.processes[0].popen.poll() is None, "nobody else has what it has"
+    driver.patch = ""
+    driver.start(1, attempt=2)
+    driver.form([0, 1])
+    driver.quiesced([1])
+    assert driver.processes[0].popen.wait(20) == EXIT_STUCK
+    driver.start(0, attempt=2)
+    (told, _) = driver.form([0, 1]).values()
+    assert (told.origin, told.source) == ("peer", 1)
+    driver.finish([0, 1])
+    assert sorted(driver.losses()) == list(range(14))
+    (final,) = driver.told(CheckpointSaved)
+    assert twin(0.1).is_equal(Path(driver.spec.train.output) / final.path)

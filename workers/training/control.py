@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,9 +37,11 @@ BUILDING_S_MAX = 10.0
 """How much longer it may take where the building of a generation itself is to be ended."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
-LEFT_NUM_MAX = 4
-"""Collectives that may be left behind at one time: each keeps its sums in memory until it ends, by
-its own limit (communicators.COLLECTIVE_S_MAX) where nothing else ends it."""
+WORN_NUM = 5
+"""A rank with so many collectives left behind at one time is worn: each keeps its sums in memory
+until it ends, by its own limit (communicators.COLLECTIVE_S_MAX) where nothing else ends it."""
+LEFT_NUM_MAX = 12
+"""With more than these it ends at once, whatever its peers hold: no memory lasts for ever."""
 EXIT_STUCK = 4
 """Exit code of a rank that could not leave a generation's building, or has left too many behind."""
 T = TypeVar("T")
@@ -134,7 +137,7 @@ class Control:
                 self._apart = False
             if not future.done():
                 self._others = _one_thread()
-                self.leave_behind(lambda: not future.done())
+                self.leave_behind(_not_done(future))
                 raise Abandoned
             error = future.exception()
             if isinstance(error, RuntimeError):
@@ -145,11 +148,25 @@ class Control:
     def leave_behind(self, waits: Callable[[], bool]) -> None:
         """A collective waits on, in a thread that nobody waits for, while `waits` says so.
 
-        One too many ends the process: its peers hold the same state, and no memory lasts for ever.
+        One order has all survivors leave one behind, so their numbers go in step: to end here, at
+        the same number, they would all end at once, and the state with them. See `end_worn`.
         """
-        self._left = [each for each in (*self._left, waits) if each()]
-        if len(self._left) > LEFT_NUM_MAX:
-            _end_stuck(f"{len(self._left)} collectives were left behind and wait on")
+        self._left.append(waits)
+        if self._num_left() > LEFT_NUM_MAX:
+            self.end_worn()
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether so much was left behind that a new process should take this one's place."""
+        return self._num_left() >= WORN_NUM
+
+    def end_worn(self) -> NoReturn:
+        """End the process; for when others hold the state that it has."""
+        _end_stuck(f"{self._num_left()} collectives were left behind and wait on")
+
+    def _num_left(self) -> int:
+        self._left = [waits for waits in self._left if waits()]
+        return len(self._left)
 
     def _wait_ended(self, future: Future[T]) -> None:
         with self._changed:
@@ -270,6 +287,21 @@ class Control:
                 os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
                 self._take(frame.body)
+
+
+def _not_done(future: Future[T]) -> Callable[[], bool]:
+    """Whether it still runs, asked without keeping what its end leaves in memory.
+
+    The thread that runs it keeps the future for so long. A failed one holds its error, whose
+    traceback holds every frame, and the gradients in them.
+    """
+    alive = weakref.ref(future)
+
+    def waits() -> bool:
+        found = alive()
+        return found is not None and not found.done()
+
+    return waits
 
 
 def _end_stuck(why: str) -> NoReturn:

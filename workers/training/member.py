@@ -269,6 +269,7 @@ class Member:
                     self._tell_progress()
                 self._copy_when_due()
                 self._save_when_due()
+                self._end_when_worn(outcome)
         self._tell_progress()
         if outcome == "stepped":
             if self.communicators.place == 0:
@@ -285,6 +286,15 @@ class Member:
             ))
         self._leave()
         return False
+
+    def _end_when_worn(self, outcome: Outcome) -> None:
+        """After a whole step, at most one member of each: what it holds, its peers hold, or hold
+        the step before it. Nobody ends who is alone, has been told to stop, or is done."""
+        num_members = self.communicators.num_members
+        if (outcome == "stepped" and self.step_version < self.train.iterations
+                and num_members > 1 and self.step_version % num_members == self.communicators.place
+                and self.control.is_worn):
+            self.control.end_worn()
 
     def _tell_progress(self) -> None:
         """By the first member alone: all that has not been told."""

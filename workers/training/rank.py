@@ -7,8 +7,8 @@ long as the agent lives (member.py). It ends
 - with exit code 0 after RankFinished;
 - with exit code 1 after RankErrored, whatever was raised, in whichever thread;
 - with exit code 3 as soon as the agent's end of the socket is closed;
-- with exit code 4 when it was told to stop and what it waits in cannot be ended, nor left behind
-  once more (control.py);
+- with exit code 4 when it was told to stop and what it waits in cannot be ended, or when it has left
+  too much behind (control.py);
 - by SIGTERM at once: nothing of a rank needs tidying, and a checkpoint appears only when whole.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
