@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import reports as r
 from ..events.codec import decode_record
-from ..events.orders import Reconfigure
+from ..events.orders import Reconfigure, first_keeper
 from ..events.records import Record
 from .calibration import keep_times
 from .fold_copies import COPIES
@@ -107,7 +107,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     state.nodes[body.node] = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
-        since_s=record.at_s, keeper=body.keeper, keeper_start=body.incarnation,
+        since_s=record.at_s, keeper=body.keeper, keeper_start=first_keeper(body.incarnation),
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )

@@ -48,6 +48,18 @@ class Keeper(Struct, frozen=True):
     endpoint: str
 
 
+KEEPERS_NUM_MAX = 1 << 10
+"""Keepers, one after the other, of one incarnation of an agent."""
+
+
+def first_keeper(incarnation: int) -> int:
+    """The number of its first keeper: each incarnation has KEEPERS_NUM_MAX, above all before.
+
+    An incarnation may be only one more than the last, where a clock was set back.
+    """
+    return incarnation * KEEPERS_NUM_MAX
+
+
 NUM_COPIES_MAX = 2
 """Of one task, in one keeper: the newest."""
 

@@ -11,11 +11,12 @@ from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
 
+FIRST = o.first_keeper(1)
 ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
 
 def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
-         start: int = 1) -> None:
+         start: int = FIRST) -> None:
     """The first member tells that a node's keeper has a copy."""
     it = d.state.tasks[task]
     first = it.members[0]
@@ -119,7 +120,8 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
     task = d.running(spec(**ONE))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room", keeper_start=1))
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room",
+                                keeper_start=FIRST))
     assert copies(d, task) == [("n2", 10)]
     kept(d, task, "n1", 20)
     d.tell("n1/1", r.CopiesLost(node="n1", incarnation=7, task=0, why="another one's",
@@ -127,7 +129,8 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
     assert copies(d, task) == [("n2", 10), ("n1", 20)]
     d.join("n2", incarnation=2, slots=1)
     assert copies(d, task) == [("n1", 20)]
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended", keeper_start=1))
+    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended",
+                                keeper_start=FIRST))
     assert copies(d, task) == []
 
 
@@ -135,20 +138,21 @@ def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
     """The rank's agent tells of copies, the keeper's agent of its end: in whatever order."""
     d = Driver(nodes=3, slots=1)
     task = d.running(spec(**ONE))
-    ended = r.CopiesLost(node="n2", incarnation=1, task=0, why="it ended", keeper_start=1)
+    ended = r.CopiesLost(node="n2", incarnation=1, task=0, why="it ended", keeper_start=FIRST)
     d.tell("n2/1", ended)
-    kept(d, task, "n2", 10, start=1)
+    kept(d, task, "n2", 10, start=FIRST)
     assert copies(d, task) == [], "its copies went with it"
-    kept(d, task, "n2", 20, start=2)
+    kept(d, task, "n2", 20, start=FIRST + 1)
     kept(d, task, "n1", 20)
     assert copies(d, task) == [("n2", 20), ("n1", 20)]
-    kept(d, task, "n2", 30, start=3)
+    kept(d, task, "n2", 30, start=FIRST + 2)
     assert copies(d, task) == [("n1", 20), ("n2", 30)], "a later one has nothing of the last"
-    d.tell("n2/1", msgspec.structs.replace(ended, keeper_start=2))
+    d.tell("n2/1", msgspec.structs.replace(ended, keeper_start=FIRST + 1))
     assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
     d.join("n2", incarnation=2, slots=1)
-    kept(d, task, "n2", 40, start=1)
-    assert copies(d, task) == [("n1", 20)], "of the agent before"
+    kept(d, task, "n2", 40, start=FIRST + 1)
+    kept(d, task, "n2", 40, start=FIRST + o.KEEPERS_NUM_MAX - 1)
+    assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
 
 
 def test_what_would_be_lost_counts_copies_elsewhere() -> None:
@@ -342,7 +346,7 @@ def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> No
     done = the(o.DropCopies, finish(d, task))
     lost = r.CopiesLost(node="n2", incarnation=1, task=task, why="x", order=it.drop_order)
     late = r.CopyKept(task=task, rank=0, attempt=first.attempt, generation=1, step_version=40,
-                      node="n2", copy_bytes=12, checksum="crc32:00000001", keeper_start=1)
+                      node="n2", copy_bytes=12, checksum="crc32:00000001", keeper_start=FIRST)
     again = the(o.DropCopies, d.tell("n1/1", late))
     assert again.nodes == ("n1", "n2") == done.nodes
     d.tell("n2/1", lost)

@@ -19,6 +19,7 @@ import pytest
 from keepers import SECRET, TASK, WAIT_S, WISH, get, offer, put, wait
 from structlog.testing import capture_logs
 from unicron.workers import keeping, linux
+from unicron.workers.agent import keeper as agents_keeper
 from unicron.workers.agent.keeper import Keeper
 from unicron.workers.agent.link import BACKOFF_S_MIN
 from unicron.workers.keeping import Failed, Go
@@ -101,9 +102,30 @@ def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path
                     await until(lambda: len(said) >= 10, "it ends five times")
         assert log.read_text().count("UsageError") >= 5
         assert told == []
+        assert keeper.start == 5, "no number is spent on it"
         for num, one in enumerate([one for one in said if "again_s" in one][:5]):
             assert one["event"] == "the keeper has ended before it had a copy"
             assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
+
+    asyncio.run(live())
+
+
+def test_no_keeper_has_a_number_of_the_next_agents(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents_keeper, "KEEPERS_NUM_MAX", 2)
+
+    async def live() -> None:
+        told = Told()
+        async with agents(tmp_path, told) as keeper:
+            for start in (5, 6):
+                told.clear()
+                sent = await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+                assert sent[1] == start
+                os.kill(keeper.pid, signal.SIGKILL)
+                await until(lambda: told, "its end is heard of")
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
+            assert keeper.pid == 0
 
     asyncio.run(live())
 

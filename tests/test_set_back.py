@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from heart_driver import Driver, at_rest, spec, task_of, the
-from test_copies import came, kept, ordered_anew
+from test_copies import FIRST, came, kept, ordered_anew
 from two_tasks import facts, plain, seen
 from unicron.cli import screen_task, screens
 from unicron.cli.history import history
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     d.progress(task, 8)
     for node in ("n1", "n2"):
         kept(d, task, node, 25)
-    lost = [d.tell(f"{node}/1", r.CopiesLost(node=node, incarnation=1, task=0, keeper_start=1,
+    lost = [d.tell(f"{node}/1", r.CopiesLost(node=node, incarnation=1, task=0, keeper_start=FIRST,
                                              why="the keeper: signal 9"))[0].seq
             for node in ("n1", "n2")]
     closed = back(d, task, "checkpoint", "", 20)
@@ -165,7 +165,8 @@ def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there() -> None:
     assert told(d, task, "copies") == (
         "no process holds its state: it comes back from the copy of iteration 25 in memory (n2), "
         "3 iterations of 28 are done again")
-    d.tell("n2/1", r.CopiesLost(node="n2", incarnation=1, task=0, why="signal 9", keeper_start=1))
+    d.tell("n2/1", r.CopiesLost(node="n2", incarnation=1, task=0, why="signal 9",
+                                keeper_start=FIRST))
     assert "8 iterations of 28 are done again" in told(d, task, "copies")
 
 

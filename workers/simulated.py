@@ -20,6 +20,7 @@ from ..events.orders import (
     Resume,
     StartRank,
     StopRank,
+    first_keeper,
 )
 from ..events.records import Report
 from ..events.reports import (
@@ -70,7 +71,7 @@ class PaperAgent:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall
         self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
         self.source = f"{node}/{incarnation}"
-        self._keeper_start = incarnation
+        self._keeper_start = first_keeper(incarnation)
         self.alive = True
         self.processes: dict[int, PaperProcess] = {}
         """Slot -> what runs there."""

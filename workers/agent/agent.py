@@ -13,6 +13,7 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log import AgentPort
+from ...events.orders import first_keeper
 from ...events.reports import Body, CopiesLost, NodeJoined, NodeLeft
 from .. import linux
 from .keeper import Keeper
@@ -105,12 +106,10 @@ class Agent:
             self._outbox.put(CopiesLost(node=node.name, incarnation=node.incarnation, task=task,
                                         why=why, keeper_start=keeper.start))
 
-        # Counted from the incarnation: each start takes longer than the millisecond that it adds,
-        # so that all of this agent's stay below those of the next one.
         keeper = Keeper(node.host, node.secret, os.environ,
                         (MARK, f"{node.mark}{node.incarnation}:keeper"),
                         node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
-                        node.incarnation)
+                        first_keeper(node.incarnation))
         return keeper
 
     def _report(self, body: Body, occurred_s: float | None) -> None:

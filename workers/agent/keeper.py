@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from ...events.orders import KEEPERS_NUM_MAX
 from .. import keeping, linux
 from .link import backoff_s
 
@@ -34,12 +35,14 @@ _log = structlog.get_logger("agent")
 class Keeper:
     """Listens on `host`; `lost` hears which task has no copies any more (0: none has), and why.
 
-    `start` is the number of the process that runs, or runs next; each has one more than the last.
+    `start` is the number of the process that runs, or runs next; it is one more after each that had
+    a copy. There are no more than KEEPERS_NUM_MAX: their numbers would be the next agent's.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
                  log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
         self.start = start
+        self._last = start + KEEPERS_NUM_MAX - 1
         self._env = {**env, keeping.SECRET: secret, marker[0]: marker[1]}
         self._log_path = log_path
         self._lost = lost
@@ -121,7 +124,12 @@ class Keeper:
             self._end()
             if self._has_kept:
                 self._lost(0, "the keeper has ended")
-            self.start += 1
+                self.start += 1
+            if self.start > self._last:
+                _log.error("no keeper any more before the agent starts anew", num=KEEPERS_NUM_MAX,
+                           see=str(self._log_path))
+                self._listener.close()  # who wants one is refused at once
+                return
             self._listen_again("the keeper has ended, and with it its copies" if self._has_kept
                                else "the keeper has ended before it had a copy",
                                see=str(self._log_path))
