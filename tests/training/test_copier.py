@@ -134,6 +134,23 @@ def test_no_memory_for_a_copy_is_said_once_and_tried_less_and_less(
     assert bench.copy(20, keeper)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError(),
+                                   ValueError("buffer is not contiguous")])
+def test_a_copy_that_cannot_be_sent_is_no_fault(
+        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
+        error: Exception) -> None:
+    def put(*asked: object) -> None:
+        raise error
+
+    with monkeypatch.context() as context, capture_logs() as said:
+        context.setattr(copies.keeping, "put", put)
+        assert bench.copy(10, keeper), "the thread comes to its end"
+    assert [(one["event"], one["why"]) for one in said] == [
+        ("copy not kept", str(error) or "MemoryError")]
+    bench.now_s += 1.1
+    assert bench.copy(20, keeper)
+
+
 def test_it_is_told_from_time_to_time_and_when_something_is_new(
         bench: Bench, keeper: LocalKeeper) -> None:
     def told() -> list[int]:

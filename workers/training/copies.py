@@ -155,11 +155,12 @@ class Copier:
             why = ""
             try:
                 checksum, keeper_start = self._put(keeper, offer)
-            except (OSError, Failed) as error:
-                why = str(error) or type(error).__name__
-            else:
                 num_kept += 1
                 self._say_kept(keeper, offer, checksum, keeper_start)
+            except (OSError, Failed, RuntimeError, ValueError, MemoryError) as error:
+                if poisoned(error):
+                    raise
+                why = str(error) or type(error).__name__
             self._say(keeper.node, snapshot.step_version, why)
         if num_kept:
             self._pause_s = 0.0

@@ -5,10 +5,10 @@ and Megatron; build model, data and optimizer alone; say RankReady; then do what
 long as the agent lives (member.py). It ends
 
 - with exit code 0 after RankFinished;
-- with exit code 1 after RankErrored, whatever was raised, in whichever thread;
+- with exit code 1 after RankErrored, whatever was raised, in whichever of its own threads;
 - with exit code 3 as soon as the agent's end of the socket is closed;
-- with exit code 4 when it was told to stop and what it waits in cannot be ended, or when it has left
-  too much behind (control.py);
+- with exit code 4 when it was told to stop and what it waits in cannot be ended, or when it has
+  left too much behind (control.py);
 - by SIGTERM at once: nothing of a rank needs tidying, and a checkpoint appears only when whole.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
@@ -37,6 +37,8 @@ from ...events.talk import Talk
 from ..wire import Frame, Unpacker
 from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 
+OURS = ("control", "wake", "reports", "collective", "left behind", "checkpoint", "copies")
+"""How the names of the threads begin that a rank starts: without one of them it is not whole."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are told; its end, where the cause is."""
 
@@ -111,8 +113,18 @@ class LastWords:
         _end(self._control, 1)
 
     def say_of_thread(self, args: threading.ExceptHookArgs) -> None:
-        """As threading.excepthook: what a thread did not expect is no smaller a fault."""
-        self.say(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+        """As threading.excepthook: what one of OURS did not expect is no smaller a fault.
+
+        A thread of a library's is none of the training: its error is a line in the log.
+        """
+        if args.exc_type is SystemExit:
+            return
+        name = args.thread.name if args.thread is not None else ""
+        error = args.exc_value or args.exc_type()
+        if name.startswith(OURS):
+            self.say(args.exc_type, error, args.exc_traceback)
+        trace = "".join(traceback.format_exception(args.exc_type, error, args.exc_traceback))
+        Talk(sys.stderr).write(f"thread {name} has ended, training goes on: {trace}")
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
