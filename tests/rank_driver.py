@@ -134,8 +134,10 @@ class Driver:
 
     def _read(self, process: Process) -> None:
         unpacker = Unpacker()
-        while self.hears.wait():
+        while True:
             try:
+                process.socket.recv(1, socket.MSG_PEEK)  # who has gone deaf meanwhile takes nothing
+                self.hears.wait()
                 data = process.socket.recv(1 << 16)
             except OSError:
                 return

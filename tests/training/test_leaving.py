@@ -140,13 +140,13 @@ def test_an_agent_that_reads_nothing_holds_up_no_iteration(drive: Drive) -> None
     driver.reconfigured([0])
     driver.hears.clear()
     driver.resume([0])
-    driver.strike(0, iteration=MANY_ITERATIONS - 1, event="step")
-    num_heard = len(driver.losses())
+    for iteration in (*range(50, MANY_ITERATIONS, 50), MANY_ITERATIONS - 1):
+        driver.strike(0, iteration=iteration, event="step")  # each in its time, on a busy machine
+    assert not driver.losses(), "it is deaf"
     time.sleep(1.0)
     assert driver.processes[0].popen.poll() is None, "it has not told all"
     driver.hears.set()
     driver.finish([0])
-    assert num_heard < MANY_ITERATIONS / 10, "it was deaf"
     assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
     told = driver.told(TaskProgressed)
     assert [report.first_iteration for report in told] == [
