@@ -2,7 +2,9 @@
 
 It keeps them as files of the folder that UNICRON_TEST_BUCKET names, so that every process sees
 them. There are no folders but what names imply, and there is no rename. While there is a file
-`down` beside them, it refuses all with an error that is no OSError, as some drivers do.
+`down` beside them, it refuses all with an error that is no OSError, as some drivers do. Like a
+driver of sftp it makes one connection, to the Door that UNICRON_TEST_DOOR names, and asks through
+that for ever: once it is broken, all is refused.
 Imported, it is registered; a rank that runs `KNOWN` before it is one knows it.
 """
 
@@ -10,6 +12,10 @@ from __future__ import annotations
 
 import io
 import os
+import socket
+import socketserver
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -17,8 +23,29 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-BUCKET = "UNICRON_TEST_BUCKET"
+BUCKET, DOOR = "UNICRON_TEST_BUCKET", "UNICRON_TEST_DOOR"
 KNOWN = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import object_store"
+
+
+class Door:
+    """A server at `port` that gives back each byte, until it is closed."""
+
+    def __init__(self) -> None:
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with suppress(OSError):
+            while data := self.request.recv(1):
+                self.request.sendall(data)
 
 
 class Denied(Exception):
@@ -42,10 +69,19 @@ class _Upload(io.BytesIO):
 
 class Bucket(AbstractFileSystem):
     protocol = "bucket"
-    cachable = False
+    _connection: socket.socket | None = None
 
     @property
     def _folder(self) -> Path:
+        if self._connection is None:
+            self._connection = socket.create_connection(("127.0.0.1", int(os.environ[DOOR])))
+        try:
+            self._connection.sendall(b".")
+            answer = self._connection.recv(1)
+        except OSError:
+            answer = b""
+        if not answer:
+            raise Denied("the connection is lost")
         folder = Path(os.environ[BUCKET])
         if (folder / "down").exists():
             raise Denied("403: not\n now")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,15 @@ LOGGED_S_MAX = 30.0
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "bucket"
     folder.mkdir()
     monkeypatch.setenv(object_store.BUCKET, str(folder))
-    return folder
+    door = object_store.Door()
+    monkeypatch.setenv(object_store.DOOR, str(door.port))
+    object_store.Bucket.clear_instance_cache()
+    yield folder
+    door.close()
 
 
 @pytest.fixture(params=["bucket", "file"])
@@ -124,6 +128,33 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
     assert "checkpoints are saved again" in log.read_text()
     assert driver.told(RankErrored) == []
     assert twin(0.0).is_equal(f"bucket://models/run/{final.path}")
+
+
+def test_a_driver_keeps_its_connection_while_generations_come_and_go(
+        drive: Drive, bucket: Path) -> None:
+    """What is under way goes on, what was connected before serves, and who leaves can save."""
+    driver = started(drive, "bucket://models/run", 0, 1)
+    log = driver.processes[0].log
+    path = driver.hold(0, "save_mid", 3)
+    waits = driver.hold(1, "reduce", 5)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.held(1, 5)
+    driver.ask_to_leave([0, 1], "now")
+    driver.heard(0, 1)
+    waits.unlink()
+    driver.quiesced([0, 1])
+    waits = driver.hold(1, "reduce", 7)
+    driver.form([0, 1])
+    driver.held(1, 7)
+    path.unlink()
+    told = driver.wait(CheckpointSaved, 0)
+    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    saved, held = driver.leave([0, 1], "now", waits)[0]
+    assert isinstance(saved, CheckpointSaved)
+    assert saved.path == f"gen-2/iter-{held.step_version}"
+    assert "not saved" not in log.read_text()
+    assert driver.told(RankErrored) == []
 
 
 def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(

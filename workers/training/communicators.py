@@ -7,6 +7,7 @@ Rules that hold here, each learnt from a hang or a wrong number:
   never called inside an `except`, whose traceback would keep them.
 - Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
 - Whoever is woken may open another connection at once: `wake` is repeated until it is awake.
+- A store's driver has sockets too, and they are no generation's (`sparing`).
 - A collective counts only if nobody had begun to wake this generation when it came back.
 - NCCL is woken by an abort. torch then forgets the groups at once, also under whoever is about to
   use one; what runs on the device is waited for, before what it works on is given away.
@@ -18,6 +19,7 @@ import datetime
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -47,7 +49,8 @@ ABORTED = (KeyError, ValueError)
 class Communicators:
     """This process's place in one generation at a time, and the store that it hosts for others.
 
-    `wake` and `spare` may be called from any thread; everything else from the one that trains.
+    `wake`, `spare` and `sparing` may be called from any thread; everything else from the one that
+    trains.
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
@@ -61,6 +64,11 @@ class Communicators:
         self.endpoint = f"{host}:{port}"
         self._server_port = port
         self._mine = sockets.inodes()
+        self._drivers: set[sockets.Inode] = set()
+        self._trainer = threading.get_ident()
+        self._sparing: list[int] = []
+        """Threads that use a store's driver now."""
+        self._is_watching = False
         self._handles = Handles()
         self.groups: Any = None
         self.generation = 0
@@ -152,9 +160,37 @@ class Communicators:
         finally:
             del self._mine[inode]
 
+    @contextmanager
+    def sparing(self) -> Generator[None]:
+        """What Python connects in here is none of a generation's, for as long as it is open.
+
+        A driver of a store connects from threads of its own too, and keeps a connection for the
+        next call. All threads count, but for the one that trains where it is elsewhere.
+        """
+        if not self._is_watching:
+            self._is_watching = True
+            sockets.watch(self._connects)
+        self._forget_closed()
+        self._sparing.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._sparing.remove(threading.get_ident())
+
+    def _connects(self, inode: sockets.Inode) -> None:
+        me = threading.get_ident()
+        if self._sparing and (me != self._trainer or me in self._sparing):
+            self._drivers.add(inode)
+
+    def _forget_closed(self) -> None:
+        """Listed before it is looked which are open: what connects meanwhile is not forgotten."""
+        known = tuple(self._drivers)
+        for inode in frozenset(known).difference(sockets.inodes()):
+            self._drivers.discard(inode)
+
     def wake(self) -> None:
         """End every wait of this generation in this process, with an error. From any thread."""
         self.woken = True
         if self.backend == "nccl" and self.is_up:
             dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
-        sockets.shut_down(self._mine, self._server_port)
+        sockets.shut_down((*self._mine, *self._drivers), self._server_port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from ...events.reports import (
     Reconfigured,
     ReconfigureFailed,
 )
+from ...events.spec import is_url
 from .. import keeping
 from . import checkpoint, copies, cpu, model, state, text
 from .communicators import ABORTED, Communicators
@@ -76,7 +78,9 @@ class Member:
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
         device = cpu.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
-        checkpoint.check_output(self.train.output)
+        self.sparing = self.communicators.sparing if is_url(self.train.output) else nullcontext
+        with self.sparing():
+            checkpoint.check_output(self.train.output)
         words = text.load(self.train.data, self.train.model.sequence)
         self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
         self.communicators.up()
@@ -88,7 +92,7 @@ class Member:
         self.secret = environment.get(keeping.SECRET, "")
         self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
-        self.saver = Saver(start, tell=control.tell, note=self.trace.note)
+        self.saver = Saver(start, sparing=self.sparing, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.spoilt = False
         self.told_to = 0
@@ -234,7 +238,8 @@ class Member:
             return Found(0, "seed", "", 0, NO_STATE)
         self.spoilt = True
         folder = checkpoint.within(self.train.output, order.checkpoint)
-        step_version = checkpoint.load(folder, self.trainee, self.history)
+        with self.sparing():
+            step_version = checkpoint.load(folder, self.trainee, self.history)
         return Found(step_version, "checkpoint", "", state.num_bytes(self.trainee), NO_STATE)
 
     def _give(self, takers: list[int], step_version: int) -> None:

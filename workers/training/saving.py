@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import structlog
 
@@ -27,14 +28,18 @@ log = structlog.get_logger()
 
 
 class Saver:
-    """`tell` takes reports, from any thread; `note` is the trace's."""
+    """`sparing` keeps what a driver connects in it from being shut with a generation's sockets.
 
-    def __init__(self, start: StartRank, *, tell: Callable[[Body], None],
+    `tell` takes reports, from any thread; `note` is the trace's.
+    """
+
+    def __init__(self, start: StartRank, *,
+                 sparing: Callable[[], AbstractContextManager[None]], tell: Callable[[Body], None],
                  note: Callable[[Event, int, int], None]) -> None:
         assert start.spec.train is not None, "a command task saves nothing"
         self._output = start.spec.train.output
         self._task = start.task
-        self._tell, self._note = tell, note
+        self._sparing, self._tell, self._note = sparing, tell, note
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._saved: CheckpointSaved | None = None
@@ -73,10 +78,11 @@ class Saver:
         path = checkpoint.place(generation, step_version)
         if self._saved is None or self._saved.path != path:
             self._note("save", generation, step_version)
-            self._clear(generation)
             try:
-                ckpt_bytes = checkpoint.save(
-                    checkpoint.within(self._output, path), trainee, step_version, history)
+                with self._sparing():
+                    self._clear(generation)
+                    ckpt_bytes = checkpoint.save(checkpoint.within(self._output, path), trainee,
+                                                 step_version, history)
             except checkpoint.NotSaved as error:
                 if final or poisoned(error):
                     raise
@@ -97,11 +103,12 @@ class Saver:
         path = checkpoint.place(generation, snapshot.step_version)
         self._note("saving", generation, snapshot.step_version)
         assert snapshot.told is not None, "nothing was taken"
-        self._clear(generation)
         try:
-            ckpt_bytes = checkpoint.write(
-                checkpoint.within(self._output, path), snapshot.tensors, snapshot.told,
-                lambda: self._note("save_mid", generation, snapshot.step_version))
+            with self._sparing():
+                self._clear(generation)
+                ckpt_bytes = checkpoint.write(
+                    checkpoint.within(self._output, path), snapshot.tensors, snapshot.told,
+                    lambda: self._note("save_mid", generation, snapshot.step_version))
         except checkpoint.NotSaved as error:
             self._say_failing(snapshot.step_version, error.why, str(error))
             return
