@@ -272,4 +272,8 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
     with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
         checkpoint.write(url, tensors, told, fails)
     assert urls.Store(url).names() == []
+    asked = itertools.count()
+    with pytest.raises(checkpoint.Overtaken, match="a newer one is wanted"):
+        checkpoint.write(url, tensors, told, is_overtaken=lambda: next(asked) == 3)
+    assert urls.Store(url).names() == []
     assert checkpoint.write(url, tensors, told) == num_bytes

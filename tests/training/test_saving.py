@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.reports import CheckpointSaved, Quiesced, RankErrored, RankFinished
+from rank_driver import TASK
+from unicron.events.orders import Quiesce
+from unicron.events.reports import CheckpointSaved, RankErrored, RankFinished
 from unicron.workers.training import checkpoint
 
 Drive = Callable[..., Any]
@@ -139,18 +141,27 @@ def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any
     assert driver.told(RankErrored) == []
 
 
-def test_who_leaves_waits_for_what_it_writes_and_tells_it_first(driver: Any) -> None:
+def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -> None:
+    """It has the time for one write."""
     driver.start(0)
-    path = driver.hold(0, "saving", 3)
+    path = driver.hold(0, "save_mid", 3)
     driver.form([0])
     driver.held(0, 3)
     driver.strike(0, iteration=4, event="forward")
+    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,),
+                         save=True), [0])
+    last_s = time.monotonic() + LOGGED_S_MAX
+    while not [line for line in driver.trace(0)
+               if line["event"] == "save" and line["iteration"] > 3]:
+        assert time.monotonic() < last_s, driver.story()
+        time.sleep(0.005)
     path.unlink()
-    said = driver.leave([0], "boundary")[0]
-    assert isinstance(said[-1], Quiesced)
-    assert [one.step_version for one in said[:-1]][-1] == said[-1].step_version
-    assert all(isinstance(one, CheckpointSaved) for one in said[:-1])
-    assert saved(driver)[0] == (1, 3, False)
+    held = driver.quiesced([0])[0]
+    assert saved(driver) == [(1, held.step_version, False)]
+    output, log = Path(driver.spec.train.output), driver.processes[0].log.read_text()
+    assert [one.name for one in output.glob("gen-1/*")] == [f"iter-{held.step_version}"]
+    assert "checkpoint given up: a newer one is wanted" in log
+    assert "not saved" not in log
     assert driver.told(RankErrored) == []
 
 

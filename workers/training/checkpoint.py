@@ -48,6 +48,14 @@ class NotSaved(UnicronError):
         self.why = why
 
 
+class Overtaken(NotSaved):
+    """It was ended early: a newer one is wanted."""
+
+
+FAILED = (OSError, RuntimeError, MemoryError, Overtaken)
+"""What ends a write. torch writes in C++ too, and tells of a full disk by a RuntimeError there."""
+
+
 def check_output(output: str) -> None:
     """Raises UsageError when nothing can be written there: better now than at the first save."""
     if is_url(output):
@@ -82,45 +90,51 @@ def save(folder: str, trainee: Trainee, step_version: int, history: History) -> 
 
 
 def write(folder: str, tensors: Mapping[str, Tensor], told: state.Numbers,
-          halfway: Callable[[], None] = lambda: None) -> int:
+          halfway: Callable[[], None] = lambda: None,
+          is_overtaken: Callable[[], bool] = lambda: False) -> int:
     """Write a whole state into `folder`; its bytes.
 
     One that is there already is another task's, of the same output folder, and makes room.
-    `halfway` is called when about half of it is written. May run beside the main thread.
-    Raises NotSaved where the store does not take it; nothing is left of it then.
+    `halfway` is called when about half of it is written, and `is_overtaken` before each tensor.
+    May run beside the main thread.
+    Raises NotSaved where the store does not take it, Overtaken; nothing is left of it then.
     """
     data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(told)}
     write_there = _write_url if is_url(folder) else _write_path
+
+    def goes_on() -> None:
+        if is_overtaken():
+            raise Overtaken(folder, "a newer one is wanted")
+
     try:
-        return write_there(folder, data, halfway)
-    # torch writes in C++ too, and tells of a full disk by a RuntimeError there.
+        return write_there(folder, data, _Planner(halfway, goes_on))
     except (OSError, RuntimeError, MemoryError) as error:
         raise NotSaved(folder, urls.reason(error)) from error
 
 
-def _write_path(path: str, data: dict[str, Any], halfway: Callable[[], None]) -> int:
+def _write_path(path: str, data: dict[str, Any], planner: _Planner) -> int:
     folder = Path(path)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _pour(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, halfway)
+        _pour(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, planner)
         _put_in_place(partial, folder)
-    except (OSError, RuntimeError, MemoryError):
+    except FAILED:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _write_url(url: str, data: dict[str, Any], halfway: Callable[[], None]) -> int:
+def _write_url(url: str, data: dict[str, Any], planner: _Planner) -> int:
     from . import remote
 
     store = urls.Store(url)
     store.remove()
     try:
-        with urls.told(Struck, RuntimeError, MemoryError):
-            _pour(remote.Writer(url), data, halfway)
+        with urls.told(Struck, *FAILED):
+            _pour(remote.Writer(url), data, planner)
         return store.num_bytes()
-    except (OSError, RuntimeError, MemoryError):
+    except FAILED:
         remote.discard(url)
         raise
 
@@ -148,11 +162,13 @@ def _clear_path(folder: Path, generation: int) -> None:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """torch's own, which calls `halfway` before the first tensor of the second half."""
+    """torch's own, which calls `halfway` before the first tensor of the second half, and `goes_on`
+    before each.
+    """
 
-    def __init__(self, halfway: Callable[[], None]) -> None:
+    def __init__(self, halfway: Callable[[], None], goes_on: Callable[[], None]) -> None:
         super().__init__()
-        self._halfway = halfway
+        self._halfway, self._goes_on = halfway, goes_on
         self._num_left = 0
 
     def begin(self, num_items: int) -> None:
@@ -163,12 +179,12 @@ class _Planner(dcp.DefaultSavePlanner):
         self._num_left -= 1
         if self._num_left == 0:
             self._halfway()
+        self._goes_on()
         return super().resolve_data(write_item)
 
 
-def _pour(writer: dcp.FileSystemWriter, data: dict[str, Any], halfway: Callable[[], None]) -> None:
+def _pour(writer: dcp.FileSystemWriter, data: dict[str, Any], planner: _Planner) -> None:
     """What torch's `save` does for one process alone."""
-    planner = _Planner(halfway)
     planner.set_up_planner(data, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan(

@@ -44,6 +44,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved: CheckpointSaved | None = None
         """The last one: it lies there, and may be read."""
+        self._writing = ""
+        """Where the thread writes, or wrote last."""
+        self._overtaken = False
+        """Whether that is to end early."""
         self._cleared = 0
         self._failing = ""
         """Why the last one that was due could not be saved; said on change."""
@@ -58,6 +62,7 @@ class Saver:
         self._note("save", generation, step_version)
         try:
             self._snapshot.take(trainee, step_version, history)
+            self._writing = checkpoint.place(generation, step_version)
             self._thread = threading.Thread(target=self._write, args=(generation,),
                                             name="checkpoint", daemon=True)
             self._thread.start()
@@ -71,13 +76,17 @@ class Saver:
              final: bool) -> None:
         """Save at once, behind what is under way; told when this returns.
 
-        Where the disk does not take it, that is a warning, and whoever leaves leaves without. The
-        final one is what the task was for: it raises NotSaved.
+        Who leaves has time for one write: an older one that is under way ends early. Where the disk
+        does not take it, that is a warning, and whoever leaves leaves without. The final one is
+        what the task was for: no older one is given up for it, and it raises NotSaved.
         """
-        self.wait()
         path = checkpoint.place(generation, step_version)
+        self._overtaken = not final and self._writing != path
         if self._saved is None or self._saved.path != path:
             self._note("save", generation, step_version)
+        self.wait()
+        self._overtaken = False
+        if self._saved is None or self._saved.path != path:
             try:
                 with self._sparing():
                     self._clear(generation)
@@ -108,7 +117,12 @@ class Saver:
                 self._clear(generation)
                 ckpt_bytes = checkpoint.write(
                     checkpoint.within(self._output, path), snapshot.tensors, snapshot.told,
-                    lambda: self._note("save_mid", generation, snapshot.step_version))
+                    lambda: self._note("save_mid", generation, snapshot.step_version),
+                    lambda: self._overtaken)
+        except checkpoint.Overtaken:
+            log.info("checkpoint given up: a newer one is wanted",
+                     iteration=snapshot.step_version)
+            return
         except checkpoint.NotSaved as error:
             self._say_failing(snapshot.step_version, error.why, str(error))
             return
