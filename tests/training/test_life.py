@@ -181,6 +181,8 @@ Iteration.run = run
 """
 """Half a minute for what rank 0 sends of the third iteration's sum, whatever the cores are busy
 with, and no more room on its way than a small part of it."""
+PART_BYTES = 4096
+"""More than anything has on its way but that sum."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -194,13 +196,16 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
     driver.form([0, 1])
     for rank in (0, 1):
         driver.strike(rank, iteration=2, event="bucket")
+    sender = driver.processes[0].popen.pid
+    # Not at the bucket's beginning: who is stopped there has not asked for the sum yet.
+    _until(driver, lambda: _unsent_bytes(sender) > PART_BYTES)
     driver.processes[1].signal(signal.SIGSTOP)
     unsent = [0]
 
     def stuck() -> bool:
         """Whether nobody takes what it sends."""
         time.sleep(0.1)
-        unsent.append(_unsent_bytes(driver.processes[0].popen.pid))
+        unsent.append(_unsent_bytes(sender))
         return all(unsent[-5:]) and len(set(unsent[-5:])) == 1
 
     _until(driver, stuck, unsent)
