@@ -7,6 +7,7 @@ Rules that hold here, each learnt from a hang or a wrong number:
   never called inside an `except`, whose traceback would keep them.
 - Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
 - Whoever is woken may open another connection at once: `wake` is repeated until it is awake.
+- Whoever waits to be connected to has no socket to close: `wake` connects to it (sockets.knock).
 - A store's driver has sockets too, and they are no generation's (`sparing`).
 - A collective counts only if nobody had begun to wake this generation when it came back.
 - NCCL is woken by an abort. torch then forgets the groups at once, also under whoever is about to
@@ -36,8 +37,8 @@ COLLECTIVE_S_MAX = 1800.0
 RENDEZVOUS_S_MAX = 25.0
 """All members must have come within this; below the control plane's own limit for it."""
 GROUP_S_MAX = 10.0
-"""Building groups among members that have all come may take this long: gloo waits for a peer's
-connection where `wake` finds no socket to close."""
+"""Building groups among members that have all come may take this long; gloo waits five times as
+long for a peer to connect."""
 CONNECT_S_MAX = 1.0
 """One attempt to connect to a store."""
 REACH_S = 0.05
@@ -76,6 +77,7 @@ class Communicators:
         self.num_members = 0
         self.store: Any = None
         self.woken = False
+        self._is_building = False
         self.down_s = 0.0
 
     @property
@@ -102,10 +104,14 @@ class Communicators:
         """Build the groups, and put them where `down` took the last ones out. RuntimeError."""
         assert self.store is not None, "meet first"
         last_words = sys.excepthook
-        dist.init_process_group(
-            self.backend, store=self.store, rank=self.place, world_size=self.num_members,
-            timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-        )
+        self._is_building = True
+        try:
+            dist.init_process_group(
+                self.backend, store=self.store, rank=self.place, world_size=self.num_members,
+                timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+            )
+        finally:
+            self._is_building = False
         # torch puts a hook around this one, once per generation, that holds stderr back until it
         # returns: ours ends the process, and the traceback would never be written.
         sys.excepthook = last_words
@@ -193,4 +199,7 @@ class Communicators:
         self.woken = True
         if self.backend == "nccl" and self.is_up:
             dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
-        sockets.shut_down((*self._mine, *self._drivers), self._server_port)
+        mine = (*self._mine, *self._drivers)
+        if self._is_building and self.backend == "gloo":
+            sockets.knock(mine, self._server_port, self.num_members)
+        sockets.shut_down(mine, self._server_port)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 Inode = int
+KNOCK_S_MAX = 0.1
 
 
 def inodes() -> dict[Inode, int]:
@@ -79,13 +81,40 @@ def _shut(connection: socket.socket, server_port: int) -> bool:
     return True
 
 
+def knock(mine: Iterable[Inode], server_port: int, num: int) -> None:
+    """Have every listener but `mine` and our own store's find `num` peers that are gone at once.
+
+    A gloo pair that waits to be connected to has no socket that could be shut, and waits for five
+    times its group's timeout. Whoever connects says which pair it means, by a number from 0 on.
+    Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
+    """
+    spared = frozenset(mine)
+    for address in _listeners(spared, server_port):
+        for number in range(num):
+            with suppress(OSError), socket.create_connection(address, KNOCK_S_MAX) as peer:
+                peer.sendall(struct.pack("=q", number))
+
+
+def _listeners(spared: frozenset[Inode], server_port: int) -> list[tuple[str, int]]:
+    """Host and port of each that listens for TCP, but for those that are spared."""
+    found: list[tuple[str, int]] = []
+    for inode, descriptor in inodes().items():
+        if inode in spared:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+            if (listener.family in (socket.AF_INET, socket.AF_INET6)
+                    and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and listener.getsockname()[1] != server_port):
+                found.append(listener.getsockname()[:2])
+    return found
+
+
 def interface_of(host: str) -> str:
     """The network interface that has this IPv4 address; "" when it cannot be told.
 
     Source: netdevice(7), SIOCGIFADDR.
     """
     import fcntl
-    import struct
 
     siocgifaddr = 0x8915
     try:
