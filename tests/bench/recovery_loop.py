@@ -27,6 +27,7 @@ with cpu.uncompiled():
 from .recovery_job import BUILD_S_MAX, COLLECTIVE_S_MAX, SAVE_EVERY_NUM
 
 COLLECTIVE = datetime.timedelta(seconds=COLLECTIVE_S_MAX)
+ALONE = datetime.timedelta(hours=1)
 BUILD = datetime.timedelta(seconds=BUILD_S_MAX)
 SPEC, FOLDER = "UNICRON_BENCH_SPEC", "UNICRON_BENCH_FOLDER"
 
@@ -103,7 +104,8 @@ class Loop:
     def run(self, place: int, num_members: int, saves: Callable[[], Any] | None) -> None:
         """Train until ended. `saves`: within what a checkpoint is written, by the first member."""
         dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(COLLECTIVE)
+        # By itself it stands still while others are measured, and nobody strikes it.
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE if saves else ALONE)
         while self.iteration < self.train.iterations:
             self.micro_batches(range(place, self.train.num_micro_batches, num_members))
             self.step(self.reduce(), tells=place == 0)

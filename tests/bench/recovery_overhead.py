@@ -32,7 +32,8 @@ BLOCK_NUM = 2
 """A block lasts so long and so many iterations: rank 0 tells its steps once a second."""
 STANDS_S = 3600.0
 """No stop of a block may look like a fault."""
-COPY_EVERY_NUM = 5
+COPY_EVERY_NUM = 10
+"""As a job spec has it that says nothing."""
 COPIES = "copy_every"
 WARM_NUM = 8
 Say = Callable[[str], None]
@@ -150,11 +151,11 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
             go_on(side)
             side.stop()
     blocks = [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
-    return _rows(blocks, cases, [side.name for side in sides])
+    return _rows(blocks, cases, [side.name for side in sides], num_pairs)
 
 
 def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
-          there: Sequence[str]) -> list[Row]:
+          there: Sequence[str], num_pairs: int) -> list[Row]:
     rows: list[Row] = []
     for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies")):
         if case not in cases:
@@ -165,9 +166,10 @@ def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
             continue
         pairs = [(one["bare"], one[name]) for one in blocks]
         ratios = [ours / bare for bare, ours in pairs if bare and ours]
+        few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
         rows += [row(case, "bare", "iteration_s", [bare for bare, _ in pairs], "s"),
                  row(case, "unicron", "iteration_s", [ours for _, ours in pairs], "s"),
-                 row(case, "unicron", "iteration_ratio", ratios, "ratio")]
+                 row(case, "unicron", "iteration_ratio", ratios, "ratio", few)]
         for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
                                 interval(ratios) if ratios else (None, None), strict=True):
             rows.append(Row(case, "unicron", metric, edge, "ratio", len(ratios),
