@@ -109,7 +109,7 @@ class Play:
     def _play_meeting(self) -> None:
         """While a new generation is built of members of which one is a step behind."""
         self.driver.start(*RANKS)
-        late = self.driver.hold(LATE, "reduced", STRUCK)
+        late = self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0)
         self.driver.form(self.members)
         self.driver.held(LATE, STRUCK)
         for rank in self.members:
