@@ -7,7 +7,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -47,11 +47,38 @@ def shut_down(mine: Iterable[Inode], server_port: int) -> int:
     """Shut down every connection but `mine` and those that our own store serves; how many.
 
     A shut connection wakes both ends at once, unlike everything that gloo offers. It is never
-    done to a listening socket, which would abort the process. The inode is looked at again after
-    the descriptor has been duplicated: by then it may have become another's.
+    done to a listening socket, which would abort the process.
+    """
+    num_shut = 0
+    for connection in _others(mine, server_port):
+        with suppress(OSError):
+            if not _listens(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+                num_shut += 1
+    return num_shut
+
+
+def knock(mine: Iterable[Inode], server_port: int, num: int) -> None:
+    """Have every listener but `mine` and our own store's find `num` peers that are gone at once.
+
+    A gloo pair that waits to be connected to has no socket that could be shut, and waits for five
+    times its group's timeout. Whoever connects says which pair it means, by a number from 0 on.
+    Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
+    """
+    for listener in _others(mine, server_port):
+        for number in range(num if _listens(listener) else 0):
+            with suppress(OSError), socket.create_connection(
+                    listener.getsockname()[:2], KNOCK_S_MAX) as peer:
+                peer.sendall(struct.pack("=q", number))
+
+
+def _others(mine: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
+    """Each TCP socket but `mine` and our own store's, as a duplicate that is closed afterwards.
+
+    The inode is looked at again after the descriptor has been duplicated: by then it may have
+    become another's.
     """
     spared = frozenset(mine)
-    num_shut = 0
     for inode, descriptor in inodes().items():
         if inode in spared:
             continue
@@ -62,51 +89,14 @@ def shut_down(mine: Iterable[Inode], server_port: int) -> int:
         if os.fstat(copy).st_ino != inode:
             os.close(copy)
             continue
-        with socket.socket(fileno=copy) as connection:
-            num_shut += _shut(connection, server_port)
-    return num_shut
+        with suppress(OSError), socket.socket(fileno=copy) as found:
+            if (found.family in (socket.AF_INET, socket.AF_INET6)
+                    and found.getsockname()[1] != server_port):
+                yield found
 
 
-def _shut(connection: socket.socket, server_port: int) -> bool:
-    try:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        if connection.getsockname()[1] == server_port:
-            return False
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False
-    return True
-
-
-def knock(mine: Iterable[Inode], server_port: int, num: int) -> None:
-    """Have every listener but `mine` and our own store's find `num` peers that are gone at once.
-
-    A gloo pair that waits to be connected to has no socket that could be shut, and waits for five
-    times its group's timeout. Whoever connects says which pair it means, by a number from 0 on.
-    Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
-    """
-    spared = frozenset(mine)
-    for address in _listeners(spared, server_port):
-        for number in range(num):
-            with suppress(OSError), socket.create_connection(address, KNOCK_S_MAX) as peer:
-                peer.sendall(struct.pack("=q", number))
-
-
-def _listeners(spared: frozenset[Inode], server_port: int) -> list[tuple[str, int]]:
-    """Host and port of each that listens for TCP, but for those that are spared."""
-    found: list[tuple[str, int]] = []
-    for inode, descriptor in inodes().items():
-        if inode in spared:
-            continue
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
-            if (listener.family in (socket.AF_INET, socket.AF_INET6)
-                    and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and listener.getsockname()[1] != server_port):
-                found.append(listener.getsockname()[:2])
-    return found
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def interface_of(host: str) -> str:
