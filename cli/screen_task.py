@@ -212,12 +212,14 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     done = task["iteration"]
     if not done:
         return ": it begins at iteration 0"
-    silent = {one["id"] for one in nodes if one["health"] not in ("healthy", "unreachable")}
-    copies = [one for one in task["copies"] if one["node"] not in silent
-              and one["step_version"] >= task["checkpoint_iteration"]]
-    if copies:
-        newest = max(one["step_version"] for one in copies)
-        where = " ".join(sorted({x["node"] for x in copies if x["step_version"] == newest}))
+    health = {one["id"]: one["health"] for one in nodes}
+    copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
+    # As control_plane/copies.py tries them: a node that is unreachable after all that are healthy.
+    tried = next((there for name in ("healthy", "unreachable")
+                  if (there := [one for one in copies if health.get(one["node"]) == name])), [])
+    if tried:
+        newest = max(one["step_version"] for one in tried)
+        where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
         source = f"it comes back from the copy of iteration {count(newest)} in memory ({where})"
     elif task["checkpoint"]:
         newest = task["checkpoint_iteration"]

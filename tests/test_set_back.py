@@ -12,6 +12,7 @@ from unicron.cli import screen_task, screens
 from unicron.cli.history import history
 from unicron.cli.record_line import line
 from unicron.cli.screen_incident import every, page
+from unicron.control_plane import copies
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -168,6 +169,20 @@ def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there() -> None:
     d.tell("n2/1", r.CopiesLost(node="n2", incarnation=1, task=0, why="signal 9",
                                 keeper_start=FIRST))
     assert "8 iterations of 28 are done again" in told(d, task, "copies")
+
+
+def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
+    """A newer copy on a node that is unreachable is tried behind one on a healthy node."""
+    d = Driver(nodes=3)
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 27)
+    kept(d, task, "n2", 20)
+    kept(d, task, "n3", 25)
+    d.tell("leader/abc", r.NodeSilenced(node="n3", incarnation=1, silence_s=5.0))
+    killed(d, task)
+    first = copies.sources(d.state, task_of(d, task), list(task_of(d, task).ranks.values()))[0]
+    assert (first.node, first.step_version) == ("n2", 20)
+    assert "the copy of iteration 20 in memory (n2)" in told(d, task, "copies")
 
 
 def test_a_task_that_nobody_has_anything_of_begins_again() -> None:
