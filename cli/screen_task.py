@@ -215,8 +215,8 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     health = {one["id"]: one["health"] for one in nodes}
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
     # As control_plane/copies.py tries them: a node that is unreachable after all that are healthy.
-    tried = next((there for name in ("healthy", "unreachable")
-                  if (there := [one for one in copies if health.get(one["node"]) == name])), [])
+    healthy = [one for one in copies if health.get(one["node"]) == "healthy"]
+    tried = healthy or [one for one in copies if health.get(one["node"]) == "unreachable"]
     if tried:
         newest = max(one["step_version"] for one in tried)
         where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
