@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from unicron.events.reports import ReconfigureFailed
 
 Drive = Callable[..., Any]
@@ -21,27 +22,11 @@ def up(self):
 Communicators.up = up
 """
 
-
 PATIENT = """
 from unicron.workers.training import communicators
 communicators.GROUP_S_MAX = 600.0
 """
 """Whoever waits for a group ends only where it is woken."""
-
-
-def test_a_member_that_dies_while_groups_are_built_holds_nobody(drive: Drive) -> None:
-    driver = drive(iterations=3)
-    driver.patch = PATIENT
-    driver.start(0, 2)
-    driver.patch = DIES_BEFORE_CONNECTING
-    driver.start(1)
-    driver.reconfigure([0, 1, 2])
-    assert driver.processes[1].popen.wait(WAIT_S) == 9
-    driver.quiesce([0, 2], "now")
-    assert len(driver.told(ReconfigureFailed)) == 2
-    driver.form([0, 2])
-    driver.finish([0, 2])
-    assert sorted(driver.losses()) == [0, 1, 2]
 
 
 DIES_BEFORE_IT_CONNECTS = """
@@ -74,15 +59,20 @@ Communicators.up = up
 """Of two, gloo has the one of the lower address wait for the other one's connection."""
 
 
-def test_a_member_that_dies_before_it_connects_holds_nobody(drive: Drive) -> None:
+@pytest.mark.parametrize(("dies", "waiting_s"), [
+    (DIES_BEFORE_CONNECTING, 0.0),
+    (DIES_BEFORE_IT_CONNECTS, 0.5),  # they wait for its connection by then: that cannot be seen
+])
+def test_a_member_that_dies_while_groups_are_built_holds_nobody(
+        drive: Drive, dies: str, waiting_s: float) -> None:
     driver = drive(iterations=3)
     driver.patch = PATIENT
     driver.start(0, 2)
-    driver.patch = DIES_BEFORE_IT_CONNECTS
+    driver.patch = dies
     driver.start(1)
     driver.reconfigure([0, 1, 2])
     assert driver.processes[1].popen.wait(WAIT_S) == 9
-    time.sleep(0.5)  # they wait for its connection now: nothing of that is to be seen
+    time.sleep(waiting_s)
     driver.quiesce([0, 2], "now")
     assert len(driver.told(ReconfigureFailed)) == 2
     driver.form([0, 2])
