@@ -41,6 +41,16 @@ def without_copies(iterations: int) -> tuple[Driver, int]:
     return d, task
 
 
+def with_a_checkpoint() -> tuple[Driver, int]:
+    """At 28 iterations, of which 20 are published."""
+    d = Driver(nodes=3)
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 19)
+    d.obey(d.save(task, 0))
+    d.progress(task, 8)
+    return d, task
+
+
 def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
     d, task = without_copies(71)
     closed = back(d, task, "seed", "", 0)
@@ -93,11 +103,7 @@ def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() ->
 
 
 def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
-    d = Driver(nodes=3)
-    task = d.running(spec(slots=TWO))
-    d.progress(task, 19)
-    d.obey(d.save(task, 0))
-    d.progress(task, 8)
+    d, task = with_a_checkpoint()
     for node in ("n1", "n2"):
         kept(d, task, node, 25)
     lost = [d.tell(f"{node}/1", r.CopiesLost(node=node, incarnation=1, task=0, keeper_start=FIRST,
@@ -142,11 +148,7 @@ def killed(d: Driver, task: int) -> None:
 
 
 def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
-    d = Driver(nodes=3)
-    task = d.running(spec(slots=TWO))
-    d.progress(task, 19)
-    d.obey(d.save(task, 0))
-    d.progress(task, 8)
+    d, task = with_a_checkpoint()
     assert "8 iterations would be lost if all processes went" in told(d, task, "copies")
     killed(d, task)
     assert told(d, task, "copies") == (
