@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import chaos_picture
-import chaos_training
 import pytest
 from chaos_faults import CALM_ITERATIONS, WEIGHTS, draw
 
@@ -38,16 +36,3 @@ def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:
     assert b"3 iterations" in one
     assert b"exception (2)" in one
     assert png.startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--rounds", "0"], "--rounds must be at least 1"),
-    (["--picture", "/proc/none"], "--picture /proc/none: No such file or directory")])
-def test_what_cannot_be_is_told_before_training_begins(
-        arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos_training", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        chaos_training.main()
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
