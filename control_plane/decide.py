@@ -65,18 +65,19 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     taken, usable = set(theirs) - given, set(slots)
     slots = [slot for slot in slots if slot not in taken]
     policy = state.policy
-    every = {task.id: _wish(task, usable) for task in live_tasks(state) if not task.ending}
-    wishes = [every[task.id] for task in open_tasks]
-    choice = planner.choose(wishes, num_slots=len(slots), mtbf_gpu_s=policy.mtbf_gpu_s,
-                            transition_s=policy.transition_s, gain_min=policy.gain_min)
+    every = {task.id: _wish(task, usable, policy.transition_s)
+             for task in live_tasks(state) if not task.ending}
+    asked = planner.PlanInput(wishes=tuple(every[task.id] for task in open_tasks),
+                              num_slots=len(slots), mtbf_gpu_s=policy.mtbf_gpu_s,
+                              gain_min=policy.gain_min)
+    choice = planner.choose(asked)
     yield PlanChosen(trigger=state.replan, num_slots=len(slots), allocations=choice.allocations,
                      waf=choice.plan.waf, objective=choice.plan.objective,
                      alternatives=choice.alternatives,
                      ideal_waf=_ideal_waf(state, list(every.values())))
     if not state.held:
         yield from _place(open_tasks, choice.plan.slots, slots)
-    told = pricing.prices(wishes, choice.plan, num_slots=len(slots), gain_min=policy.gain_min,
-                          mtbf_gpu_s=policy.mtbf_gpu_s, transition_s=policy.transition_s)
+    told = pricing.prices(asked, choice.plan)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # held, whom the plan gives nothing trains on
             continue
@@ -98,7 +99,7 @@ def _pinned(state: ClusterState, task: Task) -> bool:
                for rank in task.ranks.values())
 
 
-def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
+def _wish(task: Task, usable: set[Slot], transition_s: float) -> planner.Wish:
     table = task.throughput or throughput.table(task.id, task.spec)
     found = throughput.candidates(table, len(task.target))
     whole = len(task.living_members()) == len(task.target) if task.is_train else bool(task.ranks)
@@ -106,7 +107,7 @@ def _wish(task: Task, usable: set[Slot]) -> planner.Wish:
     hurt = bool(task.target) and not (fits and (whole or not task.incident))
     weight = task.weight
     return planner.Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
-                        sizes=tuple(size for size, _ in found),
+                        transition_s=transition_s, sizes=tuple(size for size, _ in found),
                         wafs=tuple(weight * rate for _, rate in found))
 
 

@@ -9,7 +9,7 @@ from .decide import decide
 from .fold import fold
 from .state import ClusterState
 
-HEART = 5
+HEART = 6
 """Version of what `decide` answers; a log says by which one it was written."""
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .planner import IMPOSSIBLE, Others, Plan, Wish, gains, held, plan_of
+from .planner import Plan, PlanInput, gains, held, plan_of
+from .tables import IMPOSSIBLE, Others
+
+WORK_NUM_MAX = 1 << 25
+"""Candidates times slots: about a tenth of a second."""
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -21,20 +26,24 @@ class Price(Struct, frozen=True, kw_only=True):
     """The best plan in which it runs."""
 
 
-def prices(wishes: Sequence[Wish], plan: Plan, *, num_slots: int, mtbf_gpu_s: float,
-           transition_s: float, gain_min: float) -> dict[int, Price]:
+def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     """By task: the price of each that `plan` gives nothing, where its smallest size would fit.
 
     It is the price once the plan is carried out, when every task is healthy on what it was given:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
-    O(num_slots) for each size of each such task, beyond two passes of the planner.
+    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX.
     """
-    after = [replace(wish, now=slots, hurt=False)
-             for wish, slots in zip(wishes, plan.slots, strict=True)]
-    rows = gains(after, num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s, transition_s=transition_s)
-    options = {i: sizes for i, row in enumerate(rows) if plan.slots[i] == 0
-               and (sizes := [x for x in row if 0 < x[0] <= num_slots and x[1] > 0])}
+    num_slots = asked.num_slots
+    after = tuple(replace(wish, now=slots, hurt=False)
+                  for wish, slots in zip(asked.wishes, plan.slots, strict=True))
+    rows = gains(replace(asked, wishes=after))
+    if len(rows.sizes) * num_slots > WORK_NUM_MAX:
+        return {}
+    pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
+    options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
+               if plan.slots[i] == 0
+               and (sizes := [x for x in pairs[begin:end] if 0 < x[0] <= num_slots and x[1] > 0])}
     if not options:
         return {}
     free, steady = Others(rows, num_slots), Others(held(after, rows), num_slots)
@@ -46,10 +55,10 @@ def prices(wishes: Sequence[Wish], plan: Plan, *, num_slots: int, mtbf_gpu_s: fl
             best.append((value + gain, size, at))
         value, size, at = max(best)
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
-        assert runs is not None
-        found[wishes[i].task] = Price(
+        found[asked.wishes[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, gain_min, free=free.beside(i), steady=steady.beside(i)))
+            times=_times(sizes, num_slots, asked.gain_min, free=free.beside(i),
+                         steady=steady.beside(i)))
     return found
 
 

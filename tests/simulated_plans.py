@@ -64,7 +64,7 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
     for given in body.allocations:
         task = state.tasks[given.task]
         rates = _rates(state, given.task)
-        hurt = decide._wish(task, usable).hurt
+        hurt = decide._wish(task, usable, state.policy.transition_s).hurt
         now = given.slots_before
         old = task.weight * rates.get(now, 0.0)
         row: list[Option] = []
@@ -99,11 +99,12 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
             own = weight if given.task == body.task else task.weight
             wishes.append(planner.Wish(
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
-                sizes=tuple(size for size, _ in found),
+                transition_s=state.policy.transition_s, sizes=tuple(size for size, _ in found),
                 wafs=tuple(own * rate for _, rate in found)))
         policy = state.policy
-        choice = planner.choose(wishes, num_slots=num_slots, mtbf_gpu_s=policy.mtbf_gpu_s,
-                                transition_s=policy.transition_s, gain_min=policy.gain_min)
+        choice = planner.choose(planner.PlanInput(
+            wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=policy.mtbf_gpu_s,
+            gain_min=policy.gain_min))
         slots = next(x.slots for x in choice.allocations if x.task == body.task)
         if bool(slots) != runs:
             return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "

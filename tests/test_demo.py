@@ -29,11 +29,11 @@ def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = throughput.candidates(throughput.table(number, player.spec), have)
         wishes.append(planner.Wish(
-            task=number, name=player.name, now=have, hurt=hurt and number == 1,
+            task=number, name=player.name, now=have, hurt=hurt and number == 1, transition_s=10.0,
             sizes=tuple(size for size, _ in found),
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
-    return planner.choose(wishes, num_slots=num_slots, mtbf_gpu_s=7.2e6, transition_s=10.0,
-                          gain_min=0.005)
+    return planner.choose(planner.PlanInput(wishes=tuple(wishes), num_slots=num_slots,
+                                            mtbf_gpu_s=7.2e6, gain_min=0.005))
 
 
 def test_the_examples_lead_to_the_plans_that_the_demo_promises():

@@ -31,7 +31,8 @@ PURE = (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
-        "calibration", "pricing", "waiting", "withhold", "leaving", "copies", "intake")),
+        "calibration", "pricing", "knapsack", "tables", "replaced", "waiting", "withhold",
+        "leaving", "copies", "intake")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -9,8 +9,9 @@ from heart_driver import spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from unicron.control_plane import planner, pricing, throughput
-from unicron.control_plane.planner import Wish
+from unicron.control_plane import knapsack, planner, pricing, throughput
+from unicron.control_plane.knapsack import Rows
+from unicron.control_plane.planner import PlanInput, Wish
 from unicron.events.orders import ThroughputSet
 
 MTBF_GPU_S, TRANSITION_S = 7.2e6, 10.0
@@ -26,8 +27,20 @@ def wishes(draw: st.DrawFn) -> tuple[list[Wish], int]:
                      | st.floats(0, 1e18, allow_nan=False)) for _ in sizes]
         now = draw(st.sampled_from([0, *sizes]))
         found.append(Wish(task=task, name=f"t{task}", now=now, hurt=draw(st.booleans()),
-                          sizes=tuple(sizes), wafs=tuple(wafs)))
+                          transition_s=TRANSITION_S, sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, num_slots
+
+
+def asking(found: list[Wish], num_slots: int, *, gain_min: float = 0.005,
+           mtbf_gpu_s: float = MTBF_GPU_S) -> PlanInput:
+    return PlanInput(wishes=tuple(found), num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s,
+                     gain_min=gain_min)
+
+
+def pairs(rows: Rows) -> list[list[tuple[int, int]]]:
+    """(size, gain) by row."""
+    flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
+    return [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
 
 
 def brute_force(rows: list[list[tuple[int, int]]],
@@ -43,37 +56,23 @@ def brute_force(rows: list[list[tuple[int, int]]],
 @settings(max_examples=300, deadline=None)
 def test_the_best_is_the_best(case: tuple[list[Wish], int]) -> None:
     found, num_slots = case
-    rows = planner.gains(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
-                         transition_s=TRANSITION_S)
-    plans = brute_force(rows, num_slots)
-    assert planner.best(rows, num_slots) == (plans[0][1], plans[0][0])
-    second = next(planner.runners_up(rows, num_slots, plans[0][1]), None)
-    if len(plans) == 1:
-        assert second is None
-    else:
-        assert second is not None
-        i, size, (slots, objective) = second
-        assert objective == plans[1][0]
-        assert slots != plans[0][1]
-        assert slots[i] == size
-        assert (objective, slots) in plans
+    rows = planner.gains(asking(found, num_slots))
+    plans = brute_force(pairs(rows), num_slots)
+    assert knapsack.best(rows, num_slots) == (plans[0][1], plans[0][0])
 
 
 @given(wishes())
 @settings(max_examples=100, deadline=None)
 def test_sums_stay_exact_in_a_double(case: tuple[list[Wish], int]) -> None:
-    found, num_slots = case
-    rows = planner.gains(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
-                         transition_s=TRANSITION_S)
-    assert sum(max(abs(gain) for _, gain in row) for row in rows) < 2**53
+    rows = planner.gains(asking(*case))
+    assert sum(max(abs(gain) for _, gain in row) for row in pairs(rows)) < 2**53
 
 
 @given(wishes())
 @settings(max_examples=200, deadline=None)
 def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
     found, num_slots = case
-    choice = planner.choose(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
-                            transition_s=TRANSITION_S, gain_min=0.005)
+    choice = planner.choose(asking(found, num_slots))
     assert sum(x.slots for x in choice.allocations) <= num_slots
     for wish, given_ in zip(found, choice.allocations, strict=True):
         assert given_.slots == 0 or given_.slots in wish.sizes
@@ -83,14 +82,14 @@ def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
                for other in choice.alternatives)
 
 
-def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt, sizes=tuple(wafs),
-                wafs=tuple(wafs.values()))
+def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False,
+          transition_s: float = TRANSITION_S) -> Wish:
+    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt, transition_s=transition_s,
+                sizes=tuple(wafs), wafs=tuple(wafs.values()))
 
 
 def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
-    return planner.choose(found, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
-                          transition_s=TRANSITION_S, gain_min=0.005)
+    return planner.choose(asking(found, num_slots))
 
 
 def test_an_unhurt_task_gives_a_slot() -> None:
@@ -124,7 +123,7 @@ def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
     """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
     """
     found = [_wish(1, 2, {2: 1e5}, hurt=True), _wish(2, 1, {1: 1.0, 2: 20.0})]
-    choice = planner.choose(found, num_slots=4, mtbf_gpu_s=4.0, transition_s=10.0, gain_min=0.005)
+    choice = planner.choose(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
     assert choice.plan.slots == (2, 1)
 
@@ -179,7 +178,8 @@ def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
         wafs = [draw(rate) for _ in sizes]
         found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
-                          hurt=draw(st.booleans()), sizes=tuple(sizes), wafs=tuple(wafs)))
+                          hurt=draw(st.booleans()), transition_s=TRANSITION_S,
+                          sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, draw(st.integers(1, 8)), draw(st.sampled_from([0.0, 0.005, 0.2]))
 
 
@@ -188,36 +188,34 @@ def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
 def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> None:
     """Slightly above the price the next plan gives slots, slightly below it gives none."""
     found, num_slots, gain_min = case
-    about = {"num_slots": num_slots, "mtbf_gpu_s": MTBF_GPU_S, "transition_s": TRANSITION_S,
-             "gain_min": gain_min}
-    plan = planner.choose(found, **about).plan
+    asked = asking(found, num_slots, gain_min=gain_min)
+    plan = planner.choose(asked).plan
     after = [replace(wish, now=slots, hurt=False)
              for wish, slots in zip(found, plan.slots, strict=True)]
-    told = pricing.prices(found, plan, **about)
+    told = pricing.prices(asked, plan)
     assert set(told) == {wish.task for wish, slots in zip(found, plan.slots, strict=True)
                          if slots == 0 and min(wish.sizes) <= num_slots}
     for task, price in told.items():
         def slots_at(times: float, task: int = task) -> int:
             wishes = [replace(wish, wafs=tuple(waf * times for waf in wish.wafs))
                       if wish.task == task else wish for wish in after]
-            return planner.choose(wishes, **about).plan.slots[task - 1]
+            return planner.choose(asking(wishes, num_slots, gain_min=gain_min)
+                                  ).plan.slots[task - 1]
 
         assert slots_at(price.times * (1 + 1e-6)) > 0
         assert slots_at(price.times * (1 - 1e-6)) == 0
         wafs = [math.fsum(planner.waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
-                for _, slots in brute_force(planner.gains(
-                    after, num_slots=num_slots, mtbf_gpu_s=MTBF_GPU_S,
-                    transition_s=TRANSITION_S), num_slots) if slots[task - 1] > 0]
+                for _, slots in brute_force(pairs(planner.gains(asking(after, num_slots))),
+                                            num_slots) if slots[task - 1] > 0]
         assert price.plan.waf == wafs[0], "the best in which it runs"
         assert price.cost_waf == max(plan.waf - wafs[0], 0.0)
 
 
 def test_a_price_in_numbers() -> None:
     """Without a threshold: what it costs is what its weight lacks."""
-    found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 8.0})]
-    plan = planner.choose(found, num_slots=4, mtbf_gpu_s=1e9, transition_s=0.0, gain_min=0.0).plan
-    price = pricing.prices(found, plan, num_slots=4, mtbf_gpu_s=1e9, transition_s=0.0,
-                           gain_min=0.0)[2]
+    found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
+    asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
+    price = pricing.prices(asked, planner.choose(asked).plan)[2]
     assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
     assert math.isclose(price.times, 10.0 / 8.0)
 
@@ -225,8 +223,7 @@ def test_a_price_in_numbers() -> None:
 def test_a_threshold_raises_the_price() -> None:
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
     assert _choose(found, 4).plan.slots == (4, 0), "0.01 of 30 is no reason to disturb anybody"
-    price = pricing.prices(found, _choose(found, 4).plan, num_slots=4, mtbf_gpu_s=MTBF_GPU_S,
-                           transition_s=TRANSITION_S, gain_min=0.005)[2]
+    price = pricing.prices(asking(found, 4), _choose(found, 4).plan)[2]
     assert price.cost_waf == 0.0
     assert price.times > 10.15 / 10.01
 
