@@ -41,8 +41,8 @@ def scaled(value: float, unit: str) -> str:
     """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`; a unit of words keeps its blank: `1 M of`."""
     if value == 0:
         return f"0 {unit}".rstrip()
-    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 6)
-    return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}{unit}".rstrip()
+    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
+    return f"{value / 1000**power:.3g} {' kMGTPEZY'[power].strip()}{unit}".rstrip()
 
 
 def count(value: int) -> str:

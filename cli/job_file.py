@@ -72,6 +72,8 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
+RESOLVERS = _Loader.yaml_implicit_resolvers
+"""By a plain scalar's first character: the tags that it may have, each with its pattern."""
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 

@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from . import operator_commands, say
+from . import operator_commands, plan_command, say
 from .options import Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -192,6 +192,7 @@ def cancel(
     tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
 
 
+app.add_typer(plan_command.app)
 app.add_typer(operator_commands.app)
 
 
