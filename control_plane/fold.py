@@ -33,6 +33,7 @@ from .folding import (
     stepped,
     take_origin,
 )
+from .input_count import part
 from .severity import EXITED_ABNORMALLY, network_status
 from .state import (
     NUM_SLOTS_MAX,
@@ -52,7 +53,9 @@ def fold(state: ClusterState, record: Record) -> None:
             forget_requests(state)
     handler = HANDLERS.get(type(record.body))
     if handler is not None:
+        before = part(state, record.body)
         handler(state, record, record.body)
+        state.num_inputs += part(state, record.body) != before
 
 
 # --- said by the leader -------------------------------------------------------------------------

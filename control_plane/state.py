@@ -290,6 +290,8 @@ class ClusterState(Struct, kw_only=True):
     plan: PlanChosen | None = None
     plan_seq: int = 0
     plan_s: float = 0.0
+    num_inputs: int = 0
+    """How often that has changed which a plan follows from: not with every record."""
     replan: str = ""
     """What made the last plan out of date; empty: it holds."""
     frozen: str = ""

@@ -17,7 +17,7 @@ def view(state: ClusterState) -> dict[str, Any]:
     return {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
-            "hash": state_hash(state), "heart": state.heart,
+            "hash": state_hash(state), "heart": state.heart, "input": state.num_inputs,
             "num_slots": sum(node.num_slots for node in state.nodes.values()
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),

@@ -6,8 +6,9 @@ import itertools
 import math
 
 from msgspec import Struct
-from unicron.control_plane import decide, planner, throughput
-from unicron.control_plane.state import ClusterState, usable_slots
+from unicron.control_plane import planner, throughput
+from unicron.control_plane.plan_input import plan_input
+from unicron.control_plane.state import ClusterState
 from unicron.events.orders import PlanChosen, TaskWaiting
 
 NUM_TASKS_MAX = 4
@@ -59,12 +60,12 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
 
 
 def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
-    usable = set(usable_slots(state))
+    wishes = {wish.task: wish for wish in plan_input(state).asked.wishes}
     rows: list[list[Option]] = []
     for given in body.allocations:
         task = state.tasks[given.task]
         rates = _rates(state, given.task)
-        hurt = decide._wish(task, usable, state.policy.transition_s).hurt
+        hurt = wishes[given.task].hurt
         now = given.slots_before
         old = task.weight * rates.get(now, 0.0)
         row: list[Option] = []

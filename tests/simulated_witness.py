@@ -10,6 +10,7 @@ from simulated_plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane import transition
 from unicron.control_plane.fold import fold
 from unicron.control_plane.folding import STOPPED
+from unicron.control_plane.plan_input import Ground, plan_input
 from unicron.control_plane.state import ClusterState, Task
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -52,6 +53,7 @@ class Witness:
         self._received_bytes: Counter[int] = Counter()
         self._resumes: Counter[int] = Counter()
         self._published: dict[int, tuple[int, int]] = {}
+        self._input: tuple[int, Ground] = (-1, plan_input(self.state))
 
     def see(self, record: Record) -> str:
         """Take in the next record; the row of the transition table behind it, or empty."""
@@ -66,7 +68,16 @@ class Witness:
         if look is not None:
             look(self, record, body)
         fold(self.state, record)
+        self._count_inputs(record)
         return row
+
+    def _count_inputs(self, record: Record) -> None:
+        """One count has one input of the plan, at whatever record."""
+        count, ground = self.state.num_inputs, plan_input(self.state)
+        told, known = self._input
+        self._check(record, count > told or ground == known, f"changes input {count} unseen")
+        self.counts["inputs of plans"] += count - told
+        self._input = count, ground
 
     def hit(self, task: int, fault: str) -> None:
         """A fault struck this task now."""

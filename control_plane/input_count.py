@@ -1,0 +1,58 @@
+"""The count of changes of what a plan follows from: two moments with one count have one input.
+
+Making the input itself (plan_input.py) after every record would cost too much: of the state, only
+what a record can have changed is compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..events import orders as o
+from ..events import reports as r
+from .plan_input import is_pinned, is_whole
+from .state import ClusterState, Task
+
+_NEVER = frozenset((
+    r.TaskProgressed, r.LossNotFinite, r.CopyKept, r.CopiesLost, r.RankStarted, r.RankReady,
+    r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved, r.CheckpointPublished,
+    r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume, o.KeepCopies,
+    o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
+    o.OrderWithheld))
+"""Kinds that change nothing a plan follows from, among them all that come in great numbers."""
+_OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))
+"""Kinds that name a task, and may change nodes."""
+_OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
+                          r.NodeUndrained))
+"""Kinds that change one node, and any task."""
+
+
+def part(state: ClusterState, body: r.Body) -> tuple[Any, ...]:
+    """What a plan follows from, as far as a record of this body may change it; to compare."""
+    kind = type(body)
+    if kind in _NEVER:
+        return ()
+    number = getattr(body, "task", 0)
+    if not number:
+        name = getattr(body, "node", "") if kind in _OF_ONE_NODE else ""
+        return (state.policy, _nodes(state, name),
+                *(_task(state, task) for task in state.tasks.values()))
+    task = state.tasks.get(number)
+    found = _task(state, task) if task is not None else ()
+    return (found, _nodes(state)) if kind in _OF_NODES else (found,)
+
+
+def _nodes(state: ClusterState, name: str = "") -> tuple[Any, ...]:
+    """Of the named node alone, or of all."""
+    found = [state.nodes[name]] if name in state.nodes else state.nodes.values() if not name else ()
+    return tuple((node.name, node.health, node.drained, node.num_slots, tuple(node.slots_out))
+                 for node in found)
+
+
+def _task(state: ClusterState, task: Task) -> tuple[Any, ...]:
+    if task.phase == "ended":
+        return ()
+    kept = bool(task.ending) or is_pinned(state, task)
+    return (task.id, bool(task.ending), task.weight, task.throughput, task.target,
+            bool(task.incident) and not is_whole(task),
+            tuple(rank.slot for rank in task.ranks.values()) if kept else kept)

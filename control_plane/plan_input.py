@@ -1,0 +1,77 @@
+"""What a plan follows from: the planner's input, made of the cluster's state by one function.
+
+`decide` plans with it, and so does every dry run: the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..events.orders import Slot
+from . import throughput
+from .planner import PlanInput, Wish
+from .state import ClusterState, Task, live_tasks, usable_slots
+
+
+class Ground(Struct, frozen=True, kw_only=True):
+    """What is to be planned, and on what."""
+
+    asked: PlanInput
+    """Its wishes are of the tasks that the plan is about, by id."""
+    slots: tuple[Slot, ...]
+    """That the plan may give, in the order of `usable_slots`; `asked.num_slots` of them."""
+    every: tuple[Wish, ...]
+    """Of each live task that is not ending, also of those that the plan leaves alone."""
+    num_slots_all: int
+    """Of every node that has not left."""
+
+
+def plan_input(state: ClusterState) -> Ground:
+    """The ground of a plan that would be made now.
+
+    Tasks that are ending, or that have ranks on a node that is silent, keep what they have: their
+    slots are not the plan's to give, unless another task has been given them already.
+    """
+    slots = usable_slots(state)
+    open_tasks: list[Task] = []
+    theirs: list[Slot] = []
+    for task in live_tasks(state):
+        if task.ending or is_pinned(state, task):
+            theirs += [rank.slot for rank in task.ranks.values()]
+            theirs += [seat.slot for seat in task.target]
+        else:
+            open_tasks.append(task)
+    given = {seat.slot for task in open_tasks for seat in task.target}
+    taken, usable = set(theirs) - given, set(slots)
+    free = tuple(slot for slot in slots if slot not in taken)
+    policy = state.policy
+    every = {task.id: _wish(task, usable, policy.transition_s)
+             for task in live_tasks(state) if not task.ending}
+    asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
+                      mtbf_gpu_s=policy.mtbf_gpu_s, gain_min=policy.gain_min)
+    return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
+        node.num_slots for node in state.nodes.values() if node.health != "left"))
+
+
+def is_pinned(state: ClusterState, task: Task) -> bool:
+    """It has ranks on a node that is silent: nothing is known of it, so nothing is changed."""
+    return any((node := state.nodes.get(rank.slot.node)) is not None and node.silent
+               for rank in task.ranks.values())
+
+
+def is_whole(task: Task) -> bool:
+    """Whether nobody is missing of those that the task should have."""
+    if task.is_train:
+        return len(task.living_members()) == len(task.target)
+    return bool(task.ranks)
+
+
+def _wish(task: Task, usable: set[Slot], transition_s: float) -> Wish:
+    table = task.throughput or throughput.table(task.id, task.spec)
+    found = throughput.candidates(table, len(task.target))
+    fits = all(seat.slot in usable for seat in task.target)
+    hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
+    weight = task.weight
+    return Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
+                transition_s=transition_s, sizes=tuple(size for size, _ in found),
+                wafs=tuple(weight * rate for _, rate in found))

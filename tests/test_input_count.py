@@ -1,0 +1,56 @@
+"""The count of changes of what a plan follows from: up with each, and not with every record."""
+
+from __future__ import annotations
+
+from heart_driver import Driver, spec
+from msgspec.structs import replace
+from unicron.control_plane.plan_input import plan_input
+from unicron.events import reports as r
+
+
+def trained() -> tuple[Driver, int]:
+    d = Driver()
+    task = d.submit(spec())
+    d.obey(d.log[-20:])
+    d.progress(task, 3)
+    return d, task
+
+
+def test_it_goes_up_when_what_a_plan_follows_from_changes() -> None:
+    d, task = trained()
+    changes: list[tuple[str, r.Body]] = [
+        ("operator/1", r.TaskWeightSet(task=task, weight=2.0)),
+        ("operator/2", r.NodeDrained(node="n2")),
+        ("operator/3", r.NodeUndrained(node="n2")),
+        ("operator/4", r.TaskSubmitted(spec=spec(name="beta"))),
+        (f"leader/{d.state.nonce}", r.PolicySet(policy=replace(d.state.policy, gain_min=0.1))),
+        (f"leader/{d.state.nonce}", r.NodeSilenced(node="n1", incarnation=1, silence_s=6.0)),
+    ]
+    for source, body in changes:
+        count, ground = d.state.num_inputs, plan_input(d.state)
+        d.tell(source, body)
+        assert d.state.num_inputs > count, body
+        assert plan_input(d.state) != ground, body
+
+
+def test_it_stands_still_where_nothing_of_it_changes() -> None:
+    d, task = trained()
+    count, ground = d.state.num_inputs, plan_input(d.state)
+    d.progress(task, 2)
+    for number, body in enumerate((
+            r.TaskWeightSet(task=task, weight=1.0), r.NodeUndrained(node="n2"),
+            r.HealingFrozen(reason="a test"), r.HealingResumed(),
+            r.TaskWeightSet(task=99, weight=3.0))):
+        d.tell(f"operator/again-{number}", body)
+    assert len(d.log) > d.state.num_inputs
+    assert (d.state.num_inputs, plan_input(d.state)) == (count, ground)
+
+
+def test_a_change_that_is_taken_back_counts_twice() -> None:
+    """The number tells of changes: a dry run of before them is to be made anew."""
+    d, task = trained()
+    count, ground = d.state.num_inputs, plan_input(d.state)
+    d.tell("operator/1", r.TaskWeightSet(task=task, weight=2.0))
+    d.tell("operator/2", r.TaskWeightSet(task=task, weight=1.0))
+    assert plan_input(d.state) == ground
+    assert d.state.num_inputs == count + 2
