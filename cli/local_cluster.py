@@ -11,14 +11,14 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
-from ..events import embedded
+from ..events import embedded, labels
 from ..events.errors import Unavailable, UnicronError, UsageError
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
@@ -50,6 +50,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """A policy file for the control plane; empty: its defaults."""
     observe: bool = False
     allow_inject: bool = False
+    labels: tuple[str, ...] = ()
+    """Of the nodes: KEY=VALUE of all, NODE:KEY=VALUE of one."""
 
 
 def wanted_before(state: StateDir) -> Wanted | None:
@@ -116,8 +118,11 @@ class LocalCluster:
                                            "--cluster", self.wanted.cluster), environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
+        node = name.removeprefix("agent-")
+        for label in labels_of(node, self.wanted.labels):
+            common += ["--label", label]
         return processes.start(
-            self.state, name, _unicron("agent", *common, "--node", name.removeprefix("agent-"),
+            self.state, name, _unicron("agent", *common, "--node", node,
                                        "--slots", str(self.wanted.num_slots)), environment)
 
     def choose_port(self) -> None:
@@ -190,6 +195,29 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
         server.stop()
         stopped.append("server")
     return stopped
+
+
+def labels_of(node: str, asked: Sequence[str]) -> list[str]:
+    """KEY=VALUE of one node: what is said of it alone goes before what is said of all."""
+    found: dict[str, str] = {}
+    for text in sorted(asked, key=lambda text: ":" in text):
+        of, _, label = text.rpartition(":")
+        if of in ("", node):
+            found[label.partition("=")[0]] = label
+    return list(found.values())
+
+
+def check_labels(asked: Sequence[str], nodes: Sequence[str]) -> None:
+    """Raises UsageError for what is no label, or of none of these nodes."""
+    by_node: dict[str, list[str]] = {}
+    for text in asked:
+        of, colon, label = text.rpartition(":")
+        if colon and of not in nodes:
+            raise UsageError(f"--label {text!r}: there is no node {of!r} here",
+                             f"there is {' '.join(nodes)}" if nodes else "--agents is 0")
+        by_node.setdefault(of, []).append(label)
+    for of in sorted(by_node):
+        labels.parse(by_node[of])
 
 
 def agent_name(node: str) -> str:

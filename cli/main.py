@@ -52,6 +52,9 @@ def up(
     allow_inject: Annotated[bool, typer.Option(
         "--allow-inject", help="Let unicron inject break things on purpose; never "
         "remembered.")] = False,
+    label: Annotated[list[str] | None, typer.Option(
+        metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one; again for "
+        "more; none: forget them [the last ones given].")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Leave it in the background.")] = False,
 ) -> None:
@@ -63,7 +66,8 @@ def up(
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.Asked(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
-        observe=observe if observe or act else None, allow_inject=allow_inject), detach=detach)
+        observe=observe if observe or act else None, allow_inject=allow_inject,
+        labels=() if label == ["none"] else tuple(label or ()) or None), detach=detach)
 
 
 @app.command()
@@ -83,6 +87,9 @@ def agent(
                                        help="Slots here; 0: one for each GPU.")] = 0,
     host: Annotated[str, typer.Option(
         metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
+    label: Annotated[list[str] | None, typer.Option(
+        metavar="KEY=VALUE", help="Where this node stands: rack=NAME, switch=NAME; again for the "
+        "other.")] = None,
     redis: Annotated[str, typer.Option(
         metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
         help="The log, if the control plane's address of it is not ours "
@@ -92,7 +99,8 @@ def agent(
     from . import run
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
-    run.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis)
+    run.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
+              label=label or ())
 
 
 @app.command("control-plane", hidden=True)

@@ -61,7 +61,8 @@ def _who(body: Plain) -> str:
 
 def _joined(body: Plain) -> str:
     return (f"{body['node']} {body['num_slots']} {body['accelerator']} slots, "
-            f"pid {body['pid']}, at {body['host']}")
+            f"pid {body['pid']}, at {body['host']}" + "".join(
+                f", {key} {value}" for key, value in body.get("labels", {}).items() if value))
 
 
 def _submitted(body: Plain) -> str:

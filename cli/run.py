@@ -11,10 +11,12 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
+from ..events import labels
 from ..events.errors import UsageError
 from . import processes
 from .client import Client, Unreachable, connect
@@ -40,16 +42,17 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
-          redis_url: str) -> None:
+          redis_url: str, label: Sequence[str]) -> None:
     """Be a node's agent until told to stop. Raises UsageError."""
     from ..workers.agent import main
 
+    told = labels.parse(label)
     client = _control_plane(state, url)
     name = node or node_name(platform.node())
     _note(state, agent_name(name))
     raise typer.Exit(main.run(main.Options(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
-        state_dir=state.path, host=host, redis_url=redis_url)))
+        state_dir=state.path, host=host, redis_url=redis_url, labels=told)))
 
 
 def _control_plane(state: StateDir, url: str | None) -> Client:

@@ -23,20 +23,33 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
     if not view["nodes"]:
         return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
-    maps = [f"{node['id']} {''.join(_slot_sign(node, slot, letters) for slot in node['slots'])}"
-            for node in view["nodes"]]
-    width = max(map(len, maps)) + 3
-    per_line = max(SCREEN_COLUMNS // width, 1)
-    lines += ["".join(one.ljust(width) for one in maps[start:start + per_line]).rstrip()
-              for start in range(0, len(maps), per_line)]
+    lines += _maps(view["nodes"], letters)
     key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
     drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
     left = ["_ left"] if len(here) < len(view["nodes"]) else []
     lines += ["  ".join([*key, ". idle", *drained, "? unreachable", "x out", *left]), ""]
+    switched = any(node["labels"]["switch"] for node in view["nodes"])
     lines += table(
-        ("NODE", "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR", "RUNS", "PID", "HOST"),
-        [_node_row(node, tasks, now_s) for node in view["nodes"]], right=(4, 7))
+        ("NODE", *("SWITCH",) * switched, "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR",
+         "RUNS", "PID", "HOST"),
+        [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
+        right=(4 + switched, 7 + switched))
     return [*lines, *_reasons(view["nodes"], option)]
+
+
+def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
+    """A sign for each slot, node by node, each rack on lines of its own behind its name."""
+    maps = {node["id"]: f"{node['id']} "
+            + "".join(_slot_sign(node, slot, letters) for slot in node["slots"]) for node in nodes}
+    racks: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: str(node["labels"]["rack"])):
+        racks.setdefault(node["labels"]["rack"], []).append(maps[node["id"]])
+    front = max(map(len, racks)) + 2 if any(racks) else 0
+    width = max(map(len, maps.values())) + 3
+    per_line = max((SCREEN_COLUMNS - front) // width, 1)
+    return [(rack or "-" if front and start == 0 else "").ljust(front)
+            + "".join(one.ljust(width) for one in found[start:start + per_line]).rstrip()
+            for rack, found in racks.items() for start in range(0, len(found), per_line)]
 
 
 def _reasons(nodes: list[Plain], option: str) -> list[str]:
@@ -110,13 +123,15 @@ def _scheduling(node: Plain) -> str:
     return f"{word}, {' '.join(out)} out" if out else word
 
 
-def _node_row(node: Plain, tasks: dict[int, str], now_s: float) -> list[str]:
+def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
+              switched: bool) -> list[str]:
     runs: dict[int, list[int]] = {}
     for slot in node["slots"]:
         if slot["task"]:
             runs.setdefault(slot["task"], []).append(slot["rank"])
     what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
-    return [node["id"], node["health"], span(max(now_s - node["since_s"], 0.0)),
+    switch = [node["labels"]["switch"] or "-"] if switched else []
+    return [node["id"], *switch, node["health"], span(max(now_s - node["since_s"], 0.0)),
             _scheduling(node), f"{num_busy}/{node['num_slots']}", node["accelerator"],
             clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

@@ -47,6 +47,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     cluster: str | None = None
     policy: Path | None = None
     """A file; the folder keeps a copy."""
+    labels: tuple[str, ...] | None = None
+    """KEY=VALUE of all nodes, NODE:KEY=VALUE of one."""
     observe: bool | None = None
     allow_inject: bool = False
     """Never as the last time."""
@@ -61,6 +63,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             cluster=last.cluster if self.cluster is None else self.cluster,
             trace_dir=last.trace_dir,
             policy=str(state.policy) if self.policy is not None or last.policy else "",
+            labels=last.labels if self.labels is None else self.labels,
             observe=last.observe if self.observe is None else self.observe,
             allow_inject=self.allow_inject)
 
@@ -68,11 +71,13 @@ class Asked(Struct, frozen=True, kw_only=True):
         """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
         for option, asked, runs in (
                 ("--slots", self.slots, before.num_slots),
+                ("--label", self.labels, before.labels),
                 ("--port", self.port or None, before.port),
                 ("--redis", self.redis, before.redis_url),
                 ("--cluster", self.cluster, before.cluster)):
             if asked is not None and asked != runs:
-                told = "is another" if option == "--redis" else f"{asked}, but it was {runs}"
+                told = ("is another" if option in ("--redis", "--label")
+                        else f"{asked}, but it was {runs}")
                 raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
                                  f"unicron down {state.option}, then up again")
 
@@ -118,8 +123,9 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         asked.refuse_other(last, state)
         if CONTROL_PLANE in before:
             asked.refuse_other_policy(last, state)
-    processes.record(state, UP, os.getpid())
     cluster = LocalCluster(state, asked.wanted(last, state))
+    local_cluster.check_labels(asked.labels or (), cluster.nodes)
+    processes.record(state, UP, os.getpid())
     try:
         _start(cluster, asked.policy)
         stop.begin()
@@ -288,6 +294,8 @@ def _detach(state: StateDir, asked: Asked) -> None:
     if asked.observe is not None:
         argv.append("--observe" if asked.observe else "--act")
     argv += ["--allow-inject"] * asked.allow_inject
+    for label in ("none",) if asked.labels == () else asked.labels or ():
+        argv += ["--label", label]
     # a Redis URL holds a password: not in argv, which everybody may read
     environment = dict(os.environ)
     if asked.redis is not None:

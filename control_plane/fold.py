@@ -111,6 +111,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
         since_s=record.at_s, keeper=body.keeper, keeper_start=first_keeper(body.incarnation),
+        labels=body.labels,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from ..events import codec, spec
+from ..events import codec, labels, spec
 from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
 from ..events.reports import Body
@@ -46,6 +46,7 @@ class _Join(Struct, frozen=True, forbid_unknown_fields=True):
     node: str
     host: str
     incarnation: int
+    labels: dict[str, str] = {}
 
 
 class Http:
@@ -125,6 +126,9 @@ class Http:
         if not spec.NAME.match(body.node):
             raise Refusal(400, f"node: {body.node!r} is not a name",
                           "lower-case letters, digits, '-' and '.', at most 63")
+        for key, value in body.labels.items():
+            if why := labels.wrong(key, value):
+                raise Refusal(400, f"labels: {why}", labels.HINT)
         state = await self._coordinator.settled()
         known = state.nodes.get(body.node)
         if known is not None and known.incarnation > body.incarnation:

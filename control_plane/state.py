@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from ..events.codec import decode_record
+from ..events.labels import Labels
 from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, ThroughputSet
 from ..events.records import Record
 from ..events.reports import Policy
@@ -60,6 +61,7 @@ class Node(Struct, kw_only=True):
     """Where its keeper takes copies, host:port; empty: it has none."""
     keeper_start: int = 0
     """The keeper's process that may have copies: what earlier ones had is gone with them."""
+    labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0
     silenced_seq: int = 0

@@ -63,7 +63,8 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     return {"id": node.name, "host": node.host, "pid": node.pid, "health": node.health,
             "since_s": node.since_s, "drained": node.drained, "drain_reason": node.drain_reason,
             "incarnation": node.incarnation,
-            "accelerator": node.accelerator, "num_slots": node.num_slots, "slots": slots}
+            "accelerator": node.accelerator, "num_slots": node.num_slots,
+            "labels": msgspec.to_builtins(node.labels), "slots": slots}
 
 
 def _task(state: ClusterState, task: Task) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from .labels import Labels
 from .policy import Policy as Policy
 from .spec import JobSpec
 
@@ -118,7 +119,7 @@ class NodeJoined(Body, frozen=True):
 
     `incarnation` is the agent's start in ms since 1970; the newest wins.
     `host` is the address at which its ranks can be reached, `keeper` where its keeper takes copies
-    of their state ("": it has none).
+    of their state ("": it has none). `labels` are what its agent was started with.
     """
 
     node: str
@@ -128,6 +129,7 @@ class NodeJoined(Body, frozen=True):
     num_slots: int
     accelerator: str = "cpu"
     keeper: str = ""
+    labels: Labels = Labels()
 
 
 class NodeLeft(Body, frozen=True):

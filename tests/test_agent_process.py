@@ -24,6 +24,7 @@ from agent_driver import (
 )
 from unicron.events import embedded
 from unicron.events.errors import UsageError
+from unicron.events.labels import Labels
 from unicron.events.reports import NodeJoined, NodeLeft, RankExited, RankStarted
 from unicron.workers.agent.join import join
 
@@ -187,7 +188,8 @@ def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
     async def test() -> None:
         began = time.monotonic()
         with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
-            await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1, s_max=0.5)
+            await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
+                       labels=Labels(), s_max=0.5)
         assert 0.1 < time.monotonic() - began < 5.0
 
     asyncio.run(test())

@@ -178,6 +178,9 @@ def test_version():
     (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
     (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
     (("submit", "absent.yaml"), "absent.yaml"),
+    (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
+    (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
+    (("up", "--label", "zone=a"), "'zone' is no label; there are rack and switch"),
 ])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     told = unicron(*arguments, folder=tmp_path)

@@ -374,11 +374,13 @@ async def test_the_log_is_streamed(site: Site) -> None:
 @real
 async def test_an_agent_joins(site: Site) -> None:
     body = {"node": "n1", "host": "127.0.0.1", "incarnation": 7}
-    status, answer = await site.ask("POST", "/v1/join", body)
-    assert status == 200
-    assert answer == {"redis_url": "unix:///run/x", "cluster": "test", "node": "n1", "epoch": 1}
+    assert (await site.ask("POST", "/v1/join", body))[1] == {
+        "redis_url": "unix:///run/x", "cluster": "test", "node": "n1", "epoch": 1}
     await site.refused(400, "POST", "/v1/join", body | {"node": "No Name"})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
+    assert (await site.ask("POST", "/v1/join", body | {"labels": {"rack": "r1"}}))[0] == 200
+    for wrong in ({"rack": "r 1"}, {"rack": ""}, {"zone": "a"}, {"rack": 1}):
+        assert "abels" in await site.refused(400, "POST", "/v1/join", body | {"labels": wrong})
     await site.tell(N1)
     assert "newer agent" in await site.refused(409, "POST", "/v1/join", body)
 

@@ -300,7 +300,9 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
 def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
     """Each answer: what was asked, the plan that followed, who moves where, what to type next."""
     assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
-                   "--allow-inject").returncode == 0
+                   "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
+    nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]
+    assert [node["labels"]["rack"] for node in nodes] == ["r1", "r2"]
     for name, weight in (("alpha", 2), ("beta", 1)):
         (tmp_path / "job.yaml").write_text(
             f"apiVersion: unicron/v1\nname: {name}\nweight: {weight}\n"

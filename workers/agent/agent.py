@@ -74,7 +74,7 @@ class Agent:
         self._outbox.put(NodeJoined(
             node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
             num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-            keeper=keeper.endpoint))
+            keeper=keeper.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
             ranks = Ranks(node, self._report, group, keeper)
             try:

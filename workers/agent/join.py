@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
+from ...events.labels import Labels
 from .link import backoff_s
 
 JOIN_S_MAX = 60.0
@@ -34,14 +35,15 @@ class _Error(Struct, frozen=True):
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
-               s_max: float = JOIN_S_MAX) -> Joined:
+               labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
     """Ask until answered, at most `s_max` seconds.
 
     Raises UsageError at once when the token or the request is refused, and at the end when the
     server could not be reached.
     """
     deadline = time.monotonic() + s_max
-    body = {"node": node, "host": host, "incarnation": incarnation}
+    body = {"node": node, "host": host, "incarnation": incarnation,
+            "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
     headers = {"Authorization": f"Bearer {token}",
                "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries = 0

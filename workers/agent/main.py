@@ -15,6 +15,7 @@ import structlog
 from msgspec import Struct
 
 from ...events.errors import Unavailable, UsageError
+from ...events.labels import Labels
 from ...events.redis_log import RedisLog, connect
 from ...events.talk import Talk
 from .. import keeping, linux
@@ -51,6 +52,7 @@ class Options(Struct, frozen=True, kw_only=True):
     state_dir: Path
     host: str = "127.0.0.1"
     redis_url: str = ""
+    labels: Labels = Labels()
     devices: tuple[str, ...] | None = None
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
@@ -92,11 +94,12 @@ async def _run(options: Options, incarnation: int) -> int:
     linux.adopt_orphans()
     try:
         joined = await join(options.url, options.token, node=options.node, host=options.host,
-                            incarnation=incarnation)
+                            incarnation=incarnation, labels=options.labels)
         log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
         try:
             node = Node(name=options.node, incarnation=incarnation, cluster=joined.cluster,
                         host=options.host, num_slots=options.num_slots, state_dir=state_dir,
+                        labels=options.labels,
                         devices=_devices(options, os.environ), trace=options.trace,
                         rank_argv=options.rank_argv,
                         secret=keeping.secret_of(options.token, joined.cluster))

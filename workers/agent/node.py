@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ...events.labels import Labels
 from ...events.orders import StartRank
 from .. import keeping, linux
 from .pipe import Pipe
@@ -29,6 +30,7 @@ class Node(Struct, frozen=True, kw_only=True):
     host: str
     num_slots: int
     state_dir: Path
+    labels: Labels = Labels()
     devices: tuple[str, ...] = ()
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
