@@ -21,6 +21,7 @@ from .moves import moves
 from .record_line import essentials, status_in_words
 from .screen_incident import name_of
 from .screen_nodes import node_trouble
+from .screen_plan import bound_by
 from .state_dir import StateDir
 from .story import Story, story
 from .tail import incident_id
@@ -203,6 +204,8 @@ def _plan(told: History, record: Plain) -> Plain:
     given = body["allocations"]
     return {"seq": record["seq"], "trigger": body["trigger"], "num_slots": body["num_slots"],
             "waf": body["waf"], "ideal_waf": body.get("ideal_waf", 0.0),
+            "why": body.get("why", ""), "bound": bound_by(
+                body, {x["task"]: name_of(told, x["task"]) for x in given}),
             "origins": [name for one in told.plans if one.seq == record["seq"]
                         for name in one.origins],
             "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},

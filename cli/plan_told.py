@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from ..control_plane import knapsack
-from ..control_plane.planner import Choice, PlanInput, Wish, gains, waf_of
+from ..control_plane.explain import cost_flop, objective_flop
+from ..control_plane.planner import Choice, PlanInput, gains, waf_of
 from .figures import count, number_of, scaled
 
 Plain = dict[str, Any]
@@ -15,35 +15,16 @@ NAMED_NUM_MAX = 3
 """Tasks that one sentence names."""
 
 
-def objective(asked: PlanInput, slots: Sequence[int]) -> float:
-    """The sum of G of the paper in weighted FLOP, rounded once."""
-    terms: list[float] = []
-    for wish, x in zip(asked.wishes, slots, strict=True):
-        terms += [earned(asked, wish, x), -charged(wish, x)]
-    return math.fsum(terms)
-
-
-def earned(asked: PlanInput, wish: Wish, slots: int) -> float:
-    """F(t, x') times D_running(n')."""
-    return waf_of(wish, slots) * asked.running_s
-
-
-def charged(wish: Wish, slots: int) -> float:
-    """What the change costs: F(t, x) times D_transition; nothing where there is none."""
-    changes = wish.hurt or slots != wish.now
-    return waf_of(wish, wish.now) * wish.transition_s if changes else 0.0
-
-
 def told(asked: PlanInput, choice: Choice, *, more: int) -> Plain:
     """All that `unicron plan` tells of a plan. `more`: the GPUs whose gain is told beside it."""
     slots = choice.plan.slots
-    worth = objective(asked, slots)
+    worth = objective_flop(asked, slots)
     tasks: Plain = {}
     for wish, x in zip(asked.wishes, slots, strict=True):
         tasks[wish.name] = {
             "current": wish.now, "gpus": x, "faulted": wish.hurt,
             "waf_before": waf_of(wish, wish.now), "waf": waf_of(wish, x),
-            "earned": earned(asked, wish, x), "transition": charged(wish, x)}
+            "earned": waf_of(wish, x) * asked.running_s, "transition": cost_flop(wish, x)}
     others = sorted((_alternative(asked, choice, other, worth) for other in choice.alternatives),
                     key=lambda other: other["loses"])
     found: Plain = {
@@ -60,7 +41,7 @@ def told(asked: PlanInput, choice: Choice, *, more: int) -> Plain:
 def _alternative(asked: PlanInput, choice: Choice, other: Any, worth: float) -> Plain:
     """A plan that was beaten; `loses` is never below 0: what is rounded differently is equal."""
     slots = [x for _, x in other.slots]
-    its = objective(asked, slots)
+    its = objective_flop(asked, slots)
     changed = {wish.name: x for wish, x, ours in
                zip(asked.wishes, slots, choice.plan.slots, strict=True) if x != ours}
     return {"what": other.what, "objective": its, "loses": max(worth - its, 0.0),
@@ -71,7 +52,7 @@ def _binding(asked: PlanInput, choice: Choice, worth: float, more: int) -> Plain
     """What would be earned with more GPUs (D_running as it is), and who has its largest size."""
     rows = gains(asked)
     found = knapsack.best(rows, asked.num_slots + more)
-    gain = max(objective(asked, found[0]) - worth, 0.0) if found is not None else 0.0
+    gain = max(objective_flop(asked, found[0]) - worth, 0.0) if found is not None else 0.0
     full = [wish.name for wish, x in zip(asked.wishes, choice.plan.slots, strict=True)
             if wish.sizes and x == wish.sizes[-1]]
     return {"gpus": gain > 0, "more_gpus": more, "more_earn_waf": gain / asked.running_s,

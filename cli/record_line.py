@@ -143,6 +143,8 @@ def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
     beaten = body["alternatives"][0] if body["alternatives"] else None
     beat = f"; beat {beaten['what']}: {scaled(beaten['waf'], 'FLOP/s')}" if beaten else ""
+    if why := body.get("why"):
+        beat = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
     ideal = body.get("ideal_waf", 0.0)
     share = f", {100 * body['waf'] / ideal:.0f} % of ideal" if ideal else ""
     return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}, "

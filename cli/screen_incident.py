@@ -119,6 +119,9 @@ def _plan(one: Plain) -> list[str]:
     lines = labelled("plan", f"{one['trigger']}: {number_of(one['num_slots'], 'slot')}: "
                              f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}{by} "
                              f"(seq {one['seq']})")
+    if one["why"]:
+        reason = one["why"].partition(": ")[2]  # what moves is told above
+        lines += labelled("  why", f"{reason}; bound by {one['bound']}")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
         lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..events import reports as r
-from ..events.orders import PlanChosen, Slot, TaskPlaced
+from ..events.orders import Slot, TaskPlaced
 from ..events.records import Record
 from . import (
     calibration,
+    explain,
     placement,
     planner,
     pricing,
@@ -65,10 +66,7 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
     choice = planner.choose(ground.asked)
-    yield PlanChosen(trigger=state.replan, num_slots=len(ground.slots),
-                     allocations=choice.allocations, waf=choice.plan.waf,
-                     objective=choice.plan.objective, alternatives=choice.alternatives,
-                     ideal_waf=planner.ideal_waf(ground.every, ground.num_slots_all))
+    yield explain.chosen(state, ground, choice)
     if not state.held:
         yield from _place(open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)

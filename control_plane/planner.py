@@ -76,6 +76,11 @@ def waf_of(wish: Wish, slots: int) -> float:
     return wish.wafs[wish.sizes.index(slots)] if slots in wish.sizes else 0.0
 
 
+def charged_s(wish: Wish, slots: int) -> float:
+    """D_transition from what the task has to so many slots; 0 where it simply goes on."""
+    return wish.transition_s if wish.now and (wish.hurt or slots != wish.now) else 0.0
+
+
 def gains(asked: PlanInput) -> Rows:
     """G(t, x) of each task and each of its sizes, and 0; integers on one scale."""
     return _rows(asked.wishes, asked.running_s)
@@ -195,7 +200,9 @@ def plan_of(wishes: Sequence[Wish], found: Found) -> Plan:
 
 
 def _allocations(wishes: Sequence[Wish], plan: Plan) -> tuple[Allocation, ...]:
-    return tuple(Allocation(task=wish.task, slots_before=wish.now, slots=x, waf=waf_of(wish, x))
+    return tuple(Allocation(task=wish.task, slots_before=wish.now, slots=x, waf=waf_of(wish, x),
+                            waf_before=waf_of(wish, wish.now),
+                            transition_s=charged_s(wish, x))
                  for wish, x in zip(wishes, plan.slots, strict=True))
 
 

@@ -153,6 +153,10 @@ class Allocation(Struct, frozen=True):
     slots_before: int
     slots: int
     waf: float
+    waf_before: float = 0.0
+    """What it would earn on what it had, by the same table."""
+    transition_s: float = 0.0
+    """D_transition, for which the plan charges `waf_before`; 0: it goes on as it is."""
 
 
 class Alternative(Struct, frozen=True):
@@ -162,10 +166,21 @@ class Alternative(Struct, frozen=True):
     slots: tuple[tuple[int, int], ...]
     waf: float
     objective: int
+    behind_flop: float = 0.0
+    """How far its objective is below the chosen plan's; below 0 where `gain_min` kept it out."""
+    transition_flop: float = 0.0
+    """What its changes cost, in weighted FLOP."""
+
+
+Binding = Literal["", "slots", "max", "min", "gain_min", "nothing"]
+"""What keeps a plan from earning more ("": not told)."""
 
 
 class PlanChosen(Body, frozen=True):
-    """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10)."""
+    """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
+
+    G is what the plan earns within `running_s`, less what its changes cost.
+    """
 
     trigger: str
     num_slots: int
@@ -175,6 +190,19 @@ class PlanChosen(Body, frozen=True):
     alternatives: tuple[Alternative, ...]
     ideal_waf: float = 0.0
     """What the best plan would earn with every slot of every node that has not left."""
+    input: int = 0
+    """The count of changes of what a plan follows from, when it was made."""
+    objective_flop: float = 0.0
+    """G in weighted FLOP."""
+    transition_flop: float = 0.0
+    """What its changes cost: weighted FLOP that are not achieved meanwhile."""
+    running_s: float = 0.0
+    """D_running: how long the plan is expected to hold."""
+    bound: Binding = ""
+    bound_tasks: tuple[int, ...] = ()
+    """Whose max or min binds, or whom `gain_min` leaves alone."""
+    why: str = ""
+    """In one sentence."""
 
 
 class TaskPlaced(Body, frozen=True):

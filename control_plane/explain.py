@@ -1,0 +1,141 @@
+"""Why this plan: what it earns and costs, how far behind the beaten ones are, what binds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from msgspec.structs import replace
+
+from ..events.orders import Allocation, Alternative, Binding, PlanChosen
+from .plan_input import Ground
+from .planner import Choice, PlanInput, Wish, charged_s, gains, ideal_waf, waf_of
+from .state import ClusterState
+
+NUM_NAMED_MAX = 3
+"""Tasks that the sentence names of those that move."""
+SHARE_PERCENT_MIN = 0.001
+"""A share that is smaller is not told more exactly."""
+
+
+def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
+    """The choice as the record that the log keeps of it, with all that explains it."""
+    asked, plan = ground.asked, choice.plan
+    objective = objective_flop(asked, plan.slots)
+    others = beaten(asked, choice, objective)
+    most = {wish.task: state.tasks[wish.task].spec.slots.max for wish in asked.wishes}
+    bound, bound_tasks = binding(asked, choice, most)
+    return PlanChosen(
+        trigger=state.replan, num_slots=asked.num_slots, allocations=choice.allocations,
+        waf=plan.waf, objective=plan.objective, alternatives=others,
+        ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
+        objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
+        running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
+        why=why(asked, choice, others, bound))
+
+
+def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
+    """G of a plan in weighted FLOP, not rounded to the planner's integers."""
+    return math.fsum(part for wish, x in zip(asked.wishes, slots, strict=True)
+                     for part in (waf_of(wish, x) * asked.running_s, -cost_flop(wish, x)))
+
+
+def transition_flop(asked: PlanInput, slots: Sequence[int]) -> float:
+    """What the changes of a plan cost."""
+    return math.fsum(cost_flop(wish, x) for wish, x in zip(asked.wishes, slots, strict=True))
+
+
+def beaten(asked: PlanInput, choice: Choice, objective: float) -> tuple[Alternative, ...]:
+    """The plans that were beaten, with their distance from `objective`, the chosen one's G."""
+    return tuple(replace(other, behind_flop=objective - objective_flop(asked, slots),
+                         transition_flop=transition_flop(asked, slots))
+                 for other in choice.alternatives
+                 for slots in [tuple(num for _, num in other.slots)])
+
+
+def cost_flop(wish: Wish, slots: int) -> float:
+    """What going to so many slots costs: weighted FLOP that are not achieved meanwhile."""
+    return waf_of(wish, wish.now) * charged_s(wish, slots)
+
+
+def binding(asked: PlanInput, choice: Choice,
+            most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
+    """What keeps the plan from earning more, and whose it is.
+
+    `most`: the most slots that each task allows. `slots`: with more of them it would earn more.
+    `min`: there are some left, fewer than the smallest size of a task that waits. `max`: every task
+    has what suits it best, some the most that they allow.
+    """
+    plan = choice.plan
+    if any(other.objective > plan.objective for other in choice.alternatives):
+        best = max(choice.alternatives, key=lambda other: other.objective)
+        left = [task for (task, x), have in zip(best.slots, plan.slots, strict=True) if x != have]
+        return "gain_min", tuple(left)
+    rows = gains(asked)
+    wanted = [int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
+              for begin, end in pairwise(rows.starts.tolist())]
+    if sum(wanted) > asked.num_slots:
+        left_over = asked.num_slots - sum(plan.slots)
+        tasks = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
+                 if x == 0 and wish.sizes and wish.sizes[0] > left_over > 0]
+        return ("min", tuple(tasks)) if tasks else ("slots", ())
+    full = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
+            if x > 0 and x == most.get(wish.task)]
+    return ("max", tuple(full)) if full else ("nothing", ())
+
+
+# --- one sentence -------------------------------------------------------------------------------
+def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
+    """One sentence: what moves, and what the nearest other plan lacks."""
+    names = {wish.task: wish.name for wish in asked.wishes}
+    return f"{_moves(choice.allocations, names)}: {_reason(asked, choice, others, bound)}"
+
+
+def _moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
+    told = [f"{names[x.task]} " + (
+        f"begins on {x.slots}" if not x.slots_before else
+        f"gives up its {x.slots_before}" if not x.slots else f"{x.slots_before} -> {x.slots}")
+        for x in given if x.slots != x.slots_before]
+    if not told:
+        hurt = [names[x.task] for x in given if x.transition_s]
+        return f"{_listed(hurt)} go{'es' * (len(hurt) == 1)} on with as many" if hurt else (
+            "no task moves")
+    return _listed(told)
+
+
+def _listed(told: Sequence[str]) -> str:
+    more = len(told) - NUM_NAMED_MAX
+    return ", ".join(told[:NUM_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
+            bound: Binding) -> str:
+    plan = choice.plan
+    if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
+        return "there is nothing that could earn anything"
+    if bound == "gain_min":
+        most = max(others, key=lambda other: other.objective)
+        return (f"to change healthy tasks would gain {_share(-most.behind_flop, asked, plan.waf)}, "
+                f"below the {100 * asked.gain_min:g} % that gain_min asks for")
+    if not others:
+        return "there is no other plan"
+    nearest = max(others, key=lambda other: other.objective)
+    runner_up = "the runner-up" + (
+        f" ({nearest.what})" if nearest.what != "the next best" else "")
+    if nearest.objective == plan.objective:
+        return f"{runner_up} is worth as much, and a tie goes to the first task"
+    less = f"{runner_up} is worth {_share(nearest.behind_flop, asked, plan.waf)} less"
+    return f"{less}: its changes cost more than they earn" if nearest.waf > plan.waf else less
+
+
+def _share(flop: float, asked: PlanInput, waf: float) -> str:
+    """A difference of objectives as a share of what the plan earns while it holds."""
+    earned = waf * asked.running_s
+    if earned <= 0:
+        return f"{flop:.3g} weighted FLOP"
+    percent = 100 * flop / earned
+    if percent < SHARE_PERCENT_MIN:
+        return f"under {SHARE_PERCENT_MIN:g} %"
+    return f"{percent:.2g} %" if percent < 100 else f"{percent:.0f} %"
