@@ -18,6 +18,7 @@ Found = tuple[tuple[int, ...], int]
 """Slots per row, and the sum of their gains."""
 LOSS_NUM_MAX = 1 << 60
 """More than any loss: no vector."""
+_BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _PRICE_BITS = 61
 """Price times size fits into 64 bits beside a gain."""
 
@@ -114,8 +115,9 @@ class Solved(Struct, frozen=True, kw_only=True):
         if found is None:
             return None
         relaxed, fits = found
-        budget = relaxed.bound - rows.sums(_filled(rows, fits, capacity))[0]
-        vector = Core(rows, relaxed, capacity, budget).vector()
+        most = relaxed.bound - rows.sums(_filled(rows, fits, capacity))[0]
+        cores = (Core(rows, relaxed, capacity, budget) for budget in _budgets(0, most))
+        vector = next(core for core in cores if core.is_enough).vector()
         return cls(rows=rows, capacity=capacity, relaxed=relaxed, vector=vector,
                    gain=rows.sums(vector)[0])
 
@@ -128,7 +130,8 @@ class Solved(Struct, frozen=True, kw_only=True):
             return
         vector = self.rows.vector(chosen)
         known: set[tuple[int, int]] = set()
-        for budget in (self._budget(vector, num), LOSS_NUM_MAX - 1):
+        lost = self.relaxed.bound - self.gain
+        for budget in (*_budgets(lost, self._budget(vector, num)), LOSS_NUM_MAX - 1):
             core = Core(self.rows, self.relaxed, self.capacity, budget)
             for loss, row, candidate in core.others(vector):
                 if (row, candidate) not in known:
@@ -149,6 +152,13 @@ class Solved(Struct, frozen=True, kw_only=True):
         if len(losses) < num:
             return LOSS_NUM_MAX - 1
         return relaxed.bound - gain + max(int(losses[num - 1]), 0)
+
+
+def _budgets(least: int, most: int) -> Iterator[int]:
+    """From little to `most`, which is known to do: what a small core finds it finds soonest."""
+    for shift in range(_BUDGET_BITS, 0, -_BUDGET_STEP_BITS):
+        yield least + (most - least >> shift)
+    yield most
 
 
 def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints] | None:
@@ -245,8 +255,13 @@ class Core:
         """By open row, and after the last: between which states it can be reached."""
         self._after = self._backward()
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether any vector loses so little: then the optimum is among them."""
+        return self._after[0].at(self._start) <= self._budget
+
     def vector(self) -> Ints:
-        """The optimum, as a candidate per row. The budget must allow for it."""
+        """The optimum, as a candidate per row, where the budget is enough."""
         chosen = self._relaxed.picks.copy()
         self._follow(chosen, 0, self._start)
         return chosen
@@ -254,7 +269,10 @@ class Core:
     def others(self, vector: Ints) -> list[tuple[int, int, int]]:
         """(loss, row, candidate) of the best vector with each candidate not in `vector`."""
         self._before = self._forward()
-        found: list[tuple[int, int, int]] = []
+        picks = self._relaxed.picks
+        closed = np.setdiff1d(np.flatnonzero(picks != vector), self._open).tolist()
+        found = [(self._after[0].at(self._start), row, int(picks[row])) for row in closed
+                 if self.is_enough]
         for i, row in enumerate(self._open):
             for at, candidate in enumerate(self._options[i]):
                 if candidate != vector[row]:
@@ -265,6 +283,8 @@ class Core:
 
     def through(self, row: int, candidate: int) -> Ints:
         """The best vector with this candidate; after `others`."""
+        if row not in self._open:
+            return self.vector()
         i = self._open.index(row)
         at = self._options[i].index(candidate)
         first, losses = self._joined(i, at)
