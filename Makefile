@@ -13,7 +13,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery check types docs wheel clean
+.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery bench-throughput check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,9 @@ chaos-training: setup types $(DRAWS) ## one training through faults at random (R
 bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery -n $(N) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
+
+bench-throughput: setup types ## the throughput and memory models against published runs (ROWS=1: each)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.throughput $(ROWS:%=--rows)
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

@@ -32,7 +32,9 @@ PURE = (
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
         "calibration", "pricing", "knapsack", "tables", "replaced", "waiting", "withhold",
-        "leaving", "copies", "intake", "plan_input", "input_count", "explain")),
+        "leaving", "copies", "intake", "plan_input", "input_count", "explain", "gpu_kinds",
+        "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
+        "best_layout")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -1,0 +1,114 @@
+"""What a command trains with Megatron, as far as its speed depends on it: a spec's `model:`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+Gpu = Literal["V100-32", "A100-40", "A100-80", "A800-80", "H100-80", "H800-80", "H20-96",
+              "H200-141", "B200-180"]
+Recompute = Literal["any", "none", "selective", "full"]
+LAYERS_NUM_MAX = 10_000
+WIDTH_NUM_MAX = 1 << 20
+TOKENS_NUM_MAX = 1 << 24
+BATCH_NUM_MAX = 1 << 20
+NODE_NUM_MAX = 1024
+EXPERTS_NUM_MAX = 4096
+
+
+class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A GPT, how it is trained, and on which GPUs. The names are those of Megatron's arguments.
+
+    Three times 0 for "as Megatron has it": `num_query_groups` is then `num_heads`, `ffn_hidden` 4
+    times `hidden`, and `micro_batch` is chosen by the search, as `recompute: any` is.
+    `num_experts` above 0 makes each layer a mixture, of which a token passes `top_k`; `ffn_hidden`
+    is then an expert's. With `dropout` masks are kept. `flash_attention` never writes the scores to
+    memory. `overlap` reduces gradients beside the backward pass. `kept_sum` charges what healing in
+    memory keeps: each rank's own gradients until their reduction is known to be good.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_query_groups: int = 0
+    ffn_hidden: int = 0
+    swiglu: bool = False
+    num_experts: int = 0
+    top_k: int = 1
+    sequence: int
+    vocabulary: int
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    flash_attention: bool = True
+    gpu: Gpu
+    gpus_per_node: int = 8
+    precision: Literal["fp16", "bf16", "fp8"] = "bf16"
+    global_batch: int
+    micro_batch: int = 0
+    zero1: bool = True
+    overlap: bool = True
+    recompute: Recompute = "any"
+    kept_sum: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP, or of one expert's."""
+        return self.ffn_hidden or 4 * self.hidden
+
+
+DOCS = "see docs/reference/job-spec.md"
+Need = Callable[[bool, str, str, str], None]
+
+
+def check_model(model: MegatronModel, need: Need) -> None:
+    """Tell `need` what has to hold; it raises where something does not."""
+    _check_sizes(model, need)
+    need(model.hidden % model.num_heads == 0, "model.hidden",
+         f"{model.hidden} is not divisible by num_heads {model.num_heads}",
+         "heads share the width evenly")
+    need(model.num_heads % model.num_groups == 0, "model.num_query_groups",
+         f"{model.num_query_groups} does not divide num_heads {model.num_heads}",
+         "as many heads share each group")
+    need(model.global_batch % max(model.micro_batch, 1) == 0, "model.global_batch",
+         f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
+         "every micro-batch is whole")
+    need(0 <= model.dropout < 1, "model.dropout", "must be in [0, 1)", DOCS)
+    need(model.num_experts > 0 or model.top_k == 1, "model.top_k",
+         "is for a mixture of experts", "give num_experts, or leave it out")
+    need(model.top_k <= max(model.num_experts, 1), "model.top_k",
+         f"{model.top_k} of {model.num_experts} experts", "lower it")
+    need(model.precision != "fp8" or model.gpu[0] in "HB", "model.precision",
+         f"a {model.gpu} has no fp8", "write bf16")
+    need(model.precision == "fp16" or model.gpu[0] != "V", "model.precision",
+         f"a {model.gpu} has no {model.precision}", "write fp16")
+
+
+def _check_sizes(model: MegatronModel, need: Need) -> None:
+    for name, least, most in (
+            ("num_layers", 1, LAYERS_NUM_MAX), ("hidden", 1, WIDTH_NUM_MAX),
+            ("num_heads", 1, WIDTH_NUM_MAX), ("num_query_groups", 0, WIDTH_NUM_MAX),
+            ("ffn_hidden", 0, WIDTH_NUM_MAX), ("num_experts", 0, EXPERTS_NUM_MAX),
+            ("top_k", 1, EXPERTS_NUM_MAX), ("sequence", 1, TOKENS_NUM_MAX),
+            ("vocabulary", 1, TOKENS_NUM_MAX), ("gpus_per_node", 1, NODE_NUM_MAX),
+            ("global_batch", 1, BATCH_NUM_MAX), ("micro_batch", 0, BATCH_NUM_MAX)):
+        value = getattr(model, name)
+        need(least <= value <= most, f"model.{name}",
+             f"must be at least {least} and at most {most}", DOCS)
+
+
+class Modelled(Struct, frozen=True, forbid_unknown_fields=True):
+    """T(t, x) as the analytical model has it: only sizes that earn more than all smaller ones."""
+
+    sizes: tuple[int, ...]
+    rates_flops: tuple[float, ...]
+    layouts: tuple[str, ...]
+    """Of each size: the layout, and what binds."""
+    refused: str = ""
+    """Why there is no size."""
