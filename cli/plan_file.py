@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from ..control_plane.planner import PlanInput, Wish
+from ..control_plane.planner import PlanInput, Transition, Wish
 from ..events.errors import SpecError, UsageError
 from ..events.spec import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX, refused
 from .yaml_stream import read_large
@@ -108,7 +108,7 @@ def parse(data: Any) -> Offline:
 def _wish(number: int, task: TaskInFile) -> Wish:
     sizes = sorted(size for size in task.flops if size)
     return Wish(task=number, name=task.name, now=task.current, hurt=task.faulted,
-                transition_s=task.transition_s or 0.0, sizes=tuple(sizes),
+                transition=Transition.alike(task.transition_s or 0.0), sizes=tuple(sizes),
                 wafs=tuple(task.weight * task.flops[size] for size in sizes))
 
 

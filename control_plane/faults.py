@@ -36,6 +36,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Training was interrupted by it."""
     ended: bool
     """It took a process, so that a restart is due."""
+    on_purpose: bool = False
+    """Somebody asked for it (FaultRequested)."""
 
 
 class Incident(Struct, kw_only=True):
@@ -71,3 +73,21 @@ class Incident(Struct, kw_only=True):
     """Of these, from other members."""
     outcome: str = ""
     closed_s: float = 0.0
+
+
+class Standing(Struct, kw_only=True):
+    """A training task on its way from one number of slots to another, or back to the same."""
+
+    size: int
+    """Members before; 0: it had no slots."""
+    since_s: float
+    """When it last told of a finished iteration before it stood; below 0: it steps, and waits for
+    what is still to come."""
+    iteration: int
+    """How many were finished then."""
+    iteration_s: float
+    """What one took, undisturbed; 0: nobody knows."""
+    stood_s: float = 0.0
+    """In earlier parts of the way."""
+    void: bool = False
+    """Healing was held meanwhile: it says nothing of what a change costs."""

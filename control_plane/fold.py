@@ -15,6 +15,7 @@ from ..events.codec import decode_record
 from ..events.orders import Reconfigure, first_keeper
 from ..events.records import Record
 from .calibration import keep_times
+from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
@@ -46,6 +47,7 @@ from .state import (
 
 def fold(state: ClusterState, record: Record) -> None:
     """Change `state` in place by one record. Never raises."""
+    watch(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
     if record.source_seq > state.sources.get(record.source, 0):
         state.sources[record.source] = record.source_seq
@@ -70,8 +72,11 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     held, state.policy = state.held, body.policy
+    state.mtbf_gpu_s = 0.0  # the prior may be another
+    settle_mtbf(state)
     if held and not state.held:
         acts_again(state)
+    void_standings(state)
 
 
 def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
@@ -262,6 +267,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     if iteration > task.settled and task.phase == "training" and whole:
         task.stepped = task.generation
         stepped(state, task)
+        steps_again(state, task, iteration)
 
 
 def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:

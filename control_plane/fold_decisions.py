@@ -10,6 +10,7 @@ from ..events.codec import encode_record
 from ..events.records import Record
 from ..events.reports import Body
 from .calibration import learn_slot
+from .economics import arrived, is_fault, settle_mtbf, stands
 from .faults import Incident
 from .folding import (
     arm,
@@ -39,6 +40,8 @@ def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened
         evidence=list(body.evidence), opened_s=record.at_s)
     if task is not None:
         task.incident = record.seq
+        state.num_faults += is_fault(state, task, incident)
+        settle_mtbf(state)
         _take_in(state, task, incident, body.severity, body.ranks)
 
 
@@ -150,8 +153,10 @@ def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> Non
     task.target = body.seats
     say_why(task)
     if body.seats and task.phase == "idle":
+        stands(state, task)
         set_phase(state, task, "starting")
     settle_phase(state, task)
+    arrived(state, task)
 
 
 def _task_waiting(state: ClusterState, record: Record, body: o.TaskWaiting) -> None:
@@ -181,7 +186,7 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
-    task.blamed, task.times_s = {}, {}
+    task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     say_why(task, body.why)
     set_phase(state, task, "ended")
@@ -195,6 +200,7 @@ def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
         return
     if not task.is_train and not task.ranks:
         task.finished, task.rounds = [], task.rounds + 1
+    state.num_running += body.rank not in task.ranks
     task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
                                  start_order=record.seq)
     task.attempts[body.rank] = body.attempt
@@ -231,6 +237,7 @@ def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     policy = state.policy
     arm(state, f"quiesce/{task.id}/{task.generation}",
         policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
+    stands(state, task)
     set_phase(state, task, "quiescing")
     await_silent(state, task)
 

@@ -8,6 +8,8 @@ from typing import Any
 from ..events import reports as r
 from ..events.records import Record
 from ..events.spec import WEIGHT_RATIO_MAX
+from .economics import void_standings
+from .processes import inject_fault
 from .state import NUM_REQUESTS_MAX, ClusterState, Task
 
 
@@ -44,6 +46,7 @@ def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> N
 
 def _healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
     state.frozen = body.reason or "no reason given"
+    void_standings(state)
 
 
 def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
@@ -57,6 +60,17 @@ def acts_again(state: ClusterState) -> None:
     for task in state.tasks.values():
         task.withheld = ""
     state.replan = "healing resumed"
+
+
+def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
+    """What comes of it says nothing of how often things break."""
+    order = inject_fault(state, body)
+    if order is not None:
+        node, task = state.nodes[order.nodes[0]], state.tasks.get(order.task)
+        if order.what == "node":
+            node.harmed_s = record.at_s
+        elif task is not None:
+            task.ranks[order.rank].harmed_s = record.at_s
 
 
 def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
@@ -78,5 +92,5 @@ REQUESTS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.TaskSubmitted: _task_submitted, r.TaskCancelRequested: _cancel_requested,
     r.TaskWeightSet: _weight_set, r.HealingFrozen: _healing_frozen,
     r.HealingResumed: _healing_resumed, r.NodeDrained: _node_drained,
-    r.NodeUndrained: _node_undrained,
+    r.NodeUndrained: _node_undrained, r.FaultRequested: _fault_requested,
 }

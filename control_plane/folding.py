@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
+from .economics import stands, stood_to_leave, was_harmed
 from .faults import ORIGINS, Fault, Incident, Source
 from .severity import EXITED_ABNORMALLY, severity_of
 from .state import (
@@ -88,6 +89,7 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
             del node.occupants[rank.slot.index]
     if find(task, rank.rank, rank.attempt) is not None:
         del task.ranks[rank.rank]
+        state.num_running -= 1
     else:
         task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
     settle_phase(state, task)
@@ -98,6 +100,7 @@ def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
     """Give the process up without proof of its end: its slot stays taken."""
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
+    state.num_running -= 1
     rank.overdue, rank.stop_orders = why, []
     task.ghosts.append(rank)
     settle_phase(state, task)
@@ -117,9 +120,11 @@ def settle_phase(state: ClusterState, task: Task) -> None:
             return
         disarm_phase(state, task)
         close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+        stands(state, task)
         task.members, task.finished, task.failed_s = (), [], -1.0
         set_phase(state, task, "starting")
     if task.phase == "starting" and not task.target and not task.ranks:
+        stood_to_leave(state, task)
         set_phase(state, task, "idle")
 
 
@@ -178,6 +183,7 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
         faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
         for rank in gone:
+            rank.harmed_s = max(rank.harmed_s, node.harmed_s)
             drop_rank(state, task, rank)
         if faulty and why and not task.ending and not (task.finished and task.final_known):
             fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None)
@@ -203,7 +209,8 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
         evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
-        hurts=hurts, ended=ended))
+        hurts=hurts, ended=ended,
+        on_purpose=any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)))
 
 
 def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:

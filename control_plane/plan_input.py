@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ..events.orders import Slot
-from . import throughput
+from . import economics, throughput
 from .planner import PlanInput, Wish
 from .state import ClusterState, Task, live_tasks, usable_slots
 
@@ -45,10 +45,10 @@ def plan_input(state: ClusterState) -> Ground:
     taken, usable = set(theirs) - given, set(slots)
     free = tuple(slot for slot in slots if slot not in taken)
     policy = state.policy
-    every = {task.id: _wish(task, usable, policy.transition_s)
+    every = {task.id: _wish(state, task, usable)
              for task in live_tasks(state) if not task.ending}
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
-                      mtbf_gpu_s=policy.mtbf_gpu_s, gain_min=policy.gain_min)
+                      mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min)
     return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
         node.num_slots for node in state.nodes.values() if node.health != "left"))
 
@@ -66,12 +66,13 @@ def is_whole(task: Task) -> bool:
     return bool(task.ranks)
 
 
-def _wish(task: Task, usable: set[Slot], transition_s: float) -> Wish:
+def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
     table = task.throughput or throughput.table(task.id, task.spec)
     found = throughput.candidates(table, len(task.target))
     fits = all(seat.slot in usable for seat in task.target)
     hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight
     return Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
-                transition_s=transition_s, sizes=tuple(size for size, _ in found),
+                transition=economics.transition(state, task),
+                sizes=tuple(size for size, _ in found),
                 wafs=tuple(weight * rate for _, rate in found))

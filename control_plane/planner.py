@@ -15,11 +15,27 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative
-from .knapsack import Found, Rows, Solved, best
+from .knapsack import Found, Ints, Rows, Solved, best
 
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 _SUM_BITS = 52
+
+
+class Transition(Struct, frozen=True, kw_only=True):
+    """D_transition by kind of change: for so long the change costs what the task earns now."""
+
+    same_s: float
+    """Back to as many slots, after a fault."""
+    shrink_s: float
+    grow_s: float
+    stop_s: float
+    """To none."""
+
+    @classmethod
+    def alike(cls, length_s: float) -> Transition:
+        """One number for all kinds."""
+        return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s)
 
 
 class Wish(Struct, frozen=True, kw_only=True):
@@ -31,8 +47,7 @@ class Wish(Struct, frozen=True, kw_only=True):
     """Slots that it has."""
     hurt: bool
     """A worker of it failed: going on costs a transition whatever it gets."""
-    transition_s: float
-    """D_transition: for so long a change costs what it earns now."""
+    transition: Transition
     sizes: tuple[int, ...]
     """Ascending, each once, above 0."""
     wafs: tuple[float, ...]
@@ -78,39 +93,62 @@ def waf_of(wish: Wish, slots: int) -> float:
 
 def charged_s(wish: Wish, slots: int) -> float:
     """D_transition from what the task has to so many slots; 0 where it simply goes on."""
-    return wish.transition_s if wish.now and (wish.hurt or slots != wish.now) else 0.0
+    kinds = wish.transition
+    if not wish.now or (slots == wish.now and not wish.hurt):
+        return 0.0
+    return (kinds.same_s if slots == wish.now else kinds.grow_s if slots > wish.now
+            else kinds.shrink_s if slots else kinds.stop_s)
 
 
 def gains(asked: PlanInput) -> Rows:
     """G(t, x) of each task and each of its sizes, and 0; integers on one scale."""
-    return _rows(asked.wishes, asked.running_s)
+    return _rows(asked.wishes, asked.running_s)[0]
 
 
-def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> Rows:
-    """`free`: changes cost nothing."""
+def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> tuple[Rows, Ints]:
+    """The rows, and what each candidate earns before what it costs, on the same scale.
+
+    `free`: changes cost nothing.
+    """
     counts = [len(wish.sizes) + 1 for wish in wishes]
     starts = np.cumsum([0, *counts], dtype=np.int64)
     sizes = np.array([size for wish in wishes for size in (0, *wish.sizes)], dtype=np.int64)
     wafs = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
     now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
     hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
-    loss = np.repeat(np.array([0.0 if free else waf_of(wish, wish.now) * wish.transition_s
-                               for wish in wishes]), counts)
-    exact = wafs * running_s - np.where(hurt | (sizes != now), loss, 0.0)
+    earned = wafs * running_s
+    exact = earned if free else earned - _losses(wishes, sizes, now, hurt, counts)
     most = np.maximum.reduceat(np.abs(exact), starts[:-1]) if wishes else exact
     total = math.fsum(most.tolist())
     shift = _SUM_BITS - 1 - math.frexp(total)[1] if total > 0 else 0
     scaled = np.rint(np.ldexp(exact, shift)).astype(np.int64)
-    return Rows(sizes=sizes, gains=scaled, starts=starts)
+    return (Rows(sizes=sizes, gains=scaled, starts=starts),
+            np.rint(np.ldexp(earned, shift)).astype(np.int64))
+
+
+def _losses(wishes: Sequence[Wish], sizes: Ints, now: Ints, hurt: NDArray[np.bool_],
+            counts: Sequence[int]) -> NDArray[np.float64]:
+    """By candidate: what the change to it costs."""
+    charged = np.array([
+        (0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
+        ((waf := waf_of(wish, wish.now)) * (kinds := wish.transition).same_s,
+         waf * kinds.shrink_s, waf * kinds.grow_s, waf * kinds.stop_s, 0.0)
+        for wish in wishes]).reshape(-1)
+    kind = np.where(sizes < now, np.where(sizes == 0, 3, 1),
+                    np.where(sizes > now, 2, np.where(hurt, 0, 4)))
+    rows = np.repeat(np.arange(len(wishes)), counts)
+    losses: NDArray[np.float64] = charged[5 * rows + kind]
+    return losses
 
 
 def choose(asked: PlanInput) -> Choice:
     """The best plan; a healthy task is changed only for `gain_min` of what the cluster earns.
 
-    Both are compared by the sum of G, so what the changes themselves cost is counted. What the
-    hurt cost in every plan is no part of what is earned, and does not lower the bar.
+    Both are compared by the sum of G, so what the changes themselves cost is counted. The share
+    is of what is earned before that: what the hurt cost does not lower the bar.
     """
-    wishes, rows = asked.wishes, gains(asked)
+    wishes = asked.wishes
+    rows, earned = _rows(wishes, asked.running_s)
     solved = Solved.of(rows, asked.num_slots)
     assert solved is not None, "0 slots for each always fits"
     free = plan_of(wishes, (rows.slots(solved.vector), solved.gain))
@@ -118,9 +156,7 @@ def choose(asked: PlanInput) -> Choice:
     steady = plan_of(wishes, fits) if fits is not None else None
     plan, others = free, _named(wishes, rows, asked.num_slots)
     if steady is not None and steady.slots != free.slots:
-        anyway = sum(int(rows.gains[start]) for wish, start in
-                     zip(wishes, rows.starts[:-1].tolist(), strict=True) if wish.hurt)
-        enough = steady.objective + asked.gain_min * (steady.objective - anyway)
+        enough = steady.objective + asked.gain_min * int(earned[rows.vector(steady.slots)].sum())
         if free.objective < enough or free.objective == steady.objective:
             plan = steady
             others.append((f"the optimum, which changes healthy tasks for less than "
@@ -164,7 +200,7 @@ def _next(wishes: Sequence[Wish], solved: Solved,
 
 def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:
     """What the best plan of all would earn on `num_slots`, were changes free."""
-    rows = _rows(wishes, 1.0 / max(num_slots, 1), free=True)
+    rows, _ = _rows(wishes, 1.0 / max(num_slots, 1), free=True)
     found = best(rows, num_slots)
     return plan_of(wishes, found).waf if found is not None else 0.0
 

@@ -45,7 +45,7 @@ CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
 ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s",
-                "calibrate_iterations", "calibrate_min")
+                "calibrate_iterations", "calibrate_min", "mtbf_faults")
 """Fields of the policy that may be 0; all others are at least 1 ms."""
 
 

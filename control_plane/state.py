@@ -14,7 +14,7 @@ from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, Throug
 from ..events.records import Record
 from ..events.reports import Policy
 from ..events.spec import JobSpec
-from .faults import Fault, Incident
+from .faults import Fault, Incident, Standing
 
 SCHEMA = "unicron-state-3"
 NUM_REQUESTS_MAX = 1024
@@ -70,6 +70,8 @@ class Node(Struct, kw_only=True):
     drained: bool = False
     """An operator wants it empty; it stays so when its agent joins again."""
     drain_reason: str = ""
+    harmed_s: float = -1.0
+    """When somebody asked to kill it; below 0: nobody did."""
     slots_out: list[int] = field(default_factory=list[int])
     """Slots with a hardware fault; they come back when the agent joins again."""
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
@@ -108,6 +110,8 @@ class Rank(Struct, kw_only=True):
     """Since when its process is stopped; below 0: it is not."""
     suspended_seq: int = 0
     """What tells so."""
+    harmed_s: float = -1.0
+    """When somebody asked to break it; below 0: nobody did."""
     has_state: bool = False
     joined_iteration: int = -1
     error: str = ""
@@ -216,6 +220,10 @@ class Task(Struct, kw_only=True):
     iteration_flops: float = 0.0
     times_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """By number of members: what the last undisturbed iterations took."""
+    standing: Standing | None = None
+    """The change that it is in."""
+    stood_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By kind of change: for how long it stood the last times."""
     loss: float | None = None
     step_s: float = 0.0
     rate_flops: float = 0.0
@@ -306,6 +314,14 @@ class ClusterState(Struct, kw_only=True):
     """The task that tells so."""
     num_slots_max: int = 0
     """The most slots ever seen at once."""
+    num_running: int = 0
+    """Processes of all tasks' ranks, those given up left out."""
+    observed_slot_s: float = 0.0
+    """Their time, added up, while a leader watched."""
+    num_faults: int = 0
+    """Faults in that time (economics.py says what counts)."""
+    mtbf_gpu_s: float = 0.0
+    """Time between two faults of one slot, as plans take it."""
     reports_lost: int = 0
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from .economics import transition
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
@@ -22,6 +23,8 @@ def view(state: ClusterState) -> dict[str, Any]:
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
             "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
+            "mtbf_gpu_s": state.mtbf_gpu_s, "num_faults": state.num_faults,
+            "observed_slot_s": state.observed_slot_s,
             "earned": [{"at_s": span * EARNED_S, "length_s": EARNED_S, "flop": flop}
                        for span, flop in sorted(state.earned.items())],
         },
@@ -82,6 +85,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "iterations": spec.train.iterations if spec.train is not None else 0,
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
+        "transition": msgspec.to_builtins(transition(state, task)),
         "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": task.iterations_lost,

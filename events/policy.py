@@ -30,8 +30,10 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A task wholly on unreachable nodes is replaced after this."""
     mtbf_gpu_s: float = 2_000.0 * 3600
     """Prior: mean time between faults of one GPU (the order of Llama 3: 419 in 54 days)."""
+    mtbf_faults: float = 10.0
+    """Weight of that prior: so many faults, seen at its rate, beside those of this cluster."""
     transition_s: float = 10.0
-    """Prior: what one reconfiguration of a task costs it."""
+    """Prior: for how long a task stands for one change, until it was measured often enough."""
     gain_min: float = 0.005
     """A plan changes a healthy task only for this share of the cluster's WAF."""
     calibrate_iterations: int = 20

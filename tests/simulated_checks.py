@@ -26,6 +26,7 @@ def check(world: World, records: list[Record]) -> None:
     assert verdict.state_hash == world.last_hash, "folding the log again gives another state"
     world.counts["decisions verified"] += sum(verdict.recomputed.values())
     world.counts["records"] += len(records)
+    _check_economics(world, records)
     _check_sources(world, records)
     _check_progress(records)
     _check_incidents(world, records)
@@ -47,6 +48,17 @@ def _check_models(world: World, records: list[Record]) -> None:
             published = world.cluster.net.files[train.output, path]
             assert published == (train.iterations, digest), f"task {task.id}: another model"
             world.counts["models exact"] += 1
+
+
+def _check_economics(world: World, records: list[Record]) -> None:
+    """Slots and their time are counted right, and no more faults than there were incidents."""
+    state = world.last_state
+    assert state.num_running == sum(len(task.ranks) for task in state.tasks.values())
+    num = sum(isinstance(record.body, IncidentOpened) for record in records)
+    assert state.num_faults <= num, "more faults than incidents"
+    most_s = sum(world.nodes.values()) * (records[-1].at_s - records[0].at_s)
+    assert 0 <= state.observed_slot_s <= most_s, "more time than passed"
+    world.counts["faults counted"] += state.num_faults
 
 
 def _check_sources(world: World, records: list[Record]) -> None:

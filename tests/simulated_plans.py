@@ -6,9 +6,9 @@ import itertools
 import math
 
 from msgspec import Struct
-from unicron.control_plane import planner, throughput
+from unicron.control_plane import economics, planner, throughput
 from unicron.control_plane.plan_input import plan_input
-from unicron.control_plane.state import ClusterState
+from unicron.control_plane.state import ClusterState, Task
 from unicron.events.orders import PlanChosen, TaskWaiting
 
 NUM_TASKS_MAX = 4
@@ -17,10 +17,12 @@ CLOSE_RATIO = 1e-9
 
 
 class Option(Struct, frozen=True):
-    """One task on one number of slots: G of the paper, and whether that leaves it as it is."""
+    """One task on one number of slots: G of the paper, what of that it earns before the change is
+    paid, and whether it stays as it is."""
 
     slots: int
     gain: float
+    earned: float
     steady: bool
 
 
@@ -33,22 +35,22 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     """What is wrong with a small plan that is about to be folded into `state`; empty: nothing."""
     rows = _options(state, body)
     free = steady = -math.inf
+    earned = 0.0
     chosen, unchanged = math.nan, True
     for vector in itertools.product(*rows):
         if sum(option.slots for option in vector) > body.num_slots:
             continue
         total = math.fsum(option.gain for option in vector)
         free = max(free, total)
-        if all(option.steady for option in vector):
-            steady = max(steady, total)
+        if all(option.steady for option in vector) and total > steady:
+            steady, earned = total, math.fsum(option.earned for option in vector)
         if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
                                                             strict=True)):
             chosen, unchanged = total, all(option.steady for option in vector)
     if math.isnan(chosen):
         return "it does not fit"
     close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
-    anyway = math.fsum(row[0].gain for row in rows if all(option.steady for option in row))
-    enough = steady + state.policy.gain_min * (steady - anyway)
+    enough = steady + state.policy.gain_min * earned
     if unchanged:
         if chosen < steady - close or free > max(enough, steady) + close:
             return f"G {chosen:g} leaves the healthy alone; the optimum has {free:g}"
@@ -70,12 +72,25 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
         old = task.weight * rates.get(now, 0.0)
         row: list[Option] = []
         for slots in sorted({0, *rates}):
-            work = task.weight * rates.get(slots, 0.0) * state.policy.mtbf_gpu_s
-            lost = old * state.policy.transition_s if hurt or slots != now else 0.0
+            earned = task.weight * rates.get(slots, 0.0) * state.mtbf_gpu_s / max(body.num_slots, 1)
+            lost = old * _stood_s(state, task, now, slots) if hurt or slots != now else 0.0
             held = hurt or now == 0 or now not in rates or slots == now
-            row.append(Option(slots, work / max(body.num_slots, 1) - lost, held))
+            row.append(Option(slots, earned - lost, earned, held))
         rows.append(row)
     return rows
+
+
+def _stood_s(state: ClusterState, task: Task, now: int, slots: int) -> float:
+    """D_transition, from what the state keeps of this task's changes."""
+    def usual_s(kind: str) -> float:
+        known = sorted(task.stood_s.get(kind, []))
+        if len(known) < 3:
+            return math.nan
+        return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+
+    kind = "same" if slots == now else "grow" if slots > now else "shrink"
+    found = usual_s(kind) if slots else usual_s("stop") + usual_s("start")
+    return state.policy.transition_s if math.isnan(found) else found
 
 
 def _rates(state: ClusterState, number: int) -> dict[int, float]:
@@ -100,11 +115,12 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
             own = weight if given.task == body.task else task.weight
             wishes.append(planner.Wish(
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
-                transition_s=state.policy.transition_s, sizes=tuple(size for size, _ in found),
+                transition=economics.transition(state, task),
+                sizes=tuple(size for size, _ in found),
                 wafs=tuple(own * rate for _, rate in found)))
         policy = state.policy
         choice = planner.choose(planner.PlanInput(
-            wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=policy.mtbf_gpu_s,
+            wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
             gain_min=policy.gain_min))
         slots = next(x.slots for x in choice.allocations if x.task == body.task)
         if bool(slots) != runs:

@@ -29,7 +29,8 @@ def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = throughput.candidates(throughput.table(number, player.spec), have)
         wishes.append(planner.Wish(
-            task=number, name=player.name, now=have, hurt=hurt and number == 1, transition_s=10.0,
+            task=number, name=player.name, now=have, hurt=hurt and number == 1,
+            transition=planner.Transition.alike(10.0),
             sizes=tuple(size for size, _ in found),
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
     return planner.choose(planner.PlanInput(wishes=tuple(wishes), num_slots=num_slots,

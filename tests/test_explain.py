@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from test_planner import TRANSITION_S, asking, wishes
 from two_tasks import gives, train, two_tasks
 from unicron.control_plane import explain, planner
-from unicron.control_plane.planner import Wish
+from unicron.control_plane.planner import Transition, Wish
 from unicron.events import reports as r
 from unicron.events.orders import Binding, PlanChosen
 
 
 def wish(name: str, now: int, wafs: dict[int, float], *, hurt: bool = False) -> Wish:
-    return Wish(task=int(name[1:]), name=name, now=now, hurt=hurt, transition_s=TRANSITION_S,
+    return Wish(task=int(name[1:]), name=name, now=now, hurt=hurt,
+                transition=Transition.alike(TRANSITION_S),
                 sizes=tuple(wafs), wafs=tuple(wafs.values()))
 
 

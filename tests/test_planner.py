@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane import knapsack, planner, pricing, throughput
 from unicron.control_plane.knapsack import Rows
-from unicron.control_plane.planner import PlanInput, Wish
+from unicron.control_plane.planner import PlanInput, Transition, Wish
 from unicron.events.orders import ThroughputSet
 
 MTBF_GPU_S, TRANSITION_S = 7.2e6, 10.0
+ALIKE = Transition.alike(TRANSITION_S)
+KINDS = Transition(same_s=3.0, shrink_s=20.0, grow_s=1.0, stop_s=700.0)
 
 
 @st.composite
@@ -27,7 +29,8 @@ def wishes(draw: st.DrawFn) -> tuple[list[Wish], int]:
                      | st.floats(0, 1e18, allow_nan=False)) for _ in sizes]
         now = draw(st.sampled_from([0, *sizes]))
         found.append(Wish(task=task, name=f"t{task}", now=now, hurt=draw(st.booleans()),
-                          transition_s=TRANSITION_S, sizes=tuple(sizes), wafs=tuple(wafs)))
+                          transition=draw(st.sampled_from([ALIKE, KINDS])),
+                          sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, num_slots
 
 
@@ -84,8 +87,9 @@ def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
 
 def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False,
           transition_s: float = TRANSITION_S) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt, transition_s=transition_s,
-                sizes=tuple(wafs), wafs=tuple(wafs.values()))
+    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt,
+                transition=Transition.alike(transition_s), sizes=tuple(wafs),
+                wafs=tuple(wafs.values()))
 
 
 def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
@@ -178,7 +182,8 @@ def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
         wafs = [draw(rate) for _ in sizes]
         found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
-                          hurt=draw(st.booleans()), transition_s=TRANSITION_S,
+                          hurt=draw(st.booleans()),
+                          transition=draw(st.sampled_from([ALIKE, KINDS])),
                           sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, draw(st.integers(1, 8)), draw(st.sampled_from([0.0, 0.005, 0.2]))
 
