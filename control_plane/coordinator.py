@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 from msgspec import Struct
 
-from ..events.errors import Ambiguous, Conflict, LogError, Unavailable
+from ..events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
 from ..events.log import Batch, LogPort
 from ..events.records import Record, Report
 from ..events.reports import Body, DeadlineReached, Policy
@@ -21,6 +21,8 @@ from .leases import Leases
 from .state import ClusterState
 
 T = TypeVar("T")
+Check = Callable[[ClusterState], None]
+"""Looks at the state that a write would meet. Raises UsageError to have it not written."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -45,8 +47,14 @@ class Limits(Struct, frozen=True, kw_only=True):
 class _Write(Struct):
     """An operator's write, from its arrival to the append that holds it."""
 
-    report: Report
+    reports: list[Report]
+    """Of one source: all of them in one append, one behind the other."""
+    check: Check | None
     done: asyncio.Future[int]
+
+    @property
+    def source(self) -> str:
+        return self.reports[0].source
 
 
 class Coordinator:
@@ -106,17 +114,21 @@ class Coordinator:
         await self._within(self._clean.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 
-    async def write(self, request_id: str, body: Body) -> int:
+    async def write(self, request_id: str, *bodies: Body, check: Check | None = None) -> int:
         """Take an operator's write; returns its seq after the append. The same id writes once.
 
-        Raises Unavailable when too many wait, or when this one has waited for `call_s_max`: it
-        then may still be written, and asking again with the same id tells.
+        Of several bodies the first one's seq is returned: all stand in one append, with what
+        follows from each behind it, and nothing else in between. `check` is asked at the moment of
+        the write, of the state that all records before it have made; what it raises is raised here,
+        and nothing is written. Raises Unavailable when too many wait, or when this one has waited
+        for `call_s_max`: it then may still be written, and asking again with the same id tells.
         """
         if len(self._writes) >= self._limits.writes_max or self._stopping:
             raise Unavailable("the control plane takes no more writes at the moment")
-        report = Report(source=f"operator/{request_id}", source_seq=1,
-                        occurred_s=self._leader.now_s(), body=body)
-        write = _Write(report, asyncio.get_running_loop().create_future())
+        reports = [Report(source=f"operator/{request_id}", source_seq=number,
+                          occurred_s=self._leader.now_s(), body=body)
+                   for number, body in enumerate(bodies, 1)]
+        write = _Write(reports, check, asyncio.get_running_loop().create_future())
         self._writes.append(write)
         self._wake.set()
         return await self._within(asyncio.shield(write.done),
@@ -240,14 +252,14 @@ class Coordinator:
         self._clean.clear()
         committed = await self._within(
             self._leader.commit(
-                chain(batch.reports, (write.report for write in writes),
+                chain(batch.reports, self._asked(writes),
                       self._due(self._leader.now_s()) if timed else ()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
         self._publish(committed.records)
         for write in writes:
             self._writes.remove(write)
-            seq = self._leader.answers.get(write.report.source)
+            seq = self._leader.answers.get(write.source)
             if write.done.done():
                 continue
             if seq is None:
@@ -255,6 +267,20 @@ class Coordinator:
             else:
                 write.done.set_result(seq)
         await self._trim()
+
+    def _asked(self, writes: Sequence[_Write]) -> Iterator[Report]:
+        """What operators write, each held against the state as it is when its turn has come."""
+        for write in writes:
+            if write.done.done():  # refused in a turn that did not come to its end
+                continue
+            try:
+                if write.check is not None and write.source not in self._leader.answers:
+                    write.check(self._leader.state)
+            except UsageError as error:
+                write.done.set_exception(error)
+                write.done.exception()  # whoever asked may be gone
+                continue
+            yield from write.reports
 
     async def _drain(self, batch: Batch) -> tuple[Batch, bool]:
         """`batch` and what else waits in the intake; whether that is all."""

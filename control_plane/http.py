@@ -8,8 +8,9 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,10 +20,10 @@ from ..events import codec, labels, spec
 from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
 from ..events.reports import Body
-from . import requests
-from .coordinator import Coordinator
+from . import dry_run, requests
+from .coordinator import Check, Coordinator
 from .requests import Refusal
-from .state import ClusterState
+from .state import ClusterState, encode_state
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
@@ -30,6 +31,7 @@ PAGE_RECORDS_MAX = 1_000
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_TO_ALL = ("/v1/health",)
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Request = Callable[[ClusterState, Any, str], Body]
 """From the state, the body, and what the path names, to a report. Raises Refusal."""
@@ -49,6 +51,12 @@ class _Join(Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
 
 
+class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
+    change: dry_run.Change
+    check: int
+    reason: str = ""
+
+
 class Http:
     """The calls of one control plane. Only what the log has acknowledged is ever answered."""
 
@@ -58,6 +66,8 @@ class Http:
         self._token, self._address = token.encode(), address
         self._writing = asyncio.Lock()
         """One after the other, so that each is held against those before it."""
+        self._trying = asyncio.Lock()
+        """One after the other, so that many who ask do not get in the way of whoever leads."""
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -75,6 +85,9 @@ class Http:
             web.post("/v1/freeze", self._write(requests.freeze)),
             web.post("/v1/unfreeze", self._write(requests.unfreeze)),
             web.post("/v1/inject", self._write(requests.inject)),
+            web.get("/v1/plan", self._plan),
+            web.post("/v1/plan/dry-run", self._dry_run),
+            web.post("/v1/plan/apply", self._apply),
         ])
         return app
 
@@ -120,6 +133,39 @@ class Http:
                     seq = await self._coordinator.write(key, report)
             return _json(dict.fromkeys(names or ("seq",), seq))
         return call
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        return _json(await self._aside(dry_run.present))
+
+    async def _dry_run(self, request: web.Request) -> web.Response:
+        change = requests.convert(await _body(request), dry_run.Change)
+        began_s = time.perf_counter()
+        tried = await self._aside(lambda data: dry_run.attempt(data, change))
+        took_s = time.perf_counter() - began_s
+        return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
+
+    async def _apply(self, request: web.Request) -> web.Response:
+        """A dry run carried out, if nothing that it followed from has changed since."""
+        key, asked = _key(request), requests.convert(await _body(request), _Apply)
+        reason = requests.one_line(asked.reason)
+        async with self._writing:
+            await self._coordinator.settled()
+            seq = self._coordinator.answer(key)
+            if seq is None:
+                check = requests.unchanged(asked.check)
+                bodies = await self._aside(
+                    lambda data: dry_run.bodies(data, asked.change, reason), check)
+                seq = await self._coordinator.write(key, *bodies, check=check)
+        return _json({"seq": seq})
+
+    async def _aside(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
+        """Call with a copy of the state, in a thread: the leader's loop goes on meanwhile."""
+        async with self._trying:
+            state = await self._coordinator.settled()
+            if check is not None:
+                check(state)
+            data = encode_state(state)
+            return await asyncio.to_thread(call, data)
 
     async def _join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)

@@ -44,7 +44,7 @@ class Leader:
         self.position = "0-0"
         """The intake's cursor behind which this memory has decided everything."""
         self.answers: dict[str, int] = {}
-        """Operators' sources -> the seq of their report, the newest NUM_REQUESTS_MAX."""
+        """Operators' sources -> the seq of their first report, the newest NUM_REQUESTS_MAX."""
 
     def now_s(self) -> float:
         """The clock, never behind the log: else deadlines of a faster host's log would sleep."""
@@ -103,7 +103,7 @@ class Leader:
             made = advance(self.state, report, epoch=self.epoch, at_s=now_s)
             records += made
             if report.source.startswith("operator/"):
-                answers[report.source] = made[0].seq
+                answers.setdefault(report.source, made[0].seq)
             elif report.source != self.source:
                 acked[report.source] = report.source_seq
         if records:
@@ -123,7 +123,7 @@ class Leader:
                 if record.seq != state.seq + 1:
                     raise CorruptLog(state.seq + 1, f"is missing; the log goes on at {record.seq}")
                 fold(state, record)
-                if record.source.startswith("operator/"):
+                if record.source.startswith("operator/") and record.source_seq == 1:
                     _remember(answers, {record.source: record.seq})
             if len(page) < PAGE_RECORDS_MAX:
                 return state, answers

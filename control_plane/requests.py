@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -59,7 +59,7 @@ def submit(state: ClusterState, body: Any, _: str) -> r.Body:
 def cancel(state: ClusterState, body: Any, task: str) -> r.Body:
     """The task ends for good."""
     asked = convert(body, _Reason)
-    return r.TaskCancelRequested(task=_live_task(state, task).id, reason=_one_line(asked.reason))
+    return r.TaskCancelRequested(task=_live_task(state, task).id, reason=one_line(asked.reason))
 
 
 def set_weight(state: ClusterState, body: Any, task: str) -> r.Body:
@@ -69,7 +69,7 @@ def set_weight(state: ClusterState, body: Any, task: str) -> r.Body:
     if not 1 / WEIGHT_RATIO_MAX <= asked.weight <= WEIGHT_RATIO_MAX:
         raise Refusal(422, f"weight: {asked.weight:g} is not between {1 / WEIGHT_RATIO_MAX:g} and "
                       f"{WEIGHT_RATIO_MAX:g}", "1 is the usual weight; only the ratio counts")
-    return r.TaskWeightSet(task=found.id, weight=asked.weight, reason=_one_line(asked.reason))
+    return r.TaskWeightSet(task=found.id, weight=asked.weight, reason=one_line(asked.reason))
 
 
 def freeze(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -78,7 +78,7 @@ def freeze(state: ClusterState, body: Any, _: str) -> r.Body:
     if state.frozen:
         raise Refusal(409, f"healing is frozen already: {state.frozen}",
                       "unicron unfreeze first, to freeze it for another reason")
-    return r.HealingFrozen(reason=_one_line(asked.reason))
+    return r.HealingFrozen(reason=one_line(asked.reason))
 
 
 def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -88,7 +88,7 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> r.Body:
         told = "; it is held by --observe" if state.policy.observe else ""
         raise Refusal(409, f"healing is not frozen{told}",
                       "only unicron up --act acts" if told else "unicron status")
-    return r.HealingResumed(reason=_one_line(asked.reason))
+    return r.HealingResumed(reason=one_line(asked.reason))
 
 
 def drain(state: ClusterState, body: Any, node: str) -> r.Body:
@@ -98,7 +98,7 @@ def drain(state: ClusterState, body: Any, node: str) -> r.Body:
     if found.drained:
         raise Refusal(409, f"node {node} is drained already{_because(found.drain_reason)}",
                       f"unicron undrain {node}")
-    return r.NodeDrained(node=node, reason=_one_line(asked.reason))
+    return r.NodeDrained(node=node, reason=one_line(asked.reason))
 
 
 def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
@@ -106,7 +106,17 @@ def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
     asked = convert(body, _Reason)
     if not _node(state, node).drained:
         raise Refusal(409, f"node {node} is not drained", "unicron status nodes")
-    return r.NodeUndrained(node=node, reason=_one_line(asked.reason))
+    return r.NodeUndrained(node=node, reason=one_line(asked.reason))
+
+
+def unchanged(check: int) -> Callable[[ClusterState], None]:
+    """A check that what a plan follows from is as it was when its count was `check`."""
+    def look(state: ClusterState) -> None:
+        if state.num_inputs != check:
+            raise Refusal(409, f"the plan's input is {state.num_inputs} now, not {check}: what the "
+                          "plan follows from has changed since; nothing was done",
+                          "run it again without --apply, and look at what it would do now")
+    return look
 
 
 def inject(state: ClusterState, body: Any, _: str) -> r.Body:
@@ -127,7 +137,7 @@ def inject(state: ClusterState, body: Any, _: str) -> r.Body:
         raise Refusal(409, f"node {name} is {node.health}: nothing can be told to its agent",
                       "unicron status nodes")
     return r.FaultRequested(what=asked.what, task=asked.task, rank=asked.rank, node=asked.node,
-                            stop_s=asked.stop_s, reason=_one_line(asked.reason))
+                            stop_s=asked.stop_s, reason=one_line(asked.reason))
 
 
 def _admit(state: ClusterState, job: JobSpec) -> None:
@@ -194,7 +204,7 @@ def _there_is(names: Iterable[str], what: str) -> str:
             if found else f"there is no {what}")
 
 
-def _one_line(reason: str) -> str:
+def one_line(reason: str) -> str:
     """As it fits on a screen. Raises Refusal for one that does not."""
     told = " ".join(reason.split())
     if len(told) > REASON_CHARS_MAX:

@@ -32,8 +32,8 @@ PURE = (
         "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
         "calibration", "pricing", "knapsack", "tables", "replaced", "waiting", "withhold",
-        "leaving", "copies", "intake", "plan_input", "input_count", "explain", "gpu_kinds",
-        "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
+        "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run",
+        "gpu_kinds", "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
         "best_layout", "economics")),
     "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
 )

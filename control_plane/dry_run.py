@@ -1,0 +1,227 @@
+"""Dry runs: what the heart would plan if something were so; and the present plan, explained.
+
+A dry run tells the heart, on a copy of the state, what would be told if it were carried out. So it
+is what then happens, as long as the plan's input is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ..events import reports as r
+from ..events.orders import PlanChosen, Seat
+from ..events.records import Report
+from . import requests
+from .decide import decide
+from .fold import fold
+from .heart import decision_record, report_record
+from .plan_input import plan_input
+from .planner import PlanInput, choose
+from .requests import Refusal
+from .state import ClusterState, Node, Task, decode_state, live_tasks
+from .throughput import candidates
+
+MORE_NUM_MAX = 100_000
+"""Slots that a dry run may add."""
+_NODE_SLOTS_NUM = 8
+"""Of a node, where there is none to go by."""
+
+
+class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What would be so: all of it together, in this order."""
+
+    slots: int = 0
+    """So many more, in new nodes as large as most are; they join at the same moment."""
+    without: tuple[str, ...] = ()
+    """Nodes that are drained, one after the other."""
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    """By the task's id, as text."""
+    submit: dict[str, Any] | None = None
+    """A job spec."""
+
+
+class TaskDiff(Struct, frozen=True, kw_only=True):
+    """One task as it is and as it would be."""
+
+    task: int
+    """0: it would be submitted."""
+    name: str
+    tier: str
+    weight: float
+    slots_before: int
+    slots: int
+    waf_before: float
+    """What it earns on what it has, by the table and at the weight of the dry run."""
+    waf: float
+    pause_s: float
+    """What its changes are expected to take."""
+    origin: str
+    """Of the table by which it earns."""
+    seats_before: tuple[Seat, ...]
+    seats: tuple[Seat, ...]
+    iteration: int
+    waits: str = ""
+    """Why it has no slots."""
+
+
+class Tried(Struct, frozen=True, kw_only=True):
+    """A dry run's outcome; or, where nothing was tried, the present plan."""
+
+    tried: bool
+    input: int
+    """Of the state that it began with."""
+    plan: PlanChosen | None
+    """The last one, where one plan follows from another; None: there is nothing to plan."""
+    planned: bool
+    """Whether the change leads to a plan at all; `plan` else is the present one."""
+    plan_s: float
+    plan_seq: int
+    """Of the present plan."""
+    num_slots_before: int
+    tasks: tuple[TaskDiff, ...]
+    transition_flop: float
+    """What all changes cost."""
+    more_slots: int
+    """One node more."""
+    more_waf: float
+    """What the best plan would earn more with them."""
+    held: str
+    """Why nothing is acted upon; empty: healing is on."""
+
+
+def attempt(data: bytes, change: Change) -> Tried:
+    """What would follow from the change, of a state as of `encode_state`.
+
+    Raises Refusal or SpecError for what an operator could not ask for either.
+    """
+    old, state = decode_state(data), decode_state(data)
+    asked = plan_input(state).asked
+    plans: list[PlanChosen] = []
+    for report in _reports(state, change):
+        for body in _told(state, report):
+            if isinstance(body, PlanChosen):
+                asked = plan_input(state).asked
+                plans.append(body)
+    return _tried(old, state, asked, plans)
+
+
+def present(data: bytes) -> Tried:
+    """The plan as it stands, of a state as of `encode_state`."""
+    state = decode_state(data)
+    return _tried(state, state, plan_input(state).asked, [])
+
+
+def bodies(data: bytes, change: Change, reason: str) -> list[r.Body]:
+    """The operators' requests that carry the change out, in order.
+
+    Raises what `attempt` does, and Refusal for slots: nobody can ask for those.
+    """
+    if change.slots:
+        raise Refusal(422, "slots that are not there cannot be applied",
+                      "unicron agent, on a new machine, has it join")
+    state, found = decode_state(data), list[r.Body]()
+    for report in _reports(state, change, reason):
+        found.append(report)
+        for _ in _told(state, report):
+            pass
+    if not found:
+        raise Refusal(422, "there is nothing to apply", "name a node, a weight or a job")
+    return found
+
+
+# --- carried out on a copy ----------------------------------------------------------------------
+def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[r.Body]:
+    """What would be told, one after the other: each is asked for when those before are folded."""
+    if change.slots:
+        yield _joined(state, change.slots)
+    for node in change.without:
+        yield requests.drain(state, {"reason": reason}, node)
+    for task, weight in change.weights.items():
+        yield requests.set_weight(state, {"weight": weight, "reason": reason}, task)
+    if change.submit is not None:
+        yield requests.submit(state, change.submit, "")
+
+
+def _told(state: ClusterState, body: r.Body) -> Iterator[r.Body]:
+    """The heart's answer to one report, each part of it before it is folded (heart.advance)."""
+    report = Report(source="operator/dry-run", source_seq=state.sources.get(
+        "operator/dry-run", 0) + 1, occurred_s=state.at_s, body=body)
+    record = report_record(state, report, epoch=state.epoch, at_s=state.at_s)
+    fold(state, record)
+    for answer in decide(state, record):
+        yield answer
+        fold(state, decision_record(state, answer, cause=record))
+
+
+def _joined(state: ClusterState, num: int) -> r.Body:
+    """Put all the new nodes but the last into the state; the last one joins."""
+    if not 1 <= num <= MORE_NUM_MAX:
+        raise Refusal(422, f"slots: {num} is not from 1 to {MORE_NUM_MAX:,}",
+                      "slots that would be there besides those that are")
+    each = _node_slots(state)
+    number = 1
+    while True:
+        name = f"new-{number}"
+        number += 1
+        if name in state.nodes:
+            continue
+        part = min(each, num)
+        num -= part
+        if not num:
+            return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part)
+        state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
+                                 accelerator="")
+
+
+def _node_slots(state: ClusterState) -> int:
+    """Of most nodes that have not left; of two sizes that are as frequent, the larger."""
+    sizes = Counter(node.num_slots for node in state.nodes.values()
+                    if node.health != "left" and node.num_slots)
+    return max(((num, size) for size, num in sizes.items()), default=(0, _NODE_SLOTS_NUM))[1]
+
+
+# --- the outcome --------------------------------------------------------------------------------
+def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
+           plans: Sequence[PlanChosen]) -> Tried:
+    """`asked`: what the last of `plans` was made of."""
+    plan = plans[-1] if plans else old.plan if live_tasks(state) else None
+    given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
+    pauses: dict[int, list[float]] = {}
+    for one in plans:
+        for x in one.allocations:
+            pauses.setdefault(x.task, []).append(x.transition_s)
+    more = _node_slots(old)
+    wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
+    return Tried(
+        tried=old is not state, input=old.num_inputs, plan=plan, planned=bool(plans),
+        plan_s=old.plan_s, plan_seq=old.plan_seq, num_slots_before=len(plan_input(old).slots),
+        tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
+                          math.fsum(pauses.get(task.id, ()))) for task in live_tasks(state)),
+        transition_flop=math.fsum(one.transition_flop for one in plans), more_slots=more,
+        more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
+
+
+def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:
+    seats = old.target if old is not None else ()
+    return TaskDiff(
+        task=task.id if old is not None else 0, name=task.spec.name,
+        tier="train" if task.is_train else "command", weight=task.weight,
+        slots_before=len(seats), slots=slots, waf_before=_waf(task, len(seats)),
+        waf=_waf(task, slots), pause_s=pause_s,
+        origin=task.throughput.origin if task.throughput is not None else "",
+        seats_before=seats, seats=task.target, iteration=task.iteration,
+        waits=f"{task.why}; needs {task.needs}" if not slots and task.needs else "")
+
+
+def _waf(task: Task, slots: int) -> float:
+    """As the planner counts it: slots may idle."""
+    table = task.throughput
+    if table is None or not slots:
+        return 0.0
+    return task.weight * dict(candidates(table, slots)).get(slots, 0.0)
