@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..events.errors import UsageError
+from ..events.spec import Slots
 from . import job_file, say
 from .client import Client, connect
 from .followed import followed_by, plan_lines
@@ -27,7 +28,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
         say.out(json.dumps(answer))
         return int(answer["task"])
     say.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
-            f"{spec.slots.min} to {spec.slots.max} slots")
+            f"{_slots(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
     for line in plan_lines(followed_by(client, answer["seq"]), {**before, "tasks": after["tasks"]}):
         say.out(line)
@@ -75,3 +76,10 @@ def option_for(state: StateDir) -> str:
     return "" if state.path == default() else f" {state.option}"
 
 
+def _slots(slots: Slots) -> str:
+    """How many it may have: `8 to 64 in steps of 8`, `8, 16 or 32`."""
+    if slots.sizes:
+        *first, last = map(str, slots.sizes)
+        return f"{', '.join(first)} or {last}" if first else last
+    step = f" in steps of {slots.multiple_of}" if slots.multiple_of > 1 else ""
+    return f"{slots.min} to {slots.max}{step}"

@@ -11,12 +11,12 @@ compare with one another only."""
 
 
 def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS) -> ThroughputSet:
-    """The declared table where there is one, else the model; for each size from min to max.
+    """The declared table where there is one, else the model; for each size that the spec allows.
 
     Declared: sizes in between earn what the next smaller declared size earns, below the smallest
     nothing. Modelled: `slot_flops` times the shape.
     """
-    sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
+    sizes = spec.slots.counts
     if spec.throughput:
         rates = tuple(_declared(spec.throughput, size) for size in sizes)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
@@ -30,7 +30,7 @@ def measured_table(task: int, spec: JobSpec, rates: dict[int, float]) -> Through
     `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said
     to earn more than a larger one that was measured.
     """
-    sizes = tuple(range(spec.slots.min, spec.slots.max + 1))
+    sizes = spec.slots.counts
     found: list[float] = []
     for size in sizes:
         near = min((abs(known - size), known) for known in rates)[1]

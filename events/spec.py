@@ -33,10 +33,21 @@ LOSS_SCALE_RATIO_MIN = 1e-30
 
 
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many slots (GPUs) a task may hold; `min` is T_necessary of the paper."""
+    """How many slots (GPUs) a task may hold; `min` is T_necessary of the paper.
+
+    Each number from `min` to `max`, or its multiples of `multiple_of` alone (whole nodes), or what
+    `sizes` names: then `min` and `max` are its ends.
+    """
 
     min: int = 1
     max: int = 1
+    multiple_of: int = 1
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Every number that a plan may give, ascending."""
+        return self.sizes or tuple(range(self.min, self.max + 1, self.multiple_of))
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +172,8 @@ def parse(data: object) -> JobSpec:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise refused(str(error), PARTS, DOCS) from None
+    given: Any = data.get("slots", {})  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+    spec = msgspec.structs.replace(spec, slots=_normal(spec.slots, given))
     _check(spec)
     _check_writable(spec)
     return spec
@@ -198,6 +211,37 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def _normal(slots: Slots, given: Any) -> Slots:
+    """With the `min` and `max` that follow from what was `given`."""
+    low, high = slots.min, slots.max
+    if slots.sizes:
+        low = low if "min" in given else slots.sizes[0]
+        high = high if "max" in given else slots.sizes[-1]
+    elif "min" not in given:
+        low = slots.multiple_of
+    return msgspec.structs.replace(slots, min=low, max=high)
+
+
+def _check_slots(slots: Slots) -> None:
+    for at, (size, before) in enumerate(zip(slots.sizes, (0, *slots.sizes), strict=False)):
+        _need(size > before, f"slots.sizes[{at}]",
+              f"{size} is not above {before}" if at else "must be at least 1",
+              "name each size once, the smallest first")
+    _need(slots.multiple_of >= 1, "slots.multiple_of", "must be at least 1")
+    _need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
+          "is of no use beside slots.sizes", "give one of them")
+    _need(slots.min >= 1, "slots.min", "must be at least 1")
+    _need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}")
+    _need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
+    for name, value in (("min", slots.min), ("max", slots.max)):
+        _need(value % slots.multiple_of == 0, f"slots.{name}",
+              f"{value} is not a multiple of slots.multiple_of {slots.multiple_of}")
+    for name, value, end in (("min", slots.min, slots.sizes[:1]),
+                             ("max", slots.max, slots.sizes[-1:])):
+        _need(not end or value == end[0], f"slots.{name}",
+              f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
+
+
 def _check(spec: JobSpec) -> None:
     _need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
           "lower-case letters, digits, '-' and '.', at most 63")
@@ -205,10 +249,7 @@ def _check(spec: JobSpec) -> None:
           f"unicron status {spec.name} shows something else; give it another name")
     _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
           f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
-    _need(spec.slots.min >= 1, "slots.min", "must be at least 1")
-    _need(spec.slots.max >= spec.slots.min, "slots.max",
-          f"{spec.slots.max} is below slots.min {spec.slots.min}")
-    _need(spec.slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
+    _check_slots(spec.slots)
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():

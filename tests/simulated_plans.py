@@ -33,6 +33,12 @@ def is_small(body: PlanChosen) -> bool:
 
 def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     """What is wrong with a small plan that is about to be folded into `state`; empty: nothing."""
+    for given in body.allocations:
+        slots = state.tasks[given.task].spec.slots
+        if given.slots and not (slots.min <= given.slots <= slots.max
+                                and given.slots % slots.multiple_of == 0
+                                and given.slots in (slots.sizes or (given.slots,))):
+            return f"task {given.task} may not have {given.slots} slots"
     rows = _options(state, body)
     free = steady = -math.inf
     earned = 0.0

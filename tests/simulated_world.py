@@ -163,6 +163,10 @@ class World:
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
         }
+        if (kind := rng.random()) < 0.15 and low < high:
+            data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}
+        elif kind < 0.3 and high >= 2:
+            data["slots"] = {"multiple_of": 2, "max": high - high % 2}
         if rng.random() < 0.3:
             data["throughput"] = {x: 1e9 * x ** rng.choice([0.3, 0.8, 1.0])
                                   for x in range(low, high + 1)}

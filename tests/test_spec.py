@@ -51,7 +51,14 @@ REFUSED: list[tuple[Any, str]] = [
     *((command(slots=slots), path) for slots, path in (
         (3, "slots"), ({"min": 0}, "slots.min"), ({"min": 3, "max": 2}, "slots.max"),
         ({"max": 10**6}, "slots.max"), ({"max": 2.5}, "slots.max"), ({"mim": 1}, "slots.mim"),
-        ({"max": 10**30}, "slots.max"))),
+        ({"max": 10**30}, "slots.max"), ({"sizes": [0, 2]}, "slots.sizes[0]"),
+        ({"sizes": [2, 2]}, "slots.sizes[1]"), ({"sizes": [4, 2]}, "slots.sizes[1]"),
+        ({"sizes": [2, 4], "max": 6}, "slots.max"), ({"sizes": [2, 4], "min": 1}, "slots.min"),
+        ({"sizes": [10**6]}, "slots.max"), ({"sizes": 2}, "slots.sizes"),
+        ({"sizes": [2, 4], "multiple_of": 2}, "slots.multiple_of"),
+        ({"multiple_of": 0}, "slots.multiple_of"), ({"multiple_of": 8}, "slots.max"),
+        ({"multiple_of": 8, "max": 12}, "slots.max"),
+        ({"multiple_of": 8, "min": 4, "max": 16}, "slots.min"))),
     *((command(throughput=table), path) for table, path in (
         ([1], "throughput"), ({"two": 1}, "throughput"), ({0: 1}, "throughput[0]"),
         ({-1: 1}, "throughput[-1]"), ({2: -1}, "throughput[2]"), ({2: math.nan}, "throughput[2]"),
@@ -148,6 +155,18 @@ def test_defaults_and_normal_form() -> None:
     assert parse(command(weight=2)).weight == 2.0
     assert type(parse(command(weight=2)).weight) is float, "an int and a float are one spec"
     assert parse(command(throughput={"4": 1, 2: 3})).throughput == {4: 1.0, 2: 3.0}
+
+
+@pytest.mark.parametrize(("slots", "normal", "counts"), [
+    ({"sizes": [2, 5]}, {"min": 2, "max": 5, "multiple_of": 1, "sizes": [2, 5]}, (2, 5)),
+    ({"sizes": [3], "min": 3}, {"min": 3, "max": 3, "multiple_of": 1, "sizes": [3]}, (3,)),
+    ({"multiple_of": 2, "max": 6}, {"min": 2, "max": 6, "multiple_of": 2, "sizes": []}, (2, 4, 6)),
+    ({"max": 3}, {"min": 1, "max": 3, "multiple_of": 1, "sizes": []}, (1, 2, 3))])
+def test_which_numbers_of_slots_a_task_may_have(slots: Any, normal: Any, counts: Any) -> None:
+    found = parse(command(slots=slots))
+    assert msgspec.to_builtins(found.slots) == {**normal, "sizes": tuple(normal["sizes"])}
+    assert found.slots.counts == counts
+    assert parse(msgspec.to_builtins(found, str_keys=True)) == found
 
 
 def test_the_normal_form_is_read_back_from_json_and_from_the_log() -> None:
