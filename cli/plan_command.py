@@ -18,6 +18,9 @@ def plan(
     offline: Annotated[Path | None, typer.Option(
         "--offline", metavar="FILE", help="Plan what this YAML file says, without a cluster; "
         "-: standard input.")] = None,
+    table: Annotated[bool, typer.Option(
+        "--table", help="With --offline: the plan of every single event that may come next "
+        "too.")] = False,
     output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and what was beaten."""
@@ -26,4 +29,4 @@ def plan(
                          "input; docs/guides/plan-offline.md says what the file holds")
     from . import plan_offline
 
-    plan_offline.plan(offline, as_json=output == "json")
+    plan_offline.plan(offline, table=table, as_json=output == "json")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
-from ..control_plane import planner
+from ..control_plane import foreseen, planner
 from . import plan_file, say
-from .figures import clipped, command, count, labelled, scaled, span, table
-from .plan_told import loses, moves, told
+from .figures import SCREEN_COLUMNS, clipped, command, count, labelled, scaled, span, table
+from .plan_told import foretold, loses, moves, told
 
 Plain = dict[str, Any]
 ROWS_NUM_MAX = 20
@@ -18,18 +19,36 @@ ROWS_NUM_MAX = 20
 NAME_COLUMNS, WHAT_COLUMNS = 24, 48
 
 
-def plan(path: Path, *, as_json: bool) -> None:
-    """Read, plan, show. Raises UsageError for a file that is not as it must be."""
+def plan(path: Path, *, table: bool, as_json: bool) -> None:
+    """Read, plan, show; with `table`, the plan of every single event too.
+
+    Raises UsageError for a file that is not as it must be.
+    """
     offline = plan_file.load(path)
     began_s = time.perf_counter()
     choice = planner.choose(offline.asked)
     took_s = time.perf_counter() - began_s
     found = told(offline.asked, choice, more=offline.gpus_per_node)
+    if not table:
+        say.lines([json.dumps(found)] if as_json else screen(found, path, took_s))
+        return
+    began_s = time.perf_counter()
+    known = foreseen.foresee(offline.asked, offline.gpus_per_node)
+    took_table_s = time.perf_counter() - began_s
     if as_json:
+        found["table"], found["table_bytes"] = list(foretold(known)), known.num_bytes
         say.out(json.dumps(found))
         return
-    for line in screen(found, path, took_s):
-        say.out(line)
+    say.lines([*screen(found, path, took_s), "", *_foretold(known, took_table_s)])
+
+
+def _foretold(known: foreseen.Foreseen, took_s: float) -> list[str]:
+    """The table's page: an event a line."""
+    rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
+             scaled(row["objective"], "FLOP"), row["moves"]] for row in foretold(known)]
+    return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}", "",
+            *[clipped(line, SCREEN_COLUMNS)
+              for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
 
 
 def screen(found: Plain, path: Path, took_s: float) -> list[str]:
@@ -38,7 +57,8 @@ def screen(found: Plain, path: Path, took_s: float) -> list[str]:
              f"{span(took_s)}"]
     gain = found["waf"] - found["waf_before"]
     sign = "+" if gain >= 0 else "-"
-    lines += labelled(f"{moves(found)}:", f"{sign}{scaled(abs(gain), 'FLOP/s')} of WAF", indent=1)
+    lines += textwrap.wrap(f"{moves(found)}: {sign}{scaled(abs(gain), 'FLOP/s')} of WAF",
+                           SCREEN_COLUMNS)
     lines += ["", *_tasks(found), ""]
     lines += table(("", "PLAN", "WORTH", "DISTANCE"), [
         ["1", "this one", scaled(found["objective"], "FLOP"), "chosen"],
@@ -47,7 +67,7 @@ def screen(found: Plain, path: Path, took_s: float) -> list[str]:
     lines += ["", *labelled("bound by", _bound(found)),
               *labelled("horizon", f"{span(found['running_s'])}: so long nothing fails; a change "
                         f"costs {scaled(found['transition'], 'FLOP')} in all"),
-              *labelled("next", command(f"unicron plan --offline {path} -o json"))]
+              *labelled("next", command(f"unicron plan --offline {path} --table"))]
     return lines
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ..control_plane import knapsack
 from ..control_plane.explain import cost_flop, objective_flop
+from ..control_plane.foreseen import Foreseen, after
 from ..control_plane.planner import Choice, PlanInput, gains, waf_of
 from .figures import count, number_of, scaled
 
@@ -59,6 +61,20 @@ def _binding(asked: PlanInput, choice: Choice, worth: float, more: int) -> Plain
             "at_largest": full}
 
 
+def foretold(known: Foreseen) -> Iterator[Plain]:
+    """Every event of the table, and the plan that it would be answered with."""
+    names = {wish.task: wish.name for wish in known.asked.wishes}
+    for event, outlook in known.outlooks.items():
+        then = after(known.asked, event, known.gpus_per_node)
+        slots = outlook.plan[0]
+        allocation = {wish.name: x for wish, x in zip(then.wishes, slots, strict=True)}
+        yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
+               "allocation": allocation, "objective": objective_flop(then, slots),
+               "moves": moves({"tasks": {wish.name: {"current": wish.now, "gpus": x,
+                                                     "faulted": False}
+                                         for wish, x in zip(then.wishes, slots, strict=True)}})}
+
+
 def _reason(found: Plain) -> str:
     """One sentence: what moves, what binds, and by how much the next plan is worse."""
     return f"{moves(found)}; {binds(found)}; {runner_up(found)}"
@@ -70,7 +86,7 @@ def moves(found: Plain) -> str:
                if task["gpus"] != task["current"]]
     changed.sort(key=lambda one: one[1]["gpus"] > one[1]["current"])
     hurt = [name for name, task in found["tasks"].items()
-            if task["faulted"] and task["gpus"] == task["current"]]
+            if task["faulted"] and task["gpus"] == task["current"] > 0]
     words = [f"{name} {task['current']} -> {task['gpus']}" for name, task in changed]
     words += [f"{name}, which was hurt, stays on {found['tasks'][name]['gpus']}" for name in hurt]
     if not words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 
 class ReaderGone(Exception):
@@ -16,6 +17,12 @@ def out(text: str = "") -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise ReaderGone from None
+
+
+def lines(texts: Iterable[str]) -> None:
+    """The answer, a line each. Raises ReaderGone."""
+    for text in texts:
+        out(text)
 
 
 def talk(text: str) -> None:

@@ -105,8 +105,8 @@ class Solved(Struct, frozen=True, kw_only=True):
     gain: int
 
     @classmethod
-    def of(cls, rows: Rows, capacity: int) -> Solved | None:
-        """None if nothing fits."""
+    def of(cls, rows: Rows, capacity: int, known: Found | None = None) -> Solved | None:
+        """None if nothing fits. `known`: the optimum, where it need not be searched for."""
         if not rows.num:
             none = np.zeros(0, np.int64)
             relaxed = Relaxed(price=0, bound=0, losses=none, picks=none)
@@ -115,6 +115,9 @@ class Solved(Struct, frozen=True, kw_only=True):
         if found is None:
             return None
         relaxed, fits = found
+        if known is not None:
+            return cls(rows=rows, capacity=capacity, relaxed=relaxed,
+                       vector=rows.vector(known[0]), gain=known[1])
         most = relaxed.bound - rows.sums(_filled(rows, fits, capacity))[0]
         cores = (Core(rows, relaxed, capacity, budget) for budget in _budgets(0, most))
         vector = next(core for core in cores if core.is_enough).vector()

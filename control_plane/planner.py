@@ -20,6 +20,7 @@ from .knapsack import Found, Ints, Rows, Solved, best
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 _SUM_BITS = 52
+Floats = NDArray[np.float64]
 
 
 class Transition(Struct, frozen=True, kw_only=True):
@@ -105,11 +106,47 @@ def gains(asked: PlanInput) -> Rows:
     return _rows(asked.wishes, asked.running_s)[0]
 
 
-def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> tuple[Rows, Ints]:
-    """The rows, and what each candidate earns before what it costs, on the same scale.
+class Exact(Struct, frozen=True, kw_only=True):
+    """G before it is scaled, of each task's sizes and 0; `knapsack.Rows` of floats."""
 
-    `free`: changes cost nothing.
-    """
+    sizes: Ints
+    gains: Floats
+    earned: Floats
+    """Before what the change costs."""
+    starts: Ints
+
+    def most(self) -> list[float]:
+        """The largest |G| of each task."""
+        if len(self.starts) == 1:
+            return []
+        most: list[float] = np.maximum.reduceat(np.abs(self.gains), self.starts[:-1]).tolist()
+        return most
+
+    def rows(self, shift: int) -> tuple[Rows, Ints]:
+        """The rows, and what each candidate earns before what it costs; both times 2^shift."""
+        return (Rows(sizes=self.sizes, gains=scaled(self.gains, shift), starts=self.starts),
+                scaled(self.earned, shift))
+
+
+def shift_of(most: Sequence[float]) -> int:
+    """The scale on which the largest gains add up to less than 2^53."""
+    total = math.fsum(most)
+    return _SUM_BITS - 1 - math.frexp(total)[1] if total > 0 else 0
+
+
+def scaled(values: Floats, shift: int) -> Ints:
+    """Rounded to integers on the scale 2^shift."""
+    return np.rint(np.ldexp(values, shift)).astype(np.int64)
+
+
+def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> tuple[Rows, Ints]:
+    """`free`: changes cost nothing."""
+    found = exact(wishes, running_s, free=free)
+    return found.rows(shift_of(found.most()))
+
+
+def exact(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> Exact:
+    """`free`: changes cost nothing."""
     counts = [len(wish.sizes) + 1 for wish in wishes]
     starts = np.cumsum([0, *counts], dtype=np.int64)
     sizes = np.array([size for wish in wishes for size in (0, *wish.sizes)], dtype=np.int64)
@@ -117,13 +154,8 @@ def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> tu
     now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
     hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
     earned = wafs * running_s
-    exact = earned if free else earned - _losses(wishes, sizes, now, hurt, counts)
-    most = np.maximum.reduceat(np.abs(exact), starts[:-1]) if wishes else exact
-    total = math.fsum(most.tolist())
-    shift = _SUM_BITS - 1 - math.frexp(total)[1] if total > 0 else 0
-    scaled = np.rint(np.ldexp(exact, shift)).astype(np.int64)
-    return (Rows(sizes=sizes, gains=scaled, starts=starts),
-            np.rint(np.ldexp(earned, shift)).astype(np.int64))
+    return Exact(sizes=sizes, starts=starts, earned=earned, gains=earned if free else (
+        earned - _losses(wishes, sizes, now, hurt, counts)))
 
 
 def _losses(wishes: Sequence[Wish], sizes: Ints, now: Ints, hurt: NDArray[np.bool_],
@@ -141,23 +173,22 @@ def _losses(wishes: Sequence[Wish], sizes: Ints, now: Ints, hurt: NDArray[np.boo
     return losses
 
 
-def choose(asked: PlanInput) -> Choice:
+def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     """The best plan; a healthy task is changed only for `gain_min` of what the cluster earns.
 
-    Both are compared by the sum of G, so what the changes themselves cost is counted. The share
-    is of what is earned before that: what the hurt cost does not lower the bar.
+    Both are compared by the sum of G, so what the changes themselves cost is counted. `known` is
+    the optimum where it is known already (foreseen.py); the choice is the same.
     """
     wishes = asked.wishes
     rows, earned = _rows(wishes, asked.running_s)
-    solved = Solved.of(rows, asked.num_slots)
+    solved = Solved.of(rows, asked.num_slots, known)
     assert solved is not None, "0 slots for each always fits"
     free = plan_of(wishes, (rows.slots(solved.vector), solved.gain))
     fits = best(held(wishes, rows), asked.num_slots)
     steady = plan_of(wishes, fits) if fits is not None else None
     plan, others = free, _named(wishes, rows, asked.num_slots)
     if steady is not None and steady.slots != free.slots:
-        enough = steady.objective + asked.gain_min * int(earned[rows.vector(steady.slots)].sum())
-        if free.objective < enough or free.objective == steady.objective:
+        if stays(asked, rows, earned, free.objective, (steady.slots, steady.objective)):
             plan = steady
             others.append((f"the optimum, which changes healthy tasks for less than "
                            f"{100 * asked.gain_min:g} % of the WAF", free))
@@ -166,6 +197,15 @@ def choose(asked: PlanInput) -> Choice:
     others += _next(wishes, solved, [plan, *(other for _, other in others)])
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
                   alternatives=_alternatives(wishes, plan, others))
+
+
+def stays(asked: PlanInput, rows: Rows, earned: Ints, most: int, steady: Found) -> bool:
+    """Whether the healthy stay as they are, where the optimum, worth `most`, changes them.
+
+    The share is of what is earned before the costs: what the hurt cost does not lower the bar.
+    """
+    enough = steady[1] + asked.gain_min * int(earned[rows.vector(steady[0])].sum())
+    return most < enough or most == steady[1]
 
 
 def held(wishes: Sequence[Wish], rows: Rows) -> Rows:

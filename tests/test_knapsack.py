@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane import knapsack, tables
 from unicron.control_plane.knapsack import Solved, rows_of
-from unicron.control_plane.replaced import each_replaced
 
 Row = list[tuple[int, int]]
 Plan = tuple[tuple[int, ...], int]
@@ -78,19 +77,6 @@ def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
                 table[r, j] <= tables.IMPOSSIBLE // 2)
     if plans := all_plans(found, capacity):
         assert tuple(tables.followed(flat, after, capacity)) == plans[0][0]
-
-
-@given(st.lists(st.tuples(row(), row()), min_size=1, max_size=6), capacities, st.booleans())
-@settings(max_examples=500, deadline=None)
-def test_one_row_replaced_is_as_planned_anew(both: list[tuple[Row, Row]], capacity: int,
-                                             alike: bool) -> None:
-    """Also the ties, of which there are most where all rows are alike."""
-    found = [both[0][0] if alike else one for one, _ in both]
-    replaced = [other for _, other in both]
-    got = each_replaced(rows_of(found), rows_of(replaced), capacity)
-    for i, vector in enumerate(got.tolist()):
-        anew = knapsack.best(rows_of([*found[:i], replaced[i], *found[i + 1:]]), capacity)
-        assert tuple(vector) == (anew[0] if anew else (-1,) * len(found))
 
 
 @given(st.integers(0, 2**32 - 1))

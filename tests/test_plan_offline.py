@@ -122,7 +122,43 @@ all          128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s  204 PFLOP
 
 bound by   120 GPUs (8 more: +700 TFLOP/s), 0 idle; b at the largest size named
 horizon    6.9 d: so long nothing fails; a change costs 204 PFLOP in all
-next       unicron plan --offline plan.yaml -o json""".splitlines()
+next       unicron plan --offline plan.yaml --table""".splitlines()
+
+
+def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
+    """Each as if its own file had been asked."""
+    (tmp_path / "plan.yaml").write_text(GOOD)
+    told = unicron("plan", "--offline", "plan.yaml", "--table", "-o", "json", folder=tmp_path)
+    found = json.loads(told.stdout)
+    file = read_yaml(GOOD)
+    seen: list[tuple[str, str]] = []
+    for row in found["table"]:
+        seen.append((row["event"], row["task"]))
+        then = json.loads(json.dumps(file))
+        then["gpus"] = file["gpus"] + {"gpu lost": -1, "node lost": -8, "node joined": 8,
+                                       "task ended": 0}[row["event"]]
+        for task in then["tasks"]:
+            if task["name"] == row["task"]:
+                task["faulted"] = True
+        if row["event"] == "task ended":
+            then["tasks"] = [task for task in then["tasks"] if task["name"] != row["task"]]
+        asked = answer(tmp_path, json.dumps(then))
+        assert row["gpus"] == asked["gpus"]
+        assert row["allocation"] == asked["allocation"]
+        assert row["objective"] == asked["objective"]
+    assert seen == [("gpu lost", "a"), ("gpu lost", "b"), ("node lost", "a"), ("node lost", "b"),
+                    ("task ended", "a"), ("task ended", "b"), ("task ended", "c"),
+                    ("node joined", "")]
+    assert found["table_bytes"] > 0
+
+
+def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(GOOD)
+    told = unicron("plan", "--offline", "plan.yaml", "--table", folder=tmp_path)
+    lines = told.stdout.splitlines()
+    assert "IF           OF  GPUs       WORTH  THEN" in lines
+    assert "task ended   b    120  2.16 ZFLOP  c 0 -> 16" in lines
+    assert max(map(len, lines)) <= 100
 
 
 def test_standard_input_is_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,266 @@
+"""The plans of all single events that may come next, made before one of them does.
+
+A task that loses a GPU or a node is hurt: of its candidates, the one that it has earns less than it
+did. Where the optimum does not use that candidate, or where Lagrange's bound shows that without it
+the sum stays lower still, the optimum of the event is that of the slots that are left. Most events
+are settled so, by one pass over all candidates; the others are solved, each as it would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from . import planner
+from .knapsack import LOSS_NUM_MAX, Found, Ints, Rows, Solved, best
+from .planner import Exact, PlanInput
+from .tables import added
+
+Bools = NDArray[np.bool_]
+What = Literal["gpu lost", "node lost", "node joined", "task ended"]
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """What may come next. `task`: whose GPU or node it was, or who ended; 0: a node joins.
+
+    A task that is submitted is none of them: what it asks for is not known, and its plan is
+    made when it comes.
+    """
+
+    what: What
+    task: int = 0
+
+
+class Outlook(Struct, frozen=True, kw_only=True):
+    """Of one event: the optimum, and the plan, which changes healthy tasks for a gain alone."""
+
+    optimum: Found
+    """Slots by task; the task that ended is not among them."""
+    plan: Found
+
+
+class Foreseen(Struct, frozen=True, kw_only=True):
+    """The table of one input."""
+
+    asked: PlanInput
+    gpus_per_node: int
+    outlooks: dict[Event, Outlook]
+
+    def known(self, asked: PlanInput) -> Found | None:
+        """The optimum of this input, if one event leads to it from the table's own."""
+        event = self.event(asked)
+        return self.outlooks[event].optimum if event is not None else None
+
+    def event(self, asked: PlanInput) -> Event | None:
+        """Which event leads from the table's input to this one; all of it is compared."""
+        mine = self.asked.wishes
+        other = next((one.task for one, its in zip(mine, asked.wishes, strict=False)
+                      if one != its), mine[-1].task if len(mine) > len(asked.wishes) else 0)
+        hurt = other or next((one.task for one in mine if one.hurt and one.now), 0)
+        for event in (Event(what="gpu lost", task=hurt), Event(what="node lost", task=hurt),
+                      Event(what="task ended", task=other), Event(what="node joined")):
+            if event in self.outlooks and after(self.asked, event, self.gpus_per_node) == asked:
+                return event
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the plans take; those that are the same are held once."""
+        every = {id(found[0]): sys.getsizeof(found[0]) for outlook in self.outlooks.values()
+                 for found in (outlook.optimum, outlook.plan)}
+        return sum(every.values())
+
+
+def after(asked: PlanInput, event: Event, gpus_per_node: int) -> PlanInput:
+    """The input once this has happened."""
+    wishes = asked.wishes
+    if event.what == "task ended":
+        return replace(asked, wishes=tuple(one for one in wishes if one.task != event.task))
+    more = {"gpu lost": -1, "node lost": -gpus_per_node, "node joined": gpus_per_node}[event.what]
+    return replace(asked, num_slots=asked.num_slots + more, wishes=tuple(
+        replace(one, hurt=True) if one.task == event.task else one for one in wishes))
+
+
+def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
+    """The table: a lost GPU and a lost node of each task that has slots, each task's end, and a
+    node more. At least the time of a few plans; at most that of one for each event.
+    """
+    outlooks: dict[Event, Outlook] = {}
+    losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
+    for what, num in losses:
+        if num <= asked.num_slots and asked.wishes:
+            left = _Left(replace(asked, num_slots=asked.num_slots - num))
+            outlooks |= {Event(what=what, task=wish.task): left.hurt(i)
+                         for i, wish in enumerate(asked.wishes) if wish.now}
+    if asked.wishes:
+        left = _Left(asked)
+        outlooks |= {Event(what="task ended", task=wish.task): left.ended(i)
+                     for i, wish in enumerate(asked.wishes)}
+    more = Event(what="node joined")
+    outlooks[more] = _by_itself(after(asked, more, gpus_per_node))
+    return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks=outlooks)
+
+
+def _by_itself(then: PlanInput) -> Outlook:
+    exact = planner.exact(then.wishes, then.running_s)
+    rows, earned = exact.rows(planner.shift_of(exact.most()))
+    steady = best(planner.held(then.wishes, rows), then.num_slots)
+    return _outlook(then, lambda: (rows, earned), _best(rows, then.num_slots), steady and steady[1])
+
+
+def _best(rows: Rows, num_slots: int) -> Found:
+    found = best(rows, num_slots)
+    assert found is not None, "0 slots for each always fits"
+    return found
+
+
+def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Found,
+             steady: int | None) -> Outlook:
+    """As `choose` would. `steady`: the most with the healthy as they are; None: it cannot be."""
+    if steady is not None and (then.gain_min > 0 or optimum[1] == steady):
+        rows, earned = made()
+        held = _best(planner.held(then.wishes, rows), then.num_slots)
+        if planner.stays(then, rows, earned, optimum[1], held):
+            return Outlook(optimum=optimum, plan=held)
+    return Outlook(optimum=optimum, plan=optimum)
+
+
+class _Scale:
+    """The input's own optimum on one scale, and what the events on that scale share."""
+
+    def __init__(self, exact: Exact, shift: int, num_slots: int, at: Ints, stays: Bools) -> None:
+        self.shift = shift
+        self.rows, self.earned = exact.rows(shift)
+        solved = Solved.of(self.rows, num_slots)
+        assert solved is not None, "0 slots for each always fits"
+        self.vector, self.gain, self.bound = solved.vector, solved.gain, solved.relaxed.bound
+        self.slots = self.rows.slots(solved.vector)
+        losses = solved.relaxed.losses.copy()
+        losses[at[at >= 0]] = LOSS_NUM_MAX
+        self.others: Ints = np.minimum.reduceat(losses, exact.starts[:-1])
+        """By row: what a vector loses against the bound, at least, without what the task has."""
+        self._num_slots, self._stays = num_slots, stays
+        self.held_gain = int(self.rows.gains[at[stays]].sum())
+
+    @cached_property
+    def rest(self) -> Ints:
+        """[j]: what the tasks that `held` does not hold make of j slots."""
+        found = np.zeros(self._num_slots + 1, dtype=np.int64)
+        for row in np.flatnonzero(~self._stays).tolist()[::-1]:
+            found = added(self.rows, row, found)
+        return found
+
+
+class _Left:
+    """One number of slots, and the events that leave so many."""
+
+    def __init__(self, asked: PlanInput) -> None:
+        self._asked, self._exact = asked, planner.exact(asked.wishes, asked.running_s)
+        self._most = self._exact.most()
+        self._shift = planner.shift_of(self._most)
+        wishes, exact = asked.wishes, self._exact
+        row_of = np.repeat(np.arange(len(wishes)), np.diff(exact.starts))
+        self._now: Ints = np.array([wish.now for wish in wishes], dtype=np.int64)
+        has = np.flatnonzero(exact.sizes == self._now[row_of])
+        self._at: Ints = np.full(len(wishes), -1, dtype=np.int64)
+        """By row: the candidate that the task has, -1 where it is none."""
+        self._at[row_of[has]] = has
+        may = np.array([wish.hurt or wish.now == 0 for wish in wishes], dtype=np.bool_)
+        self._stays: Bools = ~may & (self._at >= 0)
+        """By row: whether `held` leaves the task as it is."""
+        self._held_num = int(self._now[self._stays].sum())
+        self._scales: dict[int, _Scale] = {}
+
+    def hurt(self, i: int) -> Outlook:
+        """A worker of task i failed."""
+        wish, at = self._asked.wishes[i], int(self._at[i])
+        begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
+        then = replace(self._asked, wishes=(
+            *self._asked.wishes[:i], replace(wish, hurt=True), *self._asked.wishes[i + 1:]))
+        gains = self._exact.gains[begin:end].copy()
+        if self._stays[i]:  # else it pays already, or has what earns nothing
+            gains[at - begin] -= planner.waf_of(wish, wish.now) * wish.transition.same_s
+        scale = self._scale([*self._most[:i], float(np.abs(gains).max()), *self._most[i + 1:]])
+        if scale is None:
+            return _by_itself(then)
+        ours = planner.scaled(gains, scale.shift)
+        less = int(scale.rows.gains[at] - ours[at - begin]) if self._stays[i] else 0
+
+        def made() -> tuple[Rows, Ints]:
+            changed = scale.rows.gains.copy()
+            changed[begin:end] = ours
+            return replace(scale.rows, gains=changed), scale.earned
+
+        if less == 0 or scale.vector[i] != at:
+            optimum = (scale.slots, scale.gain)
+        elif scale.bound - int(scale.others[i]) < scale.gain - less:
+            optimum = (scale.slots, scale.gain - less)
+        else:
+            optimum = _best(made()[0], then.num_slots)
+        if not self._changes(optimum[0], i):
+            return Outlook(optimum=optimum, plan=optimum)
+        return _outlook(then, made, optimum,
+                        self._steady(scale, i, self._exact.sizes[begin:end], ours))
+
+    def ended(self, i: int) -> Outlook:
+        """Task i is there no more."""
+        wishes = (*self._asked.wishes[:i], *self._asked.wishes[i + 1:])
+        then = replace(self._asked, wishes=wishes)
+        scale = self._scale([*self._most[:i], *self._most[i + 1:]])
+        if scale is None:
+            return _by_itself(then)
+        begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
+
+        def made() -> tuple[Rows, Ints]:
+            whole, out = scale.rows, slice(begin, end)
+            starts = np.delete(whole.starts, i)
+            starts[i:] -= end - begin
+            return (Rows(sizes=np.delete(whole.sizes, out), gains=np.delete(whole.gains, out),
+                         starts=starts), np.delete(scale.earned, out))
+
+        if scale.slots[i] == 0:
+            optimum = ((*scale.slots[:i], *scale.slots[i + 1:]),
+                       scale.gain - int(scale.rows.gains[begin]))
+        else:
+            optimum = _best(made()[0], then.num_slots)
+
+        if not self._changes((*optimum[0][:i], 0, *optimum[0][i:]), i):
+            return Outlook(optimum=optimum, plan=optimum)
+        if self._stays[i]:
+            none = np.zeros(1, dtype=np.int64)
+            return _outlook(then, made, optimum, self._steady(scale, i, none, none))
+        steady = best(planner.held(wishes, made()[0]), then.num_slots)
+        return _outlook(then, made, optimum, steady and steady[1])
+
+    def _scale(self, most: Sequence[float]) -> _Scale | None:
+        """That of these largest gains; None: on it, ours would be too large."""
+        shift = planner.shift_of(most)
+        if shift > self._shift + 1:
+            return None
+        if shift not in self._scales:
+            self._scales[shift] = _Scale(self._exact, shift, self._asked.num_slots, self._at,
+                                         self._stays)
+        return self._scales[shift]
+
+    def _changes(self, slots: tuple[int, ...], i: int) -> bool:
+        """Whether a healthy task other than i is changed."""
+        changed = self._stays & (np.array(slots, dtype=np.int64) != self._now)
+        return int(changed.sum()) > int(changed[i])
+
+    def _steady(self, scale: _Scale, i: int, sizes: Ints, gains: Ints) -> int | None:
+        """The most with the other healthy tasks as they are, and task i on any of these sizes."""
+        left, gain = self._asked.num_slots - self._held_num, scale.held_gain
+        if not self._stays[i]:
+            return gain + int(scale.rest[left]) if left >= 0 else None
+        left, gain = left + int(self._now[i]), gain - int(scale.rows.gains[self._at[i]])
+        fits = sizes <= left
+        if not fits.any():
+            return None
+        return gain + int((gains[fits] + scale.rest[left - sizes[fits]]).max())

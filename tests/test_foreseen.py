@@ -1,0 +1,102 @@
+"""What is foreseen is what would be planned: every event, its optimum, its plan, what it beat."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from planner_cases import case
+from unicron.control_plane import foreseen, knapsack, planner
+from unicron.control_plane.foreseen import Event, after, foresee
+from unicron.control_plane.planner import PlanInput, Transition, Wish
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
+    """Ties are frequent, and so are changes that cost more than they earn."""
+    wafs = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0, 1e12]) | st.floats(0, 1e15, allow_nan=False)
+    spans = st.sampled_from([0.0, 10.0, 1e4])
+    linear = draw(st.booleans())
+    found: list[Wish] = []
+    for task in range(1, draw(st.integers(0, 5)) + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 8), max_size=4)))
+        found.append(Wish(
+            task=10 * task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes, 3])),
+            hurt=draw(st.sampled_from([False, False, True])),
+            transition=Transition(same_s=draw(spans), shrink_s=draw(spans), grow_s=draw(spans),
+                                  stop_s=draw(spans)), sizes=tuple(sizes),
+            wafs=tuple(float(size) if linear else draw(wafs) for size in sizes)))
+    return PlanInput(wishes=tuple(found), num_slots=draw(st.integers(0, 20)),
+                     mtbf_gpu_s=draw(st.sampled_from([1e2, 1e5, 7.2e6])),
+                     gain_min=draw(st.sampled_from([0.0, 0.005, 0.3]))), draw(st.integers(1, 4))
+
+
+def holds(asked: PlanInput, gpus_per_node: int) -> None:
+    """Every entry is what is planned on demand, and a lookup changes nothing of a choice."""
+    table = foresee(asked, gpus_per_node)
+    for event, outlook in table.outlooks.items():
+        then = after(asked, event, gpus_per_node)
+        assert outlook.optimum == knapsack.best(planner.gains(then), then.num_slots), event
+        choice = planner.choose(then)
+        assert outlook.plan == (choice.plan.slots, choice.plan.objective), event
+        known = table.known(then)
+        assert known == outlook.optimum
+        assert planner.choose(then, known) == choice
+
+
+@given(inputs())
+@settings(max_examples=400, deadline=None)
+def test_every_plan_looked_up_is_the_plan_made_on_demand(given_: tuple[PlanInput, int]) -> None:
+    holds(*given_)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.005]))
+@settings(max_examples=10, deadline=None)
+def test_so_it_is_with_clusters_as_they_are(seed: int, gain_min: float) -> None:
+    holds(case(12, 256, seed, gain_min=gain_min), 8)
+
+
+def test_the_table_has_every_event_once() -> None:
+    asked = case(12, 256, 1)
+    table = foresee(asked, 8)
+    running = [wish.task for wish in asked.wishes if wish.now]
+    assert len(running) < 12, "who waits can lose nothing"
+    assert set(table.outlooks) == {
+        *(Event(what="gpu lost", task=task) for task in running),
+        *(Event(what="node lost", task=task) for task in running),
+        *(Event(what="task ended", task=wish.task) for wish in asked.wishes),
+        Event(what="node joined")}
+
+
+def test_what_is_no_single_event_is_not_looked_up() -> None:
+    asked = case(12, 256, 1)
+    table, first, second = foresee(asked, 8), *[wish for wish in asked.wishes if wish.now][:2]
+    hurt = {wish.task: replace(wish, hurt=True) for wish in (first, second)}
+
+    def wishes(*tasks: int) -> tuple[Wish, ...]:
+        return tuple(hurt[wish.task] if wish.task in tasks else wish for wish in asked.wishes)
+
+    one = replace(asked, num_slots=248, wishes=wishes(first.task))
+    assert table.known(one) is not None
+    for other in (asked, replace(one, num_slots=247), replace(one, num_slots=240),
+                  replace(one, wishes=wishes(first.task, second.task)),
+                  replace(one, gain_min=0.1), replace(one, mtbf_gpu_s=1.0),
+                  replace(asked, num_slots=248), replace(one, wishes=one.wishes[1:]),
+                  replace(one, wishes=(replace(first, hurt=True, wafs=first.wafs[::-1]),
+                                       *one.wishes[1:])),
+                  replace(asked, wishes=(*asked.wishes, replace(first, task=99)))):
+        assert table.known(other) is None
+
+
+def test_what_is_the_same_is_held_once() -> None:
+    """A cluster with much to spare: whoever loses a GPU gets it back."""
+    asked = replace(case(12, 256, 1), num_slots=10_000)
+    now = planner.choose(asked).plan.slots
+    asked = replace(asked, wishes=tuple(replace(wish, now=slots, hurt=False)
+                                        for wish, slots in zip(asked.wishes, now, strict=True)))
+    table = foresee(asked, 8)
+    lost = [outlook for event, outlook in table.outlooks.items() if event.what == "gpu lost"]
+    assert len(lost) == 12
+    assert len({id(outlook.plan[0]) for outlook in lost}) == 1
+    assert table.num_bytes < 12 * 12 * 12 * 8
+    assert foreseen.Foreseen(asked=asked, gpus_per_node=8, outlooks={}).num_bytes == 0
