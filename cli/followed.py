@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -36,17 +35,38 @@ class Followed(Struct, frozen=True, kw_only=True):
 
 
 def followed_by(client: Client, seq: int) -> Followed:
-    """Read what the log has behind a request with it as the cause."""
-    found = list(takewhile(lambda record: record["cause"] == seq,
-                           client.records(seq, follow=False)))
+    """Read what the log has behind a request with it as the cause.
+
+    Requests of one write stand in one append: what followed from each of them is of it.
+    """
+    found: list[Plain] = []
+    source, causes = "", {seq}
+    for record in client.records(seq - 1, follow=False):
+        source = source or record["source"]
+        if record["source"] == source:
+            causes.add(record["seq"])
+        elif record["cause"] in causes:
+            found.append(record)
+        else:
+            break
 
     def bodies(kind: str) -> list[Plain]:
         return [record["body"] for record in found if record["kind"] == kind]
 
     return Followed(
-        seq=seq, plan=next(reversed(bodies("PlanChosen")), None), placed=bodies("TaskPlaced"),
+        seq=seq, plan=_joined(bodies("PlanChosen")), placed=bodies("TaskPlaced"),
         waiting=bodies("TaskWaiting"), withheld=bodies("OrderWithheld"),
         orders=[record["kind"] for record in found if "nodes" in record["body"]])
+
+
+def _joined(plans: list[Plain]) -> Plain | None:
+    """The last plan, told against what there was before the first."""
+    if not plans:
+        return None
+    before = {one["task"]: one["slots_before"] for plan in reversed(plans)
+              for one in plan["allocations"]}
+    return {**plans[-1], "allocations": [
+        {**one, "slots_before": before[one["task"]]} for one in plans[-1]["allocations"]]}
 
 
 def plan_lines(followed: Followed, view: Plain) -> list[str]:

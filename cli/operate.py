@@ -34,7 +34,7 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
     view: Plain = client.get("/v1/state")
     found = pick(view["tasks"], task)
     followed = _ask(client, f"/v1/tasks/{found['id']}/weight",
-                    {"weight": weight, "reason": _reason(reason)})
+                    {"weight": weight, "reason": reason_or_user(reason)})
     head = (f"{_who(found)}  weight {found['weight']:g} -> {weight:g}"
             if weight != found["weight"] else f"{_who(found)}  weight {weight:g}, as before")
     _tell(state, head, followed, view, as_json=as_json)
@@ -45,7 +45,7 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     found = pick_node(view["nodes"], node)
-    followed = _ask(client, f"/v1/nodes/{node}/drain", {"reason": _reason(reason)})
+    followed = _ask(client, f"/v1/nodes/{node}/drain", {"reason": reason_or_user(reason)})
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
     _tell(state, f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}",
@@ -57,13 +57,13 @@ def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     pick_node(view["nodes"], node)
-    followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": _reason(reason)})
+    followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
     _tell(state, f"{node}  may have tasks again", followed, view, as_json=as_json)
 
 
 def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
     """Hold healing."""
-    why = _reason(reason)
+    why = reason_or_user(reason)
     followed = _ask(connect(state, url), "/v1/freeze", {"reason": why})
     if as_json:
         say.out(followed.as_json())
@@ -78,7 +78,7 @@ def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) ->
     """Heal again."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    followed = _ask(client, "/v1/unfreeze", {"reason": _reason(reason)})
+    followed = _ask(client, "/v1/unfreeze", {"reason": reason_or_user(reason)})
     observes = client.get("/v1/state")["cluster"]["healing"]
     view["cluster"]["healing"] = observes
     head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
@@ -100,7 +100,7 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
     number = max(members or running) if rank is None else rank
     followed = _ask(client, "/v1/inject", {
         "what": "rank" if stop_s is None else "stop", "task": found["id"], "rank": number,
-        "stop_s": stop_s or 0.0, "reason": _reason(reason)})
+        "stop_s": stop_s or 0.0, "reason": reason_or_user(reason)})
     place = running.get(number)
     where = f" on {place['node']}/{place['slot']}, pid {place['pid']}," if place else ""
     how = "will be killed" if stop_s is None else (
@@ -115,7 +115,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
     client = connect(state, url)
     found = pick_node(client.get("/v1/state")["nodes"], node)
     followed = _ask(client, "/v1/inject", {"what": "node", "node": node,
-                                           "reason": _reason(reason)})
+                                           "reason": reason_or_user(reason)})
     num = sum(1 for slot in found["slots"] if slot["task"])
     _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
                 f"{number_of(num, 'rank')} will be killed on purpose", "unicron status nodes",
@@ -170,7 +170,7 @@ def pick_node(nodes: list[Plain], wanted: str) -> Plain:
                      "there are none yet: unicron up, or unicron agent --url URL")
 
 
-def _reason(given: str) -> str:
+def reason_or_user(given: str) -> str:
     """The reason as given, on one line as the log has it; else who asks."""
     if told := " ".join(given.split()):
         return told

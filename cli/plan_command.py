@@ -1,4 +1,5 @@
-"""`unicron plan` as a command; what a file asks is answered in plan_offline.py."""
+"""`unicron plan` as a command: of a running cluster (plan_live.py), or of a file (plan_offline.py).
+"""
 
 from __future__ import annotations
 
@@ -8,25 +9,54 @@ from typing import Annotated
 import typer
 
 from ..events.errors import UsageError
-from .options import Form
+from .options import Form, Reason, State, Url, folder
 
 app = typer.Typer()
 
 
 @app.command()
 def plan(
+    without: Annotated[list[str] | None, typer.Option(
+        "--without", metavar="NODE", help="Dry run: the node is drained; may be repeated.")] = None,
+    slots: Annotated[int | None, typer.Option(
+        "--with", min=1, max=100_000, metavar="N", help="Dry run: N slots (GPUs) more, in new "
+        "nodes as large as most.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(
+        "--weight", metavar="TASK=W", help="Dry run: the task has weight W; may be "
+        "repeated.")] = None,
+    submit: Annotated[Path | None, typer.Option(
+        "--submit", metavar="JOB.yaml", help="Dry run: this job is submitted.")] = None,
+    apply: Annotated[bool, typer.Option(
+        "--apply", help="Do what was dry-run, if --check still holds.")] = False,
+    check: Annotated[int | None, typer.Option(
+        "--check", min=0, metavar="INPUT", help="The input that the dry run told: where it has "
+        "changed since, nothing is done.")] = None,
     offline: Annotated[Path | None, typer.Option(
         "--offline", metavar="FILE", help="Plan what this YAML file says, without a cluster; "
         "-: standard input.")] = None,
     table: Annotated[bool, typer.Option(
         "--table", help="With --offline: the plan of every single event that may come next "
         "too.")] = False,
+    reason: Reason = "",
+    state: State = None,
+    url: Url = None,
     output: Form = "text",
 ) -> None:
-    """Show which task gets how many GPUs, why, and what was beaten."""
-    if offline is None:
-        raise UsageError("plan needs --offline FILE", "unicron plan --offline FILE; - is standard "
-                         "input; docs/guides/plan-offline.md says what the file holds")
-    from . import plan_offline
+    """Show which task gets how many GPUs, why, and what was beaten; or what would be if."""
+    from .plan_live import Asked
 
-    plan_offline.plan(offline, table=table, as_json=output == "json")
+    asked = Asked(without=tuple(without or ()), slots=slots, weights=tuple(weight or ()),
+                  submit=submit, apply=apply, check=check, reason=reason)
+    if offline is not None:
+        from . import plan_offline
+
+        if asked != Asked():
+            raise UsageError("--offline goes with --table and -o alone",
+                             "unicron plan --offline FILE")
+        plan_offline.plan(offline, table=table, as_json=output == "json")
+        return
+    if table:
+        raise UsageError("--table goes with --offline FILE", "unicron plan --offline FILE --table")
+    from . import plan_live
+
+    plan_live.plan(folder(state), url, asked, as_json=output == "json")

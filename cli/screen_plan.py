@@ -1,14 +1,34 @@
-"""Plans as a person reads them: what binds one."""
+"""Plans as a person reads them: the present one, a dry run against it, and what binds one.
+
+The pages are functions of what `GET /v1/plan` and `POST /v1/plan/dry-run` answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .figures import number_of
+from .figures import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    labelled,
+    number_of,
+    scaled,
+    span,
+    table,
+    way_to_act,
+)
 
 Plain = dict[str, Any]
 NAMED_NUM_MAX = 3
+ROWS_NUM_MAX = 20
+"""Tasks that are shown; the rest are counted."""
+PLACES_NUM_MAX = 8
+"""Nodes that one line names."""
+NAME_COLUMNS, WHAT_COLUMNS = 24, 44
 
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
@@ -19,3 +39,212 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing"}.get(
                 plan.get("bound", ""), "")
+
+
+def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
+    """The plan as it stands, and why."""
+    plan = found["plan"]
+    if plan is None:
+        return [_head("unicron plan", f"input {found['input']}"),
+                f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}"]
+    made = f"made {span(max(now_s - found['plan_s'], 0.0))} ago (seq {found['plan_seq']})"
+    rows = [[clipped(one["name"], NAME_COLUMNS), _arrow(count, one["slots_before"], one["slots"]),
+             f"{one['weight']:g}", _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
+            for one in found["tasks"][:ROWS_NUM_MAX]]
+    if (left := len(found["tasks"]) - ROWS_NUM_MAX) > 0:
+        rows.append([f"{count(left)} more", "", "", "", "", ""])
+    return [
+        _head("unicron plan", f"input {found['input']}, {number_of(plan['num_slots'], 'slot')}, "
+                              f"{made}"),
+        *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
+        *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
+        *_beaten(plan), "", *_ground(found), *_waiting(found), *_held(found, option),
+        *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
+                  + command(f"--with {found['more_slots']}") + "   "
+                  + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
+
+
+def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
+    """What would be. `asked`: the options that were typed, as one would type them again."""
+    typed = f"unicron plan {asked}"
+    plan = found["plan"]
+    if plan is None:
+        return [_head(typed, f"dry run, input {found['input']}"),
+                "no task, no plan: nothing would follow"]
+    num = _arrow(count, found["num_slots_before"], plan["num_slots"])
+    lines = [_head(typed, f"dry run, input {found['input']}, {num} slots, exact, "
+                          f"{span(found['took_s'])}"), *_gain(found)]
+    if found["planned"]:
+        lines += ["", *_changes(found), "", *_beaten(plan)]
+    lines += ["", *_ground(found), *_moves(found), *_waiting(found), *_assumes(found),
+              *_held(found, option)]
+    if not found["planned"]:
+        return lines
+    if "--with " in f"{asked} ":
+        return [*lines, *labelled("do it", "slots come with machines: "
+                                  + command("unicron agent --url URL") + " there")]
+    return [*lines, *labelled("do it", command(
+        f"{typed} --apply --check {found['input']}{option}"))]
+
+
+# --- parts --------------------------------------------------------------------------------------
+def _head(typed: str, told: str) -> str:
+    room = SCREEN_COLUMNS - len(told) - 2
+    return f"{clipped(typed, room):<{room}}  {told}"
+
+
+def _gain(found: Plain) -> list[str]:
+    """What moves and why; what it is worth, and when that is paid back."""
+    if not found["planned"]:
+        return ["no plan would follow from it: all stays as it is"]
+    before, after = _sum(found, "waf_before"), _sum(found, "waf")
+    gain, cost = after - before, found["transition_flop"]
+    reason = found["plan"]["why"].partition(": ")[2]  # of the last plan, where there are several
+    lines = labelled("why", f"{_moved(found)}: {reason}")
+    if not gain and not cost:
+        return lines
+    share = f" ({'+' if gain > 0 else '-'}{_percent(abs(gain) / before)})" if before > 0 else ""
+    back = f", paid back in {span(cost / gain)}" if gain > 0 and cost > 0 else ""
+    earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
+    return [*lines, *labelled("worth", f"{earns}{back}; the changes cost {scaled(cost, 'FLOP')}")]
+
+
+def _moved(found: Plain) -> str:
+    """Who has another number of slots then than now."""
+    told = [f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
+            if one["slots"] != one["slots_before"]]
+    more = f" and {len(told) - NAMED_NUM_MAX} more" if len(told) > NAMED_NUM_MAX else ""
+    return f"{', '.join(told[:NAMED_NUM_MAX])}{more}" if told else "every task keeps its number"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:,.0f} %"
+
+
+def _sum(found: Plain, name: str) -> float:
+    return math.fsum(one[name] for one in found["tasks"])
+
+
+def _changes(found: Plain) -> list[str]:
+    """Who changes or pays, those who gain or lose most first; the others counted; all."""
+    def busy(one: Plain) -> bool:
+        return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
+
+    moved = sorted((one for one in found["tasks"] if busy(one)),
+                   key=lambda one: -abs(one["waf"] - one["waf_before"]))
+    still = [one for one in found["tasks"] if not busy(one)]
+    rows = [[clipped(one["name"], NAME_COLUMNS),
+             _arrow(count, one["slots_before"], one["slots"]),
+             _arrow(_waf, one["waf_before"], one["waf"]),
+             span(one["pause_s"]) if one["pause_s"] else "-", _lost(one)]
+            for one in moved[:ROWS_NUM_MAX]]
+    if len(moved) > ROWS_NUM_MAX:
+        rows.append([f"{count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
+    if still:
+        rows.append([f"{number_of(len(still), 'other')}", count(sum(x["slots"] for x in still)),
+                     _waf(math.fsum(x["waf"] for x in still)), "-", "unchanged"])
+    rows.append(["all", _arrow(count, sum(x["slots_before"] for x in found["tasks"]),
+                               sum(x["slots"] for x in found["tasks"])),
+                 _arrow(_waf, _sum(found, "waf_before"), _sum(found, "waf")), "", ""])
+    return table(("TASK", "SLOTS", "WAF", "PAUSE", "LOST"), rows)
+
+
+def _lost(one: Plain) -> str:
+    """Iterations that its change costs: a task moves in memory, or is saved first."""
+    if not one["pause_s"]:
+        return "-" if one["slots"] else "waits"
+    if one["tier"] == "command":
+        return "stopped" if not one["slots"] else "starts again"
+    return "0" if one["slots"] else "0, saved first"
+
+
+def _beaten(plan: Plain) -> list[str]:
+    """The plan and those that it beat, the nearest first."""
+    worth = plan["objective_flop"]
+    rows = [["1", "this plan", _waf(plan["waf"]), "chosen"]]
+    others = sorted(plan["alternatives"], key=lambda other: other["behind_flop"])
+    for place, other in enumerate(others, 2):
+        behind = other["behind_flop"]
+        share = f" ({_percent(behind / worth)})" if behind > 0 < worth else ""
+        told = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
+                if not behind else f"gains {scaled(-behind, 'FLOP')}, below gain_min")
+        if behind > 0 and other["waf"] > plan["waf"]:
+            told += ": its changes cost more than they earn"
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+
+
+def _ground(found: Plain) -> list[str]:
+    """What binds the plan, and for how long it is expected to hold."""
+    plan = found["plan"]
+    bound = bound_by(plan, {one["task"]: one["name"] for one in found["tasks"]}) or "not told"
+    more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
+            else f"{found['more_slots']} more would earn nothing")
+    hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
+            f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
+    return [*labelled("bound by", f"{bound} ({more})"),
+            *labelled("horizon", hold)]
+
+
+def _moves(found: Plain) -> list[str]:
+    """Which slots each task leaves, and which it takes."""
+    lines: list[str] = []
+    for one in found["tasks"][:ROWS_NUM_MAX]:
+        old, new = ([seat["slot"] for seat in one[key]] for key in ("seats_before", "seats"))
+        leaves = [slot for slot in old if slot not in new]
+        takes = [slot for slot in new if slot not in old]
+        words = [f"{word} {_places(slots)}" for word, slots in
+                 (("leaves", leaves), ("takes", takes)) if slots]
+        if words:
+            lines += labelled("moves" if not lines else "",
+                              f"{one['name']} {', '.join(words)}")
+    return lines
+
+
+def _places(slots: Sequence[Plain]) -> str:
+    """`n1/0 n2/0-7`."""
+    of: dict[str, list[int]] = {}
+    for slot in slots:
+        of.setdefault(slot["node"], []).append(slot["index"])
+    told: list[str] = []
+    for node, indices in of.items():
+        whole = len(indices) > 1 and max(indices) - min(indices) + 1 == len(indices)
+        told.append(f"{node}/{min(indices)}-{max(indices)}" if whole
+                    else " ".join(f"{node}/{index}" for index in sorted(indices)))
+    left = len(told) - PLACES_NUM_MAX
+    return " ".join(told[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
+
+
+def _waiting(found: Plain) -> list[str]:
+    return [line for one in found["tasks"][:ROWS_NUM_MAX] if one["waits"]
+            for line in labelled("waits", f"{one['name']}: {one['waits']}")]
+
+
+def _assumes(found: Plain) -> list[str]:
+    """What the figures rest on: the tables by which the tasks earn, and that all goes well."""
+    by: dict[str, list[str]] = {}
+    for one in found["tasks"]:
+        by.setdefault(one["origin"] or "unknown", []).append(one["name"])
+    told = [f"{', '.join(names[:NAMED_NUM_MAX])}"
+            + (f" and {len(names) - NAMED_NUM_MAX} more" if len(names) > NAMED_NUM_MAX else "")
+            + f" {origin}" for origin, names in by.items()]
+    return labelled("assumes", f"throughput of {'; of '.join(told)}; nothing fails on the way"
+                    ) if told else []
+
+
+def _held(found: Plain, option: str) -> list[str]:
+    if not found["held"]:
+        return []
+    return labelled("held", f"{found['held']}; planned, and nothing is ordered. To act: "
+                    + command(way_to_act(found["held"], option)))
+
+
+def _waf(value: float) -> str:
+    return scaled(value, "FLOP/s")
+
+
+def _arrow(show: Callable[[Any], str], before: Any, after: Any) -> str:
+    """`32 -> 24`, or `32` where nothing changes."""
+    if before == after or show(before) == show(after):
+        return show(after)
+    return f"{show(before)} -> {show(after)}"

@@ -231,7 +231,3 @@ def test_what_is_no_file_is_said_in_one_line(tmp_path: Path, make: str,
     elif make == "list":
         path.write_text("- 1\n")
     refused(unicron("plan", "--offline", "plan.yaml", folder=tmp_path), "plan.yaml")
-
-
-def test_without_a_file_it_says_what_it_needs() -> None:
-    refused(unicron("plan"), "--offline FILE")

@@ -1,0 +1,223 @@
+"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out.
+
+`UNICRON_SNAPSHOTS=write pytest tests/test_plan_live.py` writes the pages anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from heart_driver import Driver
+from test_dry_run import job
+from test_screens import check
+from two_tasks import gives, plain, seen, two_tasks, waits
+from unicron.cli import plan_live, screen_plan
+from unicron.cli.followed import followed_by, plan_lines
+from unicron.cli.plan_live import Asked
+from unicron.cli.state_dir import StateDir
+from unicron.control_plane import dry_run
+from unicron.control_plane.dry_run import Change
+from unicron.control_plane.state import encode_state
+from unicron.events import reports as r
+from unicron.events.errors import UsageError
+
+Plain = dict[str, Any]
+BETA = {1: 1.5e12, 2: 2.4e12}
+
+
+class Told:
+    """A control plane that answers of a driver's state, and takes what is applied."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.posted = driver, list[tuple[str, Plain]]()
+
+    def get(self, path: str) -> Plain:
+        if path == "/v1/plan":
+            return plain_of(dry_run.present(encode_state(self.driver.state)))
+        return seen(self.driver)
+
+    def post(self, path: str, body: Plain) -> Plain:
+        self.posted.append((path, body))
+        data = encode_state(self.driver.state)
+        if path == "/v1/plan/dry-run":
+            change = msgspec.convert(body, Change)
+            return {**plain_of(dry_run.attempt(data, change)), "took_s": 0.0012}
+        seq = self.driver.state.seq + 1
+        change = msgspec.convert(body["change"], Change)
+        for number, one in enumerate(dry_run.bodies(data, change, body["reason"]), 1):
+            self.driver.seqs["operator/apply"] = number - 1
+            self.driver.tell("operator/apply", one)
+        return {"seq": seq}
+
+    def records(self, after: int, *, follow: bool) -> Iterator[Plain]:
+        return (record for record in plain(self.driver) if record["seq"] > after)
+
+
+def plain_of(found: dry_run.Tried) -> Plain:
+    told: Plain = msgspec.json.decode(msgspec.json.encode(found))
+    return told
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(told: Told, *, as_json: bool = False, **asked: Any) -> list[str]:
+        monkeypatch.setattr(plan_live, "connect", lambda state, url: told)
+        monkeypatch.setattr(plan_live, "option_for", lambda state: "")
+        plan_live.plan(StateDir(tmp_path), None, Asked(**asked), as_json=as_json)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+# --- pages --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "asked"), [
+    ("without", {"without": ("n3",)}),
+    ("with", {"slots": 2}),
+    ("weight", {"weights": ("beta=4",)}),
+    ("several", {"without": ("n1", "n2"), "weights": ("alpha=9",)}),
+    ("no-change", {"weights": ("beta=1",)}),
+])
+def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -> None:
+    d, _, _ = two_tasks(BETA)
+    before = len(d.log)
+    lines = ask(Told(d), **asked)
+    assert len(d.log) == before, "nothing is written"
+    check(f"plan-{name}", lines, columns_max=100)
+
+
+def test_a_job_that_would_be_submitted(ask: Any, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    d, _, _ = two_tasks(BETA)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(json.dumps(job("gamma", 3.0, 2, [2, 2])))
+    check("plan-submit", ask(Told(d), submit=Path("job.yaml")), columns_max=100)
+
+
+@pytest.mark.parametrize(("name", "make"), [("present", gives), ("present-waits", waits)])
+def test_the_present_plan(name: str, make: Any) -> None:
+    d = make()[0]
+    found = plain_of(dry_run.present(encode_state(d.state)))
+    check(name.replace("present", "plan"),
+          screen_plan.present(found, now_s=found["plan_s"] + 90), columns_max=100)
+
+
+def test_where_there_is_no_task_there_is_no_plan() -> None:
+    found = plain_of(dry_run.present(encode_state(Driver().state)))
+    assert screen_plan.present(found, now_s=0.0)[1].startswith("no task, no plan: ")
+    tried = plain_of(dry_run.attempt(encode_state(Driver().state), Change(without=("n1",))))
+    assert screen_plan.dry_run(tried, "--without n1")[1].startswith("no task, no plan")
+
+
+def test_held_is_told(ask: Any) -> None:
+    d, _, _ = two_tasks(BETA)
+    d.tell("operator/f", r.HealingFrozen(reason="a test"))
+    held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
+    assert held == ["held       frozen: a test; planned, and nothing is ordered. To act: "
+                    "unicron unfreeze"]
+
+
+def test_many_tasks_and_slots_fit_on_a_page() -> None:
+    rows = [{"task": i, "name": f"task-{i}", "tier": "train", "weight": 1.0, "slots_before": 64,
+             "slots": 56, "waf_before": 2e15, "waf": 1e15, "pause_s": 3.0, "origin": "measured",
+             "seats_before": [{"slot": {"node": f"n{n}", "index": k}} for n in range(20)
+                              for k in range(8)],
+             "seats": [], "iteration": 9, "waits": ""} for i in range(1, 101)]
+    plan = {"num_slots": 5600, "waf": 1e17, "objective_flop": 3e23, "alternatives": [],
+            "running_s": 1e6, "bound": "max", "bound_tasks": list(range(1, 50)), "why": "so"}
+    found = {"plan": plan, "tasks": rows, "input": 7, "num_slots_before": 6400, "took_s": 0.1,
+             "planned": True, "transition_flop": 1e18, "more_slots": 8, "more_waf": 0.0,
+             "held": ""}
+    lines = screen_plan.dry_run(found, "--without n1")
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 100
+    assert any("80 more" in line for line in lines)
+    assert any("the max of task-1, task-2, task-3 and 46 more" in line for line in lines)
+
+
+def test_as_json_it_is_what_the_control_plane_says(ask: Any) -> None:
+    d, _, beta = two_tasks(BETA)
+    told = Told(d)
+    (line,) = ask(told, as_json=True, without=("n3",))
+    assert json.loads(line) == told.post(*told.posted[0])
+    (line,) = ask(told, as_json=True)
+    assert json.loads(line)["tried"] is False
+    assert told.posted[0] == ("/v1/plan/dry-run", {"slots": 0, "without": ["n3"], "weights": {}})
+    ask(told, weights=(f"task-{beta}=2.5",))
+    assert told.posted[-1][1]["weights"] == {str(beta): 2.5}
+
+
+def test_names_with_commas_between_are_several(ask: Any) -> None:
+    told = Told(two_tasks(BETA)[0])
+    ask(told, without=("n1,n2",))
+    assert told.posted[0][1]["without"] == ["n1", "n2"]
+
+
+# --- carried out --------------------------------------------------------------------------------
+def test_applied_it_is_told_as_one_change(ask: Any) -> None:
+    d, _, _ = two_tasks(BETA)
+    told = Told(d)
+    found = plain_of(dry_run.attempt(encode_state(d.state), Change(without=("n1", "n2"))))
+    lines = ask(told, without=("n1", "n2"), apply=True, check=d.state.num_inputs, reason="a rack")
+    assert told.posted == [("/v1/plan/apply", {
+        "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
+        "check": found["input"], "reason": "a rack"})]
+    assert lines[0].startswith("applied  --without n1 --without n2 (seq ")
+    given = {one["name"]: (one["slots_before"], one["slots"]) for one in found["tasks"]}
+    for name, (before, after) in given.items():
+        assert any(line.startswith(name) and f"{before} -> {after} slot" in line
+                   for line in lines) or before == after
+    assert lines[-1] == "look     unicron status -w"
+    assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
+
+
+def test_what_follows_from_one_request_is_read_as_before() -> None:
+    d, alpha, _ = two_tasks(BETA)
+    view, seq = seen(d), len(d.log) + 1
+    d.tell("operator/w", r.TaskWeightSet(task=alpha, weight=9.0))
+    d.tell("operator/x", r.TaskWeightSet(task=alpha, weight=1.0))
+    found = followed_by(Told(d), seq)  # type: ignore[arg-type]
+    assert found.plan is not None
+    assert found.plan["trigger"] == "task alpha has weight 9"
+    assert plan_lines(found, view)[0].startswith("plan     6 slots, WAF ")
+
+
+# --- typed wrongly ------------------------------------------------------------------------------
+@pytest.mark.parametrize(("asked", "error", "hint"), [
+    ({"without": ("n9",)}, "no node 'n9'", "there is n1, n2, n3"),
+    ({"without": ("n1,n1",)}, "node n1 is named twice", "name each node once"),
+    ({"weights": ("gamma=2",)}, "no task 'gamma'", "there is alpha, beta"),
+    ({"weights": ("alpha",)}, "--weight 'alpha' is not TASK=W", "for example --weight alpha=2"),
+    ({"weights": ("=2",)}, "--weight '=2' is not TASK=W", "for example --weight alpha=2"),
+    ({"weights": ("alpha=0",)}, "0 is not a weight: a weight is above 0",
+     "for example unicron set-weight alpha 2"),
+    ({"weights": ("alpha=nan",)}, "nan is not a weight: a weight is above 0",
+     "for example unicron set-weight alpha 2"),
+    ({"weights": ("alpha=much",)}, "'much' is not a number: a weight is above 0",
+     "for example --weight alpha=2"),
+    ({"weights": ("alpha=2", "alpha=3")}, "task alpha is weighed twice",
+     "give each task one weight"),
+    ({"submit": Path("/nowhere/job.yaml")}, "/nowhere/job.yaml: no such file or directory",
+     "name a job file; examples are in deploy/examples/"),
+    ({"apply": True, "check": 3}, "--apply has nothing to apply",
+     "unicron plan --without NODE first"),
+    ({"apply": True, "without": ("n1",)}, "--apply needs --check INPUT",
+     "unicron plan --without n1 shows what would be, and the input to check"),
+    ({"apply": True, "check": 3, "slots": 2}, "--with cannot be applied: slots come with machines",
+     "unicron agent, on a new machine, has it join"),
+    ({"check": 3, "without": ("n1",)}, "--check goes with --apply",
+     "unicron plan --without n1 --apply --check 3"),
+    ({"check": 3}, "--check goes with --apply",
+     "unicron plan --without NODE --apply --check INPUT"),
+])
+def test_what_is_typed_wrongly_is_one_line_and_a_hint(
+        asked: Plain, error: str, hint: str, ask: Any) -> None:
+    told = Told(two_tasks(BETA)[0])
+    with pytest.raises(UsageError) as refused:
+        ask(told, **asked)
+    assert (str(refused.value), refused.value.hint) == (error, hint)
+    assert not told.posted
