@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from ..events.orders import Seat, Slot
+from .room import Room
 from .state import Task
 
 Taken = dict[int, list[Slot]]
@@ -27,11 +29,10 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
     taken = _claims(tasks, wanted, usable)
+    room = Room(usable.difference(*taken.values()))
     for task in tasks:
-        used = {slot for own in taken.values() for slot in own}
-        free = sorted(slot for slot in slots if slot not in used)
         own = taken[task.id]
-        own += _choose(free, own, wanted[task.id] - len(own))
+        own += _choose(room, own, wanted[task.id] - len(own))
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
     _spread(movable, taken, slots)
@@ -67,31 +68,48 @@ def _empty(task: Task) -> list[Slot]:
 
 
 def _keep(seats: Sequence[Seat], count: int) -> list[Seat]:
-    """Drop seats until `count` are left: from the fullest node of two, else from the emptiest."""
-    kept = sorted(seats)
-    while len(kept) > count:
-        on = _by_node(seat.slot for seat in kept)
-        spread = len(on) == 2 and count >= 2
-        kept.remove(max(kept, key=lambda seat: (
-            on[seat.slot.node] if spread else -on[seat.slot.node], seat.rank)))
-    return kept
+    """Drop seats until `count` are left: from the fullest node of two, else from the emptiest.
+
+    Among nodes that are equally full the highest rank goes.
+    """
+    on: dict[str, list[Seat]] = {}
+    for seat in sorted(seats):
+        on.setdefault(seat.slot.node, []).append(seat)
+    left = len(seats)
+    heap = [(len(own), -own[-1].rank, node) for node, own in on.items()]
+    heapify(heap)
+    while left > count and (len(on) != 2 or count < 2):
+        _, _, node = heappop(heap)  # what is emptiest stays so until it is empty
+        for _ in range(min(left - count, len(on[node]))):
+            on[node].pop()
+            left -= 1
+        if not on[node]:
+            del on[node]
+    while left > count:
+        max(on.values(), key=lambda own: (len(own), own[-1].rank)).pop()
+        left -= 1
+    return sorted(seat for own in on.values() for seat in own)
 
 
 # --- what is new --------------------------------------------------------------------------------
-def _choose(free: Sequence[Slot], own: Sequence[Slot], count: int) -> list[Slot]:
+def _choose(room: Room, own: Sequence[Slot], count: int) -> list[Slot]:
     """`count` slots: own nodes first, then the emptiest; two nodes where there are two."""
     chosen: list[Slot] = []
-    left, room, nodes = list(free), _by_node(free), _by_node(own)
-    while len(chosen) < count and left:
-        last = len(chosen) == count - 1
-        elsewhere = [slot for slot in left if slot.node not in nodes]
-        if last and len(nodes) == 1 and elsewhere:
-            left = elsewhere
-        best = min(left, key=lambda slot: (slot.node not in nodes, -room[slot.node], slot))
-        chosen.append(best)
-        left.remove(best)
-        room[best.node] -= 1
-        nodes[best.node] += 1
+    nodes = {slot.node for slot in own}
+    near = [(-room.on(node), node) for node in sorted(nodes) if room.on(node)]
+    heapify(near)
+    while (left := count - len(chosen)) > 0:
+        elsewhere = room.roomiest(nodes) if left == 1 and len(nodes) == 1 else ""
+        node = elsewhere or (near[0][1] if near else room.roomiest())
+        if not node:
+            break
+        alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
+        chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
+        nodes.add(node)
+        if near:
+            heappop(near)
+        if room.on(node):
+            heappush(near, (-room.on(node), node))
     return chosen
 
 

@@ -29,7 +29,7 @@ SHARED = ("training", "wire", "forking", "keeping", "linux", "urls")
 PURE = (
     *(f"control_plane/{name}.py" for name in (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
-        "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
+        "room", "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
         "calibration", "pricing", "knapsack", "tables", "foreseen", "waiting", "withhold",
         "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run",
