@@ -68,7 +68,7 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
     choice = planner.choose(ground.asked)
     yield explain.chosen(state, ground, choice)
     if not state.held:
-        yield from _place(open_tasks, choice.plan.slots, ground.slots)
+        yield from _place(state, open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # held, whom the plan gives nothing trains on
@@ -79,12 +79,13 @@ def _plan(state: ClusterState) -> Iterator[r.Body]:
             yield from waiting.wait_for_healing(state, task)
 
 
-def _place(tasks: list[Task], counts: tuple[int, ...],
+def _place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
            slots: Sequence[Slot]) -> Iterator[r.Body]:
     """The seats of all; who shrinks or stays is told first."""
-    seats = placement.place(tasks, counts, slots)
+    where = {name: node.labels for name, node in state.nodes.items()}
+    seats = placement.place(tasks, counts, slots, where)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:
-            why = (placement.why_placed(task, seats[task.id]) if seats[task.id]
+            why = (placement.why_placed(task, seats[task.id], slots, where) if seats[task.id]
                    else "the plan gives it no slots")
             yield TaskPlaced(task=task.id, seats=seats[task.id], why=why)

@@ -1,52 +1,54 @@
 """From counts to seats: which task sits where.
 
-The hard rule: a training task of two or more seats is on two nodes, so that all of its state has
-holders on both. It is kept wherever it can be without moving a seat of a task that stays as it
-is: a healthy task is not moved for the spread alone, its own or another's. One that is placed
-anew, grows, shrinks or lost a seat may have more of its seats moved, but only for that rule and
-as few as it takes. Apart from it every seat that can be kept is kept, and few nodes are taken.
+The hard rule (spread.py): a training task of two or more seats is on two nodes, and on two racks
+where nodes are labelled, so that all of its state has holders on both. It is kept wherever it can
+be without moving a seat of a task that stays as it is: a healthy task is not moved for the spread
+alone, its own or another's. One that is placed anew, grows, shrinks or lost a seat may have more of
+its seats moved, but only for that rule and as few as it takes. Apart from it every seat that can be
+kept is kept, new ones are as near to them as there is room (the same node, the same switch, the
+same rack, then anywhere), and few nodes are taken.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
+from ..events.labels import Labels
 from ..events.orders import Seat, Slot
-from .room import Room
+from .room import Room, domain, switch
+from .spread import Taken, spread
 from .state import Task
 
-Taken = dict[int, list[Slot]]
-"""Slots by task."""
-Move = tuple[int, str, str]
-"""One seat of a task from a node to another."""
+Where = Mapping[str, Labels]
+"""Labels by node."""
 
 
 def place(tasks: Sequence[Task], counts: Sequence[int],
-          slots: Sequence[Slot]) -> dict[int, tuple[Seat, ...]]:
+          slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
     """By task: the seats of `counts[i]` slots for task i; the counts fit into `slots`."""
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
-    taken = _claims(tasks, wanted, usable)
-    room = Room(usable.difference(*taken.values()))
+    taken = _claims(tasks, wanted, usable, where)
+    room = Room(slots, {slot for own in taken.values() for slot in own}, where)
     for task in tasks:
         own = taken[task.id]
-        own += _choose(room, own, wanted[task.id] - len(own))
+        own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
-    _spread(movable, taken, slots)
+    spread(movable, taken, room, where)
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
 
 # --- what is kept -------------------------------------------------------------------------------
-def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot]) -> Taken:
+def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
+            where: Where) -> Taken:
     """What each keeps: first seats with a process, then processes that were to leave, then
     seats that are still empty. So two tasks never wait for each other's slots."""
     taken: Taken = {}
     for task in tasks:
         here = [seat for seat in task.target if seat.slot in usable and seat.rank in task.ranks]
-        taken[task.id] = [seat.slot for seat in _keep(here, wanted[task.id])]
+        taken[task.id] = [seat.slot for seat in _keep(here, wanted[task.id], where)]
     claimed = {slot for own in taken.values() for slot in own}
     for kind in (_processes, _empty):
         for task in tasks:
@@ -67,50 +69,84 @@ def _empty(task: Task) -> list[Slot]:
     return [seat.slot for seat in sorted(task.target) if seat.rank not in task.ranks]
 
 
-def _keep(seats: Sequence[Seat], count: int) -> list[Seat]:
-    """Drop seats until `count` are left: from the fullest node of two, else from the emptiest.
+def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
+    """Drop seats until `count` are left, so that two racks stay and few nodes.
 
-    Among nodes that are equally full the highest rank goes.
+    Of two racks from the fuller one, else from the emptiest; there from the emptiest node, of the
+    last two nodes from the fuller one. Among equals the highest rank goes.
     """
-    on: dict[str, list[Seat]] = {}
+    racks: dict[str, list[Seat]] = {}
     for seat in sorted(seats):
-        on.setdefault(seat.slot.node, []).append(seat)
-    left = len(seats)
-    heap = [(len(own), -own[-1].rank, node) for node, own in on.items()]
+        racks.setdefault(domain(seat.slot.node, where), []).append(seat)
+    if len(seats) > count and len(racks) == 1 and len({seat.slot.node for seat in seats}) > 1:
+        return _keep(seats, count, {})
+    drop = len(seats) - count
+    heap = [(len(own), -own[-1].rank, rack) for rack, own in racks.items()]
     heapify(heap)
-    while left > count and (len(on) != 2 or count < 2):
-        _, _, node = heappop(heap)  # what is emptiest stays so until it is empty
-        for _ in range(min(left - count, len(on[node]))):
-            on[node].pop()
-            left -= 1
-        if not on[node]:
-            del on[node]
-    while left > count:
-        max(on.values(), key=lambda own: (len(own), own[-1].rank)).pop()
-        left -= 1
-    return sorted(seat for own in on.values() for seat in own)
+    while drop > 0 and (len(racks) != 2 or count < 2):
+        _, _, rack = heappop(heap)  # what is emptiest stays so until it is empty
+        num = min(drop, len(racks[rack]))
+        racks[rack] = _emptiest_first(racks[rack])[num:]
+        drop -= num
+        if not racks[rack]:
+            del racks[rack]
+    if drop > 0:
+        left = [_emptiest_first(own)[::-1] for own in racks.values()]
+        for _ in range(drop):
+            max(left, key=lambda own: (len(own), own[-1].rank)).pop()
+        return sorted(seat for own in left for seat in own)
+    return sorted(seat for own in racks.values() for seat in own)
+
+
+def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
+    """Node by node, of equals those of the highest rank first; on a node the highest rank first."""
+    on: dict[str, list[Seat]] = {}
+    for seat in sorted(seats, reverse=True):
+        on.setdefault(seat.slot.node, []).append(seat)
+    return [seat for own in sorted(on.values(), key=lambda own: (len(own), -own[0].rank))
+            for seat in own]
 
 
 # --- what is new --------------------------------------------------------------------------------
-def _choose(room: Room, own: Sequence[Slot], count: int) -> list[Slot]:
-    """`count` slots: own nodes first, then the emptiest; two nodes where there are two."""
+def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
+    """`count` slots: own nodes first, then the nearest, of these the emptiest; two racks, or two
+    nodes, where there are two."""
     chosen: list[Slot] = []
-    nodes = {slot.node for slot in own}
-    near = [(-room.on(node), node) for node in sorted(nodes) if room.on(node)]
+    nodes = dict.fromkeys(sorted(slot.node for slot in own))
+    racks = dict.fromkeys(domain(node, where) for node in nodes)
+    near = [(-room.on(node), node) for node in nodes if room.on(node)]
     heapify(near)
     while (left := count - len(chosen)) > 0:
-        elsewhere = room.roomiest(nodes) if left == 1 and len(nodes) == 1 else ""
-        node = elsewhere or (near[0][1] if near else room.roomiest())
+        elsewhere = _elsewhere(room, nodes, racks, where) if left == 1 else ""
+        node = elsewhere or (near[0][1] if near else _nearest(room, nodes, where))
         if not node:
             break
         alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
         chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
-        nodes.add(node)
+        nodes[node] = racks[domain(node, where)] = None
         if near:
             heappop(near)
         if room.on(node):
             heappush(near, (-room.on(node), node))
     return chosen
+
+
+def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str], where: Where) -> str:
+    """Where the last seat has to go, so that not all are on one rack, or on one node."""
+    if len(racks) != 1:
+        return ""
+    found = room.roomiest(but=lambda node: domain(node, where) in racks)
+    return found or (room.roomiest(but=lambda node: node in nodes) if len(nodes) == 1 else "")
+
+
+def _nearest(room: Room, nodes: Iterable[str], where: Where) -> str:
+    """The roomiest node at a switch of these, else in a rack of these, else of all."""
+    for group in (switch, domain):
+        found = [node for key in dict.fromkeys(group(node, where) for node in nodes)
+                 if (node := room.roomiest(key))]
+        if found:
+            return min(found, key=lambda node: (-room.on(node), node))
+    return room.roomiest()
 
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
@@ -128,100 +164,26 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
                         for slot in sorted(slots)))
 
 
-# --- the hard rule ------------------------------------------------------------------------------
-def _spread(movable: Sequence[Task], taken: Taken, slots: Sequence[Slot]) -> None:
-    """Bring every movable task of two or more seats onto two nodes, where that is possible.
-
-    No node may hold all seats of such a task: a flow from tasks to nodes with that bound on each
-    edge. One augmenting path for each task that breaks it: as in any flow, where there is none
-    the rule cannot be kept for more of them.
-    """
-    tasks = {task.id: task for task in movable}
-    for key, task in tasks.items():
-        path = _path(key, tasks, taken, slots) if task.is_train and _all_on(taken[key]) else None
-        if path is not None:
-            _follow(path, tasks, taken, slots)
-
-
-def _all_on(slots: Sequence[Slot]) -> str:
-    """The node that holds all of two or more, else empty."""
-    return slots[0].node if len(slots) > 1 and len(_by_node(slots)) == 1 else ""
-
-
-def _path(first: int, tasks: dict[int, Task], taken: Taken,
-          slots: Sequence[Slot]) -> list[Move] | None:
-    """The cheapest moves that take a seat of task `first` off its node, None where there are none.
-
-    Each goes where the next makes room; the last into a free slot, or to where the first was.
-    A move of a process costs 1, unless it lets another keep its seat; of an empty seat nothing.
-    """
-    home = _all_on(taken[first])
-    used = {slot for own in taken.values() for slot in own}
-    room = dict.fromkeys(sorted(slot.node for slot in slots), 0)
-    for slot in slots:
-        room[slot.node] += slot not in used
-    on = {key: _by_node(taken[key]) for key in tasks}
-    best: dict[str, tuple[int, list[Move]]] = {
-        node: (_cost(tasks[first], taken[first], home, node), [(first, home, node)])
-        for node in room if node != home}
-    todo = list(best)
-    while todo:
-        node = todo.pop(0)
-        cost, path = best[node]
-        moved = [move[0] for move in path]
-        for key in [key for key in tasks if node in on[key] and key not in moved]:
-            most = len(taken[key]) - 1 if tasks[key].is_train and len(taken[key]) > 1 else None
-            for other in [x for x in room if most is None or on[key][x] < most]:
-                step = cost + _cost(tasks[key], taken[key], node, other)
-                if other != node and (other not in best or step < best[other][0]):
-                    best[other] = step, [*path, (key, node, other)]
-                    todo.append(other)
-    ends = [(cost, len(path), path) for node, (cost, path) in best.items()
-            if room[node] or node == home]
-    return min(ends)[2] if ends else None
-
-
-def _cost(task: Task, own: Sequence[Slot], node: str, other: str) -> int:
-    """1 if a process is in each seat on `node`; less 1 if one without a seat is on `other`."""
-    there = _at(task)
-    return int(all(slot in there for slot in own if slot.node == node)) - int(
-        any(slot.node == other and slot not in own for slot in there))
-
-
-def _follow(path: Sequence[Move], tasks: dict[int, Task], taken: Taken,
-            slots: Sequence[Slot]) -> None:
-    """Carry out the moves from the last to the first, each into the slot that is free by then."""
-    used = {slot for own in taken.values() for slot in own}
-    left = [max((slot not in _at(tasks[key]), slot in _at(tasks[into]), slot)
-                for slot in taken[key] if slot.node == node)[2]
-            for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)]
-    last, _, end = path[-1]
-    ends = [slot for slot in slots if slot.node == end and (slot not in used or slot == left[0])]
-    into = [*left[1:], min((slot not in _at(tasks[last]), slot) for slot in ends)[1]]
-    for (key, _, _), old, new in zip(path, left, into, strict=True):
-        taken[key].remove(old)
-        taken[key].append(new)
-
-
-def _at(task: Task) -> list[Slot]:
-    """Where its processes are."""
-    return [rank.slot for rank in task.ranks.values()]
-
-
-def _by_node(slots: Iterable[Slot]) -> Counter[str]:
-    return Counter(slot.node for slot in slots)
-
-
-def why_placed(task: Task, seats: Sequence[Seat]) -> str:
-    """What a person should know of this placement, and what the loss of a node would cost."""
+def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
+    """What a person should know of this placement: what the loss of a node would cost, and why all
+    is on one node, or on one rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.is_train or len(nodes) > 1:
-        return f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+        told = f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+        if not task.is_train or len({domain(node, where) for node in nodes}) > 1:
+            return told
+        only = len({domain(slot.node, where) for slot in slots}) == 1
+        why = "no slot is on another rack" if only else "no other rack has room"
+        return f"{told}, all on {domain(nodes[0], where)}: {why}"
     num, since = task.lost_with(nodes[0]), "checkpoint" if task.saved_iteration else "start"
     elsewhere = [copy for copy in task.copies if copy.node != nodes[0]]
-    where = "no state elsewhere"
+    state = "no state elsewhere"
     if elsewhere and max(copy.step_version for copy in elsewhere) >= task.saved_iteration:
-        since, where = "copy", f"a copy on {' '.join(sorted({copy.node for copy in elsewhere}))}"
+        since, state = "copy", f"a copy on {' '.join(sorted({copy.node for copy in elsewhere}))}"
     lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
-    what = "one seat" if len(seats) == 1 else f"all {len(seats)} seats"
-    return f"{what} on {nodes[0]}, {where}: its loss would cost {lost}"
+    cost = f"on {nodes[0]}, {state}: its loss would cost {lost}"
+    if len(seats) == 1:
+        return f"one seat {cost}"
+    only = len({slot.node for slot in slots}) == 1
+    why = "there is no other node" if only else "no other node has room"
+    return f"all {len(seats)} seats {cost}; {why}"

@@ -1,44 +1,77 @@
-"""Free slots by node, and where there is most room: kept while seats are dealt out."""
+"""Free slots by node, and where there is most room: while seats are dealt."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
+from ..events.labels import Labels
 from ..events.orders import Slot
+
+NOWHERE = Labels()
+ANYWHERE = ""
+
+
+def domain(node: str, where: Mapping[str, Labels]) -> str:
+    """What fails as one: the node's rack; a node without that label stands for itself."""
+    rack = where.get(node, NOWHERE).rack
+    return f"rack {rack}" if rack else f"node {node}"
+
+
+def switch(node: str, where: Mapping[str, Labels]) -> str:
+    """The node's switch; one without that label is alone on its own."""
+    found = where.get(node, NOWHERE).switch
+    return f"switch {found}" if found else f"node {node}"
 
 
 class Room:
-    """The slots that nobody has. Each question costs the logarithm of the number of nodes."""
+    """Those of `slots` that nobody was given. A question costs the logarithm of the nodes."""
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
+                 where: Mapping[str, Labels]) -> None:
         self._free: dict[str, list[Slot]] = {}
         for slot in sorted(slots, reverse=True):
-            self._free.setdefault(slot.node, []).append(slot)
-        self._heap = [(-len(free), node) for node, free in self._free.items()]
-        """Of a node whose room has changed the entry is out of date, and there is another."""
-        heapify(self._heap)
+            free = self._free.setdefault(slot.node, [])
+            if slot not in given:
+                free.append(slot)
+        self.usable, self.nodes = set(slots), sorted(self._free)
+        self._groups: dict[str, list[str]] = {}
+        """Of a node: all nodes, those of its rack, those at its switch."""
+        self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
+        """By group. Of a node whose room has changed the entry is out of date, and there is
+        another."""
+        for node, free in self._free.items():
+            labels = where.get(node, NOWHERE)
+            self._groups[node] = [
+                ANYWHERE, *([domain(node, where)] if labels.rack else []),
+                *([switch(node, where)] if labels.switch else [])]
+            for group in self._groups[node]:
+                self._heaps.setdefault(group, []).append((-len(free), node))
+        for heap in self._heaps.values():
+            heapify(heap)
 
     def on(self, node: str) -> int:
         return len(self._free.get(node, ()))
 
-    def roomiest(self, but: Collection[str] = ()) -> str:
-        """The node with most room, the first of them by name, none of `but`; empty: none has any.
+    def roomiest(self, group: str = ANYWHERE,
+                 but: Callable[[str], bool] | None = None) -> str:
+        """The node of a group with most room, the first of them by name, not `but`.
 
-        Costs as many steps more as nodes of `but` have more room.
+        Empty: none has any. Costs as many steps more as nodes that are `but` have more room.
         """
+        heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
         found = ""
-        while self._heap and not found:
-            entry = self._heap[0]
+        while heap and not found:
+            entry = heap[0]
             if -entry[0] != self.on(entry[1]) or not entry[0]:
-                heappop(self._heap)
-            elif entry[1] in but:
-                passed.append(heappop(self._heap))
+                heappop(heap)
+            elif but is not None and but(entry[1]):
+                passed.append(heappop(heap))
             else:
                 found = entry[1]
         for entry in passed:
-            heappush(self._heap, entry)
+            heappush(heap, entry)
         return found
 
     def take(self, node: str, num: int) -> list[Slot]:
@@ -46,5 +79,17 @@ class Room:
         free = self._free[node]
         taken = free[: -num - 1 : -1]
         del free[-num:]
-        heappush(self._heap, (-len(free), node))
+        for group in self._groups[node]:
+            heappush(self._heaps[group], (-len(free), node))
         return taken
+
+    def slots(self, node: str) -> list[Slot]:
+        return self._free.get(node, [])
+
+    def exchange(self, taken: Slot, given: Slot) -> None:
+        """One slot is free no longer, another one is."""
+        self._free[taken.node].remove(taken)
+        self._free[given.node] = sorted([*self._free[given.node], given], reverse=True)
+        for node in (taken.node, given.node):
+            for group in self._groups[node]:
+                heappush(self._heaps[group], (-self.on(node), node))

@@ -1,4 +1,4 @@
-"""Two nodes for every task that can have them, nobody moved without need: brute force agrees."""
+"""Two nodes and two racks for every task that can have them, nobody moved without need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane import placement
 from unicron.control_plane.state import Checkpoint, Rank, Task
+from unicron.events.labels import Labels
 from unicron.events.orders import Member, Seat, Slot
 
 Held = dict[str, int]
 """Seats of one task by node."""
+Where = dict[str, Labels]
+Case = tuple[list[Task], list[int], list[Slot], Where]
 
 
 def task_at(number: int, slots: Sequence[Slot], *, started: bool = True) -> Task:
@@ -44,24 +47,36 @@ def splits(count: int, room: Held) -> Iterator[Held]:
             yield {node: num for node, num in zip(nodes, numbers, strict=True) if num}
 
 
-def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held) -> tuple[int, int]:
-    """(tasks left on one node, seats moved): the least of the first, and then of the second."""
+Score = tuple[int, int, int]
+"""(tasks on one node, tasks on one rack, seats moved): the less the better, the first first."""
+
+
+def score(held: Held, kept: Held, count: int, where: Where) -> Score:
+    stay = sum(min(num, kept.get(node, 0)) for node, num in held.items())
+    racks = {where[node].rack or node for node in held}
+    return (int(count > 1 and len(held) == 1), int(count > 1 and len(racks) == 1),
+            min(count, sum(kept.values())) - stay)
+
+
+def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where) -> Score:
+    """The least score of all ways to seat these tasks."""
     if not counts:
-        return 0, 0
-    found: list[tuple[int, int]] = []
+        return 0, 0, 0
+    found: list[Score] = []
     for held in splits(counts[0], room):
         left = {node: num - held.get(node, 0) for node, num in room.items()}
-        broken, moved = brute_force(counts[1:], kept[1:], left)
-        stay = sum(min(num, kept[0].get(node, 0)) for node, num in held.items())
-        found.append((broken + (counts[0] > 1 and len(held) == 1),
-                      moved + min(counts[0], sum(kept[0].values())) - stay))
+        rest = brute_force(counts[1:], kept[1:], left, where)
+        own = score(held, kept[0], counts[0], where)
+        found.append((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]))
     return min(found)
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[list[Task], list[int], list[Slot]]:
+def clusters(draw: st.DrawFn) -> Case:
     """Tasks that sit somewhere, some of whose slots are gone, and what the plan gives them now."""
     nodes = [(f"n{i}", draw(st.integers(1, 3))) for i in range(draw(st.integers(2, 4)))]
+    where = {name: Labels(rack=draw(st.sampled_from(["", "r1", "r2"])),
+                          switch=draw(st.sampled_from(["", "s1", "s2"]))) for name, _ in nodes}
     every = [Slot(name, index) for name, num in nodes for index in range(num)]
     order, tasks = draw(st.permutations(every)), list[Task]()
     for number in range(1, draw(st.integers(1, 3)) + 1):
@@ -73,14 +88,16 @@ def clusters(draw: st.DrawFn) -> tuple[list[Task], list[int], list[Slot]]:
     for task in tasks:
         stays = len(task.target) if draw(st.booleans()) else draw(st.integers(0, 4))
         counts.append(min(stays, len(slots) - sum(counts)))
-    return tasks, counts, slots
+    if draw(st.booleans()):
+        where = dict.fromkeys(where, Labels())
+    return tasks, counts, slots, where
 
 
 @given(clusters())
-@settings(max_examples=500, deadline=None, derandomize=True)
-def test_two_nodes_wherever_there_are_two(case: tuple[list[Task], list[int], list[Slot]]) -> None:
-    tasks, counts, slots = case
-    seats = placement.place(tasks, counts, slots)
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
     used = [seat.slot for key in seats for seat in seats[key]]
     assert len(used) == len(set(used))
     assert set(used) <= set(slots)
@@ -96,13 +113,24 @@ def test_two_nodes_wherever_there_are_two(case: tuple[list[Task], list[int], lis
             movable.append((task, count))
     kept = [of([rank.slot for rank in task.ranks.values() if rank.slot in slots])
             for task, _ in movable]
-    broken = sum(count > 1 and len({seat.slot.node for seat in seats[task.id]}) == 1
-                 for task, count in movable)
-    moved = sum(min(count, sum(held.values()))
-                - sum(task.ranks[seat.rank].slot == seat.slot for seat in seats[task.id]
-                      if seat.rank in task.ranks)
-                for (task, count), held in zip(movable, kept, strict=True))
-    assert (broken, moved) == brute_force([count for _, count in movable], kept, room)
+    scores = [score(of([seat.slot for seat in seats[task.id]]), own, count, where)
+              for (task, count), own in zip(movable, kept, strict=True)]
+    total = tuple(map(sum, zip((0, 0, 0), *scores, strict=True)))
+    moved = sum(min(count, sum(own.values())) - sum(
+        task.ranks[seat.rank].slot == seat.slot for seat in seats[task.id]
+        if seat.rank in task.ranks) for (task, count), own in zip(movable, kept, strict=True))
+    assert total == brute_force([count for _, count in movable], kept, room, where)
+    assert moved == total[2], "who stays on a node stays on its slot"
+
+
+@given(clusters())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
+    for task in tasks:
+        task.ranks = dict(reversed(task.ranks.items()))
+    assert placement.place(tasks, counts, slots[::-1], dict(reversed(where.items()))) == seats
 
 
 # --- three nodes of two slots -------------------------------------------------------------------
@@ -124,7 +152,7 @@ def test_a_node_goes_and_comes_back(before: tuple[int, int], after: tuple[int, i
     tasks = [task_at(1, []), task_at(2, [])]
     for counts, slots in ((before, SLOTS), (after, [x for x in SLOTS if x.node != lost]),
                           (before, SLOTS)):
-        seats = placement.place(tasks, counts, slots)
+        seats = placement.place(tasks, counts, slots, {})
         for task, count in zip(tasks, counts, strict=True):
             assert nodes_of(seats[task.id]) >= min(count, 2)
             if count == len(task.target) and all(seat.slot in slots for seat in task.target):
@@ -135,32 +163,89 @@ def test_a_node_goes_and_comes_back(before: tuple[int, int], after: tuple[int, i
 def test_a_healthy_task_is_not_moved_for_the_spread() -> None:
     """All of t1 on n1, as it is: the rule waits until it is changed anyway."""
     tasks = [task_at(1, SLOTS[:2]), task_at(2, [])]
-    seats = placement.place(tasks, [2, 2], SLOTS[:4])
+    seats = placement.place(tasks, [2, 2], SLOTS[:4], {})
     assert seats[1] == tasks[0].target
     assert nodes_of(seats[2]) == 1, "what is left is on one node"
-    both = placement.place(tasks, [3, 2], SLOTS[:5])
+    both = placement.place(tasks, [3, 2], SLOTS[:5], {})
     assert [nodes_of(both[1]), nodes_of(both[2])] == [2, 2]
 
 
 def test_one_that_changes_gives_way_to_a_new_one() -> None:
     """t1 shrinks to two seats on n1 and n2 anyway, so that t2 need not sit on one node."""
     tasks = [task_at(1, [*SLOTS[:2], SLOTS[2], SLOTS[3]]), task_at(2, [])]
-    seats = placement.place(tasks, [2, 2], SLOTS[:4])
+    seats = placement.place(tasks, [2, 2], SLOTS[:4], {})
     assert [nodes_of(seats[1]), nodes_of(seats[2])] == [2, 2]
     assert all(seat in tasks[0].target for seat in seats[1])
 
 
+FOUR = [Slot(node, index) for node in ("n1", "n2", "n3", "n4") for index in range(3)]
+ON_RACKS = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r1", switch="s2"),
+            "n3": Labels(rack="r1", switch="s1"), "n4": Labels(rack="r2", switch="s3")}
+
+
+@pytest.mark.parametrize(("count", "nodes"), [
+    (3, {"n1": 2, "n4": 1}), (4, {"n1": 3, "n4": 1}), (6, {"n1": 3, "n3": 2, "n4": 1}),
+    (8, {"n1": 3, "n3": 3, "n2": 1, "n4": 1}), (11, {"n1": 3, "n3": 3, "n2": 3, "n4": 2})])
+def test_what_is_new_is_as_near_as_there_is_room(count: int, nodes: Held) -> None:
+    """The same node, the same switch, the same rack; and the last seat on another rack."""
+    seats = placement.place([task_at(1, FOUR[:1])], [count], FOUR, ON_RACKS)
+    assert of([seat.slot for seat in seats[1]]) == nodes
+
+
+def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
+    """One of t1's seats has to leave rack r1; n5 is at its switch, n4 has more room."""
+    where = ON_RACKS | {"n5": Labels(rack="r2", switch="s1")}
+    task = task_at(1, [*FOUR[:2], Slot("n9", 0)])
+    seats = placement.place([task], [2], [*FOUR, Slot("n5", 0)], where)
+    assert of([seat.slot for seat in seats[1]]) == {"n1": 1, "n5": 1}
+
+
+def test_who_shrinks_stays_on_two_racks() -> None:
+    task = task_at(1, [*FOUR[:8], FOUR[9]])
+    for count in range(2, 10):
+        seats = placement.place([task], [count], FOUR, ON_RACKS)[1]
+        assert Seat(8, FOUR[9]) in seats, "the only one on rack r2"
+        assert set(seats) <= set(task.target)
+
+
+def test_a_large_cluster_is_placed_whole() -> None:
+    """A rack of 16 nodes is lost under 40 tasks: who lost a seat, and who had one rack, has two."""
+    nodes = [f"n{i:03}" for i in range(128)]
+    where = {node: Labels(rack=f"r{i // 16}", switch=f"s{i // 8}") for i, node in enumerate(nodes)}
+    every = [Slot(node, index) for node in nodes for index in range(8)]
+    tasks = [task_at(i + 1, every[24 * i:24 * i + 24]) for i in range(40)]
+    slots = [slot for slot in every if where[slot.node].rack != "r3"]
+    seats = placement.place(tasks, [20] * 40, slots, where)
+    for task in tasks:
+        kept = [seat for seat in task.target if seat.slot in set(slots)]
+        racks = {where[seat.slot.node].rack for seat in seats[task.id]}
+        assert len(racks) == 2
+        one = len({where[seat.slot.node].rack for seat in kept}) == 1
+        most = 20 - (one and len(kept) >= 20)
+        assert len(set(kept) & set(seats[task.id])) == min(len(kept), most)
+
+
 def test_what_would_be_lost_is_named() -> None:
     task = task_at(1, SLOTS[:2])
-    assert placement.why_placed(task, task.target) == (
-        "all 2 seats on n1, no state elsewhere: its loss would cost all since its start")
+    here = SLOTS[:2]
+    assert placement.why_placed(task, task.target, here, {}) == (
+        "all 2 seats on n1, no state elsewhere: its loss would cost all since its start; there is "
+        "no other node")
+    assert placement.why_placed(task, task.target, SLOTS, {}).endswith("; no other node has room")
     task.furthest, task.iteration = 90, 40  # 50 were lost once, and are not there to be lost
-    assert placement.why_placed(task, task.target[:1]) == (
+    assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start")
     task.checkpoint = Checkpoint(generation=1, step_version=30, path="gen-1/iter-30", final=False)
-    assert placement.why_placed(task, task.target[:1]) == (
+    assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 10 iterations since its "
         "checkpoint")
     assert task.unsaved == 10, "as the screen of the task tells it"
     spread = [Seat(0, SLOTS[0]), Seat(1, SLOTS[2])]
-    assert placement.why_placed(task, spread) == "2 seats on n1 n2"
+    assert placement.why_placed(task, spread, SLOTS, {}) == "2 seats on n1 n2"
+    where = {"n1": Labels(rack="r1"), "n2": Labels(rack="r1"), "n3": Labels(rack="r2")}
+    assert placement.why_placed(task, spread, SLOTS, where) == (
+        "2 seats on n1 n2, all on rack r1: no other rack has room")
+    assert placement.why_placed(task, spread, SLOTS[:4], where) == (
+        "2 seats on n1 n2, all on rack r1: no slot is on another rack")
+    where["n2"] = Labels(rack="r2")
+    assert placement.why_placed(task, spread, SLOTS, where) == "2 seats on n1 n2"
