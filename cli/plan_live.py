@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ..events.errors import UsageError
 from . import job_file, say, screen_plan
-from .client import Client, connect
+from .client import Client, Refused, connect
 from .followed import followed_by, plan_lines
 from .operate import pick_node, reason_or_user
 from .operator_commands import WEIGHT, WEIGHT_HINT
@@ -22,6 +22,8 @@ from .state_dir import StateDir
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
+CHANGED_CODE = 412
+"""HTTP's status where the input is not the one to check."""
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -79,8 +81,14 @@ def _print(found: Plain, lines: list[str], as_json: bool) -> None:
 def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
            as_json: bool) -> None:
     before: Plain = client.get("/v1/state")
-    answer = client.post("/v1/plan/apply", {
-        "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)})
+    try:
+        answer = client.post("/v1/plan/apply", {
+            "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)})
+    except Refused as error:
+        if error.status != CHANGED_CODE:
+            raise
+        again = f"unicron plan {asked.typed}{option_for(state)} shows what it would do now"
+        raise Refused(error.status, str(error), again) from None
     followed = followed_by(client, int(answer["seq"]))
     if as_json:
         say.out(followed.as_json())

@@ -113,7 +113,7 @@ def unchanged(check: int) -> Callable[[ClusterState], None]:
     """A check that what a plan follows from is as it was when its count was `check`."""
     def look(state: ClusterState) -> None:
         if state.num_inputs != check:
-            raise Refusal(409, f"the plan's input is {state.num_inputs} now, not {check}: what the "
+            raise Refusal(412, f"the plan's input is {state.num_inputs} now, not {check}: what the "
                           "plan follows from has changed since; nothing was done",
                           "run it again without --apply, and look at what it would do now")
     return look

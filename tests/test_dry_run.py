@@ -211,7 +211,7 @@ async def test_what_has_changed_since_refuses_it(site: Site) -> None:
     _, tried = await site.ask("POST", "/v1/plan/dry-run", {"without": ["n2"]})
     await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
     before = site.coordinator.seq
-    told, hint = await site.refusal(409, "POST", "/v1/plan/apply", {
+    told, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
         "change": {"without": ["n2"]}, "check": tried["input"]})
     assert told == (f"the plan's input is {tried['input'] + 1} now, not {tried['input']}: what the "
                     "plan follows from has changed since; nothing was done")
@@ -248,7 +248,7 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
         ("/v1/plan/dry-run", {"with": 3}, 400, "Object contains unknown field `with`"),
         ("/v1/plan/dry-run", {"submit": {"name": "x"}}, 422, ""),
         ("/v1/plan/apply", {"change": {}}, 400, "Object missing required field `check`"),
-        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 0}, 409, "the plan's input is"),
+        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 0}, 412, "the plan's input is"),
     ]:
         assert (await site.refused(status, "POST", path, body)).startswith(told)
     status, found = await site.ask("GET", "/v1/plan")

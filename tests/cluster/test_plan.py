@@ -39,6 +39,7 @@ def test_a_dry_run_is_what_then_happens(cluster: Any, tmp_path: Path) -> None:
     stale = unicron(cluster, "--without", "n2", "--apply", "--check", str(tried["input"] - 1))
     assert stale.returncode == 2
     assert stale.stderr.startswith(f"error: the plan's input is {tried['input']} now, not ")
+    assert "hint: unicron plan --without n2 --state " in stale.stderr
     assert not cluster.told(seq, "NodeDrained")
 
     done = unicron(cluster, "--without", "n2", "--apply", "--check", str(tried["input"]),
