@@ -43,7 +43,7 @@ def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
 
 @st.composite
 def lives(draw: st.DrawFn) -> Driver:
-    """A small cluster somewhere in its life: some tasks train, some have only been placed."""
+    """A small cluster somewhere in its life: some tasks train, some are hurt, some only placed."""
     d = Driver(nodes=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)))
     for number in range(draw(st.integers(1, 3))):
         begin = len(d.log)
@@ -53,6 +53,10 @@ def lives(draw: st.DrawFn) -> Driver:
     if draw(st.integers(0, 3)) == 0:
         node = draw(st.sampled_from(sorted(d.state.nodes)))
         d.tell("operator/before", r.NodeDrained(node=node))
+    running = [(task.id, rank) for task in d.state.tasks.values() for rank in task.ranks
+               if task.phase != "ended"]
+    if running and draw(st.integers(0, 2)) == 0:
+        d.exit(*draw(st.sampled_from(running)))  # nobody has healed it yet
     if draw(st.integers(0, 3)) == 0:
         d.tell("operator/frozen", r.HealingFrozen(reason="a test"))
     return d
