@@ -48,6 +48,7 @@ fault-matrix: setup types ## faults at every point of training, a table (POINTS=
 	@PYTHONPATH=tests $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
 
 N ?= 5
+comma := ,
 SYSTEMS ?=
 CASES ?=
 $(DRAWS): $(STAMP)
@@ -66,6 +67,11 @@ bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 S
 
 bench-throughput: setup types ## the throughput and memory models against published runs (ROWS=1: each)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.throughput $(ROWS:%=--rows)
+
+bench-planner: setup types ## the same plans by Unicron and by other solvers (N=5 SYSTEMS=a,b CASES=a,b)
+	@PYTHONPATH=tests:.typing $(BIN)/python -P -m bench.planner -n $(N) \
+		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
+		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

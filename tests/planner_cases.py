@@ -25,9 +25,10 @@ def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0)
     wishes = [_wish(random, task, most) for task in range(1, num_tasks + 1)]
     now = _greedy(wishes, num_gpus)
     waits = set(random.sample(range(num_tasks), num_tasks // 20))
-    hurt = set(random.sample(range(num_tasks), -(-num_tasks // 50)))
+    run = [i for i in range(num_tasks) if i not in waits and now[i] > 0]
+    hurt = set(random.sample(run, -(-num_tasks // 50)))
     return PlanInput(wishes=tuple(
-        replace(wish, now=0 if i in waits else now[i], hurt=i in hurt and now[i] > 0)
+        replace(wish, now=0 if i in waits else now[i], hurt=i in hurt)
         for i, wish in enumerate(wishes)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S, gain_min=gain_min)
 
