@@ -18,6 +18,7 @@ from ..events.records import Record, Report
 from ..events.reports import Body, DeadlineReached, Policy
 from .leader import Leader
 from .leases import Leases
+from .lookout import Lookout
 from .state import ClusterState
 
 T = TypeVar("T")
@@ -75,11 +76,13 @@ class Coordinator:
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None) -> None:
+                 limits: Limits | None = None, foresees: bool = False) -> None:
         self._log = log
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
         self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
+        self.lookout = Lookout(lambda: self._leader.state) if foresees else None
+        self._leader.known = self.lookout.known if self.lookout else None
         self._leases = Leases()
         self._talk = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
@@ -162,11 +165,15 @@ class Coordinator:
                 await self._insist(self._leader.take_over)
                 # Once: a leader that took the log again after a newer one would never be fenced.
                 await self._insist(self._recover)
-                watch = group.create_task(self._watch(), name="heartbeats")
+                watch = [group.create_task(self._watch(), name="heartbeats")]
+                if self.lookout is not None:
+                    watch.append(group.create_task(self.lookout.run(lambda: self._news),
+                                                   name="lookout"))
                 try:
                     await self._lead(group)
                 finally:
-                    watch.cancel()
+                    for one in watch:
+                        one.cancel()
             except LogError as error:
                 ended = error
             finally:

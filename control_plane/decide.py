@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..events import reports as r
 from ..events.orders import Slot, TaskPlaced
@@ -18,18 +18,21 @@ from . import (
     transition,
     waiting,
 )
+from .knapsack import Found
 from .plan_input import plan_input
 from .state import ClusterState, Task, live_tasks
 
+Known = Callable[[planner.PlanInput], Found | None]
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
            r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed)
 """What may concern every task: nodes, time, slots that become free, whether we act."""
 
 
-def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
+def decide(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[r.Body]:
     """The decisions that follow from `record`, which is folded already.
 
-    The driver folds each body before it asks for the next. Called for reports only.
+    The driver folds each body before it asks for the next. Called for reports only. `known`: optima
+    that were found before; with them and without the decisions are the same.
     """
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,
@@ -45,7 +48,7 @@ def decide(state: ClusterState, record: Record) -> Iterator[r.Body]:
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not live_tasks(state):
             return
-        yield from _plan(state)
+        yield from _plan(state, known)
         for task in [state.tasks[key] for key in sorted(state.tasks)]:
             yield from transition.step(state, task)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
@@ -61,11 +64,11 @@ def _concerned(state: ClusterState, record: Record) -> list[Task]:
     return [task]
 
 
-def _plan(state: ClusterState) -> Iterator[r.Body]:
+def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
-    choice = planner.choose(ground.asked)
+    choice = planner.choose(ground.asked, known(ground.asked) if known is not None else None)
     yield explain.chosen(state, ground, choice)
     if not state.held:
         yield from _place(state, open_tasks, choice.plan.slots, ground.slots)

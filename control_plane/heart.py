@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..events.orders import IncidentOpened
 from ..events.records import Record, Report, incident_of
 from ..events.reports import Body
-from .decide import decide
+from .decide import Known, decide
 from .fold import fold
 from .state import ClusterState
 
@@ -13,16 +13,17 @@ HEART = 6
 """Version of what `decide` answers; a log says by which one it was written."""
 
 
-def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float) -> list[Record]:
+def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
+            known: Known | None = None) -> list[Record]:
     """Fold the report, decide, fold the decisions: all of it is one batch for the log.
 
     `at_s` is the leader's clock; the records carry it unless it runs behind the log. The caller
-    has asked `accepts` before.
+    has asked `accepts` before. `known`: optima that were found before (lookout.py).
     """
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]
-    for body in decide(state, record):
+    for body in decide(state, record, known):
         decision = decision_record(state, body, cause=record)
         fold(state, decision)
         records.append(decision)

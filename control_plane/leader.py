@@ -10,6 +10,7 @@ from ..events.errors import CorruptLog, Fenced
 from ..events.log import LogPort
 from ..events.records import Record, Report
 from ..events.reports import Body, EpochStarted, Policy, PolicySet
+from .decide import Known
 from .fold import fold
 from .heart import HEART, advance
 from .intake import accepts
@@ -39,6 +40,8 @@ class Leader:
         self._ahead_s = 0.0
         self.source = f"leader/{nonce}"
         self._nonce = nonce
+        self.known: Known | None = None
+        """Optima that were found before: no decision depends on it."""
         self.epoch = 0
         self.state = ClusterState()
         self.position = "0-0"
@@ -100,7 +103,7 @@ class Leader:
         for report in reports:
             if accepts(self.state, report) != "next":
                 continue
-            made = advance(self.state, report, epoch=self.epoch, at_s=now_s)
+            made = advance(self.state, report, epoch=self.epoch, at_s=now_s, known=self.known)
             records += made
             if report.source.startswith("operator/"):
                 answers.setdefault(report.source, made[0].seq)

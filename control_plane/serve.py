@@ -133,7 +133,7 @@ async def _serve(options: Options, policy: Policy) -> int:
     try:
         await _reach(log)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
-                                  code=__version__, policy=policy)
+                                  code=__version__, policy=policy, foresees=True)
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
         http = Http(coordinator, log, token=token, address=address)
