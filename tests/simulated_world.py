@@ -260,8 +260,10 @@ class World:
     def _unfinished(self, state: ClusterState) -> list[Task]:
         """Tasks that should end by themselves: all but those that never fit."""
         total = sum(self.nodes.values())
-        return [task for task in state.tasks.values()
-                if task.phase != "ended" and task.spec.slots.min <= total]
+        return [task for task in state.tasks.values() if task.phase != "ended"
+                and task.throughput is not None and any(
+                    rate > 0 and size <= total for size, rate in zip(
+                        task.throughput.sizes, task.throughput.rates_flops, strict=True))]
 
     async def _repair(self) -> None:
         """Slots that are out come back when somebody has seen to them: the agent starts again."""
