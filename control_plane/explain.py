@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from .plan_input import Ground
-from .planner import Choice, PlanInput, Wish, charged_s, gains, ideal_waf, waf_of
+from .planner import LIMITLESS, Choice, PlanInput, Wish, charged_s, gains, ideal_waf, waf_of
 from .state import ClusterState
 
 NUM_NAMED_MAX = 3
@@ -69,6 +69,8 @@ def binding(asked: PlanInput, choice: Choice,
     has what suits it best, some the most that they allow.
     """
     plan = choice.plan
+    if any(other.what == LIMITLESS for other in choice.alternatives):
+        return "limits", ()
     if any(other.objective > plan.objective for other in choice.alternatives):
         best = max(choice.alternatives, key=lambda other: other.objective)
         left = [task for (task, x), have in zip(best.slots, plan.slots, strict=True) if x != have]
@@ -115,6 +117,9 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     plan = choice.plan
     if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
         return "there is nothing that could earn anything"
+    if bound == "limits":
+        most = next(other for other in others if other.what == LIMITLESS)
+        return (f"{most.what} it would be worth {_share(-most.behind_flop, asked, plan.waf)} more")
     if bound == "gain_min":
         most = max(others, key=lambda other: other.objective)
         return (f"to change healthy tasks would gain {_share(-most.behind_flop, asked, plan.waf)}, "

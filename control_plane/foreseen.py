@@ -39,7 +39,8 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class Outlook(Struct, frozen=True, kw_only=True):
-    """Of one event: the optimum, and the plan, which changes healthy tasks for a gain alone."""
+    """Of one event: the optimum, and the plan, which changes healthy tasks for a gain alone and
+    keeps the limits."""
 
     optimum: Found
     """Slots by task; the task that ended is not among them."""
@@ -105,7 +106,16 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
                      for i, wish in enumerate(asked.wishes)}
     more = Event(what="node joined")
     outlooks[more] = _by_itself(after(asked, more, gpus_per_node))
+    if asked.limits is not None:
+        outlooks = {event: _limited(after(asked, event, gpus_per_node), outlook.optimum)
+                    for event, outlook in outlooks.items()}
     return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks=outlooks)
+
+
+def _limited(then: PlanInput, optimum: Found) -> Outlook:
+    """Under limits the plan is another matter than the optimum."""
+    plan = planner.choose(then, optimum).plan
+    return Outlook(optimum=optimum, plan=(plan.slots, plan.objective))
 
 
 def _by_itself(then: PlanInput) -> Outlook:
@@ -127,7 +137,7 @@ def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Fo
     if steady is not None and (then.gain_min > 0 or optimum[1] == steady):
         rows, earned = made()
         held = _best(planner.held(then.wishes, rows), then.num_slots)
-        if planner.stays(then, rows, earned, optimum[1], held):
+        if planner.stays(then, rows, earned, optimum, held):
             return Outlook(optimum=optimum, plan=held)
     return Outlook(optimum=optimum, plan=optimum)
 

@@ -48,7 +48,8 @@ def plan_input(state: ClusterState) -> Ground:
     every = {task.id: _wish(state, task, usable)
              for task in live_tasks(state) if not task.ending}
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
-                      mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min)
+                      mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
+                      moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())))
     return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
         node.num_slots for node in state.nodes.values() if node.health != "left"))
 
@@ -75,4 +76,5 @@ def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
     return Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
                 transition=economics.transition(state, task),
                 sizes=tuple(size for size, _ in found),
-                wafs=tuple(weight * rate for _, rate in found))
+                wafs=tuple(weight * rate for _, rate in found), priority=task.spec.priority,
+                team=task.spec.team)

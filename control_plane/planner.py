@@ -15,8 +15,11 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative
+from . import constraints
+from .constraints import Limits
 from .knapsack import Found, Ints, Rows, Solved, best
 
+LIMITLESS = "without moves_max, quotas and priorities"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 _SUM_BITS = 52
@@ -52,6 +55,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
     """Ascending, each once, above 0."""
     wafs: tuple[float, ...]
+    priority: int = 0
+    team: str = ""
 
 
 class PlanInput(Struct, frozen=True, kw_only=True):
@@ -64,11 +69,30 @@ class PlanInput(Struct, frozen=True, kw_only=True):
     mtbf_gpu_s: float
     gain_min: float = 0.0
     """A healthy task is changed only for this share of what the cluster earns."""
+    moves_max: int | None = None
+    """So many healthy tasks may a plan change at most."""
+    quotas: tuple[tuple[str, int], ...] = ()
+    """Team, and how many slots its tasks have at most together."""
 
     @property
     def running_s(self) -> float:
         """D_running(n')."""
         return self.mtbf_gpu_s / max(self.num_slots, 1)
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the plan must keep beside `num_slots`; None: nothing."""
+        priorities = tuple(wish.priority for wish in self.wishes)
+        found = [(tuple(i for i, wish in enumerate(self.wishes) if wish.team == team), quota)
+                 for team, quota in self.quotas]
+        teams = tuple((rows, quota) for rows, quota in found if rows)
+        differ = any(priority != priorities[0] for priority in priorities)
+        if self.moves_max is None and not teams and not differ:
+            return None
+        return Limits(now=tuple(wish.now for wish in self.wishes),
+                      healthy=tuple(wish.now > 0 and not wish.hurt for wish in self.wishes),
+                      moves_max=self.moves_max, teams=teams,
+                      priorities=priorities if differ else ())
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -179,33 +203,61 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     Both are compared by the sum of G, so what the changes themselves cost is counted. `known` is
     the optimum where it is known already (foreseen.py); the choice is the same.
     """
-    wishes = asked.wishes
+    wishes, num_slots, limits = asked.wishes, asked.num_slots, asked.limits
     rows, earned = _rows(wishes, asked.running_s)
-    solved = Solved.of(rows, asked.num_slots, known)
+    solved = Solved.of(rows, num_slots, known)
     assert solved is not None, "0 slots for each always fits"
-    free = plan_of(wishes, (rows.slots(solved.vector), solved.gain))
-    fits = best(held(wishes, rows), asked.num_slots)
+    free = limitless = plan_of(wishes, (rows.slots(solved.vector), solved.gain))
+    if limits is not None and (limits.priorities or not limits.allow(free.slots)):
+        found = constraints.best(rows, num_slots, limits)
+        assert found is not None, "0 slots for each is within every quota"
+        free = plan_of(wishes, found)
+    fits = _within(held(wishes, rows), num_slots, limits)
     steady = plan_of(wishes, fits) if fits is not None else None
-    plan, others = free, _named(wishes, rows, asked.num_slots)
+    plan, others = free, _named(wishes, rows, num_slots, limits)
     if steady is not None and steady.slots != free.slots:
-        if stays(asked, rows, earned, free.objective, (steady.slots, steady.objective)):
+        if stays(asked, rows, earned, (free.slots, free.objective),
+                 (steady.slots, steady.objective)):
             plan = steady
             others.append((f"the optimum, which changes healthy tasks for less than "
                            f"{100 * asked.gain_min:g} % of the WAF", free))
         else:
             others.append(("healthy tasks stay as they are", steady))
-    others += _next(wishes, solved, [plan, *(other for _, other in others)])
+    if free.slots != limitless.slots:
+        others.append((LIMITLESS, limitless))
+    else:
+        others += [(what, other) for what, other in
+                   _next(wishes, solved, [plan, *(other for _, other in others)])
+                   if limits is None or other is None or limits.allow(other.slots)]
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
                   alternatives=_alternatives(wishes, plan, others))
 
 
-def stays(asked: PlanInput, rows: Rows, earned: Ints, most: int, steady: Found) -> bool:
-    """Whether the healthy stay as they are, where the optimum, worth `most`, changes them.
+def _within(rows: Rows, num_slots: int, limits: Limits | None) -> Found | None:
+    """The best that fits and keeps the limits, None if nothing does."""
+    return (best(rows, num_slots) if limits is None
+            else constraints.best(rows, num_slots, limits))
 
-    The share is of what is earned before the costs: what the hurt cost does not lower the bar.
+
+def stays(asked: PlanInput, rows: Rows, earned: Ints, free: Found, steady: Found) -> bool:
+    """Whether the healthy stay as they are, where the optimum changes them.
+
+    The share is of what is earned before the costs: what the hurt cost does not lower the bar. It
+    is asked for in the first priority in which the two differ.
     """
-    enough = steady[1] + asked.gain_min * int(earned[rows.vector(steady[0])].sum())
-    return most < enough or most == steady[1]
+    limits = asked.limits
+
+    def worth(by_candidate: Ints, slots: Sequence[int]) -> tuple[int, ...]:
+        found = by_candidate[rows.vector(slots)].tolist()
+        return limits.by_priority(found) if limits is not None else (sum(found),)
+
+    many = limits is not None and limits.priorities
+    ours = worth(rows.gains, free[0]) if many else (free[1],)
+    theirs = worth(rows.gains, steady[0]) if many else (steady[1],)
+    for most, least, share_of in zip(ours, theirs, worth(earned, steady[0]), strict=True):
+        if most != least:
+            return most < least + asked.gain_min * share_of
+    return True
 
 
 def held(wishes: Sequence[Wish], rows: Rows) -> Rows:
@@ -245,26 +297,27 @@ def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:
     return plan_of(wishes, found).waf if found is not None else 0.0
 
 
-def _named(wishes: Sequence[Wish], rows: Rows, num_slots: int) -> list[tuple[str, Plan | None]]:
+def _named(wishes: Sequence[Wish], rows: Rows, num_slots: int,
+           limits: Limits | None) -> list[tuple[str, Plan | None]]:
     """The plans that a person would think of first."""
     same, row_of = _same(wishes, rows), rows.row_of
-    others = [("keep as it is", _best_of(wishes, rows, same, num_slots))]
+    others = [("keep as it is", _best_of(wishes, rows, same, num_slots, limits))]
     hurt = [wish.name for wish in wishes if wish.hurt]
     if hurt:
         of_hurt = np.array([wish.hurt for wish in wishes], dtype=np.bool_)[row_of]
         now = np.array([wish.now for wish in wishes], dtype=np.int64)[row_of]
         shrink = np.where(of_hurt, rows.sizes <= now, same)
         others.append((f"shrink only the hurt ({', '.join(hurt)})",
-                       _best_of(wishes, rows, shrink, num_slots)))
+                       _best_of(wishes, rows, shrink, num_slots, limits)))
     return others
 
 
 def _best_of(wishes: Sequence[Wish], rows: Rows, kept: NDArray[np.bool_],
-             num_slots: int) -> Plan | None:
+             num_slots: int, limits: Limits | None) -> Plan | None:
     """The best plan with these candidates alone, None if a task has none or nothing fits."""
     if (np.bincount(rows.row_of[kept], minlength=rows.num) == 0).any():
         return None
-    found = best(rows.only(kept), num_slots)
+    found = _within(rows.only(kept), num_slots, limits)
     return plan_of(wishes, found) if found is not None else None
 
 

@@ -32,8 +32,11 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     It is the price once the plan is carried out, when every task is healthy on what it was given:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
-    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX.
+    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX. Nor under
+    limits, where no single weight says it.
     """
+    if asked.limits is not None:
+        return {}
     num_slots = asked.num_slots
     after = tuple(replace(wish, now=slots, hurt=False)
                   for wish, slots in zip(asked.wishes, plan.slots, strict=True))

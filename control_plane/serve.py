@@ -21,7 +21,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -45,7 +45,8 @@ CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
 ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s",
-                "calibrate_iterations", "calibrate_min", "mtbf_faults")
+                "calibrate_iterations", "calibrate_min", "mtbf_faults",
+                "moves_max", "quotas")
 """Fields of the policy that may be 0; all others are at least 1 ms."""
 
 
@@ -101,19 +102,28 @@ def read_policy(path: Path) -> Policy:
     except msgspec.ValidationError as error:
         told = refused(str(error), (Policy,), hint)
         raise UsageError(f"{path}: {told}", told.hint) from None
-    for name, value in msgspec.structs.asdict(policy).items():
+    for name, value in _numbers(policy):
         if isinstance(value, bool):
             if value:
                 raise UsageError(f"{path}: {name} stands in no policy file",
                                  f"unicron up --{name.replace('_', '-')}")
             continue
-        least = 0 if name in ZERO_ALLOWED else 1e-3
+        least = 0 if name.partition(".")[0] in ZERO_ALLOWED else 1e-3
         if not (math.isfinite(value) and value >= least):
             raise UsageError(f"{path}: {name}: {value} is not a number from {least:g} on", hint)
     if policy.gain_min >= 1:
         raise UsageError(f"{path}: gain_min: {policy.gain_min:g} is not below 1",
                          "it is a share of what the cluster earns: 0.05 is 5 %")
     return policy
+
+
+def _numbers(policy: Policy) -> Iterator[tuple[str, float]]:
+    """Each field that is a number, by its name; a quota by `quotas.TEAM`."""
+    for name, value in msgspec.structs.asdict(policy).items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{team}", slots) for team, slots in policy.quotas.items())
+        elif value is not None:
+            yield name, value
 
 
 def _not_yaml(error: Exception) -> str:

@@ -77,7 +77,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
         "submitted_s": task.submitted_s, "progressed_s": task.progressed_s,
-        "weight": task.weight,
+        "weight": task.weight, "priority": spec.priority, "team": spec.team,
         "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
                   "max": spec.slots.max, "multiple_of": spec.slots.multiple_of,
                   "sizes": list(spec.slots.sizes)},

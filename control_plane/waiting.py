@@ -25,6 +25,8 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
                                    f"{state.num_slots_max}")
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
+    elif price is None and low <= num_slots:
+        why, needs = "the plan has better use for the slots", "more slots, or fewer limits"
     elif price is None:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
         away = [f"{num_out} out"] if num_out else []

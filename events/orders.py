@@ -172,8 +172,8 @@ class Alternative(Struct, frozen=True):
     """What its changes cost, in weighted FLOP."""
 
 
-Binding = Literal["", "slots", "max", "min", "gain_min", "nothing"]
-"""What keeps a plan from earning more ("": not told)."""
+Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "nothing"]
+"""What keeps a plan from earning more ("": not told). `limits`: moves_max, a quota, a priority."""
 
 
 class PlanChosen(Body, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +36,10 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prior: for how long a task stands for one change, until it was measured often enough."""
     gain_min: float = 0.005
     """A plan changes a healthy task only for this share of the cluster's WAF."""
+    moves_max: int | None = None
+    """So many healthy tasks may one plan change at most; more only where nothing else fits."""
+    quotas: dict[str, int] = field(default_factory=dict[str, int])
+    """By team (`team:` in the job spec): the slots that its tasks have at most together."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

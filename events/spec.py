@@ -23,6 +23,7 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
 """Weights lie between its inverse and it: the plan adds their products exactly."""
+PRIORITY_NUM_MAX = 9
 RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
 COUNT_NUM_MAX = 2**31 - 1
@@ -140,13 +141,17 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task. Exactly one of `train` and `command` is given.
 
-    `weight` is w(t) of the paper. `throughput` maps a number of slots to the achieved aggregate
-    FLOP/s declared for it; sizes in between earn what the next smaller declared size earns.
+    `weight` is w(t) of the paper. A higher `priority` comes first, whatever the others would earn.
+    The policy may give a `team` a quota of slots. `throughput` maps a number of slots to the
+    achieved aggregate FLOP/s declared for it; sizes in between earn what the next smaller declared
+    size earns.
     """
 
     api_version: str = field(name="apiVersion")
     name: str
     weight: float = 1.0
+    priority: int = 0
+    team: str = ""
     slots: Slots = field(default_factory=Slots)
     train: Train | None = None
     command: tuple[str, ...] = ()
@@ -249,6 +254,10 @@ def _check(spec: JobSpec) -> None:
           f"unicron status {spec.name} shows something else; give it another name")
     _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
           f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
+    _need(0 <= spec.priority <= PRIORITY_NUM_MAX, "priority",
+          f"must be between 0 and {PRIORITY_NUM_MAX}")
+    _need(spec.team == "" or bool(NAME.match(spec.team)), "team", f"{spec.team!r} is not a name",
+          "lower-case letters, digits, '-' and '.', at most 63")
     _check_slots(spec.slots)
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")

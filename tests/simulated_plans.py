@@ -24,6 +24,8 @@ class Option(Struct, frozen=True):
     gain: float
     earned: float
     steady: bool
+    moves: bool
+    """A healthy task would have other slots."""
 
 
 def is_small(body: PlanChosen) -> bool:
@@ -39,12 +41,22 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
                                 and given.slots % slots.multiple_of == 0
                                 and given.slots in (slots.sizes or (given.slots,))):
             return f"task {given.task} may not have {given.slots} slots"
+    over = [team for team, quota in state.policy.quotas.items()
+            if sum(x.slots for x in body.allocations
+                   if state.tasks[x.task].spec.team == team) > quota]
+    if over:
+        return f"team {over[0]} has more than its quota"
+    if len({state.tasks[x.task].spec.priority for x in body.allocations}) > 1:
+        return ""  # sums of several priorities are not compared here
     rows = _options(state, body)
+    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)]
+    fewest = min(map(_num_moves, vectors))
+    most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
     free = steady = -math.inf
     earned = 0.0
     chosen, unchanged = math.nan, True
-    for vector in itertools.product(*rows):
-        if sum(option.slots for option in vector) > body.num_slots:
+    for vector in vectors:
+        if _num_moves(vector) > most:
             continue
         total = math.fsum(option.gain for option in vector)
         free = max(free, total)
@@ -67,6 +79,18 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     return ""
 
 
+def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> bool:
+    """Whether there are the slots, also in each team's quota."""
+    return sum(option.slots for option in vector) <= body.num_slots and all(
+        sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
+            if state.tasks[x.task].spec.team == team) <= quota
+        for team, quota in state.policy.quotas.items())
+
+
+def _num_moves(vector: tuple[Option, ...]) -> int:
+    return sum(option.moves for option in vector)
+
+
 def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
     wishes = {wish.task: wish for wish in plan_input(state).asked.wishes}
     rows: list[list[Option]] = []
@@ -81,7 +105,8 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
             earned = task.weight * rates.get(slots, 0.0) * state.mtbf_gpu_s / max(body.num_slots, 1)
             lost = old * _stood_s(state, task, now, slots) if hurt or slots != now else 0.0
             held = hurt or now == 0 or now not in rates or slots == now
-            row.append(Option(slots, earned - lost, earned, held))
+            row.append(Option(slots, earned - lost, earned, held,
+                              now > 0 and not hurt and slots != now))
         rows.append(row)
     return rows
 
@@ -127,7 +152,7 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
         policy = state.policy
         choice = planner.choose(planner.PlanInput(
             wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
-            gain_min=policy.gain_min))
+            gain_min=policy.gain_min))  # without limits: under them no price is told
         slots = next(x.slots for x in choice.allocations if x.task == body.task)
         if bool(slots) != runs:
             return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "

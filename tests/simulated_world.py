@@ -57,6 +57,16 @@ class World:
         self.nodes = {f"n{i}": self.rng.randint(1, 3) for i in range(self.rng.randint(2, 5))}
         if only_leaders:
             self.nodes = {"n0": 2, "n1": 2}
+        self._limit(random.Random(f"limits {seed}"))
+
+    def _limit(self, rng: random.Random) -> None:
+        """In some worlds the operator binds plans; each task alone fits into its team's quota."""
+        self._teams = ["", "red", "blue"] if rng.random() < 0.3 else [""]
+        self._priorities = [0, 1, 2] if rng.random() < 0.2 else [0]
+        most = max(6, sum(self.nodes.values()) // 2)
+        self.policy = replace(
+            self.policy, moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
+            quotas={"red": most} if len(self._teams) > 1 else {})
 
     def _broken(self, loop: object, context: dict[str, object]) -> None:
         self.cluster.net.never(f"{context.get('message')}: {context.get('exception')!r}")
@@ -162,6 +172,7 @@ class World:
             "apiVersion": spec.API_VERSION, "name": f"task-{number}",
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
+            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities),
         }
         if (kind := rng.random()) < 0.15 and low < high:
             data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}

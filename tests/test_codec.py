@@ -104,6 +104,8 @@ def of_example(kind: inspect.Type, hint: str = "x") -> Any:
             return (of_example(kind.item_type, hint), of_example(kind.item_type, hint + "2"))
         case inspect.TupleType():
             return tuple(of_example(one, hint) for one in kind.item_types)
+        case inspect.DictType():
+            return {of_example(kind.key_type, hint): of_example(kind.value_type, hint)}
         case inspect.UnionType():
             return of_example(kind.types[0], hint)
         case _:

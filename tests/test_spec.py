@@ -59,6 +59,8 @@ REFUSED: list[tuple[Any, str]] = [
         ({"multiple_of": 0}, "slots.multiple_of"), ({"multiple_of": 8}, "slots.max"),
         ({"multiple_of": 8, "max": 12}, "slots.max"),
         ({"multiple_of": 8, "min": 4, "max": 16}, "slots.min"))),
+    *((command(priority=priority), "priority") for priority in (-1, 10, 1.5, "high")),
+    *((command(team=team), "team") for team in ("A", "a b", 7)),
     *((command(throughput=table), path) for table, path in (
         ([1], "throughput"), ({"two": 1}, "throughput"), ({0: 1}, "throughput[0]"),
         ({-1: 1}, "throughput[-1]"), ({2: -1}, "throughput[2]"), ({2: math.nan}, "throughput[2]"),
