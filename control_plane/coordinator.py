@@ -63,15 +63,16 @@ class Coordinator:
 
     Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
     streams are restored; EpochStarted, and PolicySet where it differs, are appended; the heartbeats
-    are watched; the loop. Each turn of the loop takes what has come (reports, operators' writes)
-    and, once the intake is known to be empty, what time brought (deadlines, leases); decides upon
-    it in order; appends it in one write; and only then answers, publishes and trims.
+    are watched, the lookout with `foresees`; the loop. Each turn of the loop takes what has come
+    (reports, operators' writes) and, once the intake is known to be empty, what time brought
+    (deadlines, leases); decides upon it in order; appends it in one write; and only then answers,
+    publishes and trims.
 
     Conflict, Ambiguous and Unavailable drop the memory and fold the log again; Unavailable for
-    ever, since the ranks go on without a leader. Stop order: `stop` lets the current turn end;
-    then the blocking read and the heartbeats' watch are cancelled. A cancel ends all at the next
-    await: nothing is lost, for the intake's cursor moves only with the append, and an append in
-    flight either stands or not; the next leader folds what is there.
+    ever, since the ranks go on without a leader. Stop order: `stop` lets the current turn end; then
+    the blocking read, the heartbeats' watch and the lookout are cancelled. A cancel ends all at the
+    next await: nothing is lost, for the intake's cursor moves only with the append, and an append
+    in flight either stands or not; the next leader folds what is there.
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
