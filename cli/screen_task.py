@@ -178,7 +178,9 @@ def _earns(task: Plain) -> list[str]:
     near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
     words = ", ".join(f"{size}: {scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
                       for size, rate in near)
-    return labelled("earns", f"on slots {words}; {told['origin']}")
+    lines = labelled("earns", f"on slots {words}; {told['origin']}")
+    layout = task["modelled_layout"]
+    return lines + (labelled("by model", layout) if layout else [])
 
 
 def _copies(task: Plain, nodes: list[Plain]) -> list[str]:

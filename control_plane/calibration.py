@@ -53,11 +53,12 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
     least = state.policy.calibrate_min
     if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):
         return
-    yield throughput.measured_table(task.id, task.spec, rates)
+    yield throughput.measured_table(task.id, task.spec, rates, task.modelled)
     for other in live_tasks(state):
         old = other.throughput
         if old is not None and old.origin == "modelled" and state.slot_flops:
-            new = throughput.table(other.id, other.spec, state.slot_flops)
+            new = throughput.table(other.id, other.spec, state.slot_flops,
+                                   other.modelled)
             if differs(max(new.rates_flops), max(old.rates_flops), least):
                 yield new
 
@@ -74,12 +75,15 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
     """Fold: what a measured table tells of one slot, by the smallest size that was measured.
 
-    The first task that was measured keeps the word until it ends.
+    The first task that was measured keeps the word until it ends. A task with a model of its own
+    tells nothing: its shape is not counted in slots.
     """
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
     source = state.tasks.get(state.slot_flops_of)
     if not sizes or (source is not None and source.phase != "ended" and source is not task):
+        return
+    if task.modelled is not None:
         return
     rate = known[sizes[0]] / throughput.shape(task.spec, sizes[0])
     state.slot_flops_of = task.id

@@ -36,7 +36,7 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
     """
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,
-                               state.slot_flops or throughput.SLOT_FLOPS)
+                               state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
     if isinstance(record.body, r.TaskProgressed) and record.body.task in state.tasks:
         yield from calibration.calibrate(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):

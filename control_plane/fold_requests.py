@@ -22,7 +22,8 @@ def forget_requests(state: ClusterState) -> None:
 
 def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
     state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
-                                   submitted_s=record.at_s, since_s=record.at_s)
+                                   submitted_s=record.at_s, since_s=record.at_s,
+                                   modelled=body.modelled)
     state.replan = f"task {body.spec.name} submitted"
 
 

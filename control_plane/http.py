@@ -76,7 +76,8 @@ class Http:
             web.get("/v1/health", self._health),
             web.get("/v1/state", self._state),
             web.get("/v1/log", self._records),
-            web.post("/v1/tasks", self._write(requests.submit, "seq", "task")),
+            web.post("/v1/tasks", self._write(requests.submit, "seq", "task",
+                                              ahead=requests.search)),
             web.post("/v1/join", self._join),
             web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
             web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
@@ -121,10 +122,16 @@ class Http:
         await response.write_eof()
         return response
 
-    def _write(self, make: Request, *names: str) -> Handler:
-        """A call that writes one report; after the append its seq is the answer, under `names`."""
+    def _write(self, make: Request, *names: str,
+               ahead: Callable[[Any], None] | None = None) -> Handler:
+        """A call that writes one report; after the append its seq is the answer, under `names`.
+
+        `ahead` does in a thread what would keep the others waiting.
+        """
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
+            if ahead is not None:
+                await asyncio.to_thread(ahead, body)
             async with self._writing:
                 state = await self._coordinator.settled()
                 seq = self._coordinator.answer(key)

@@ -68,7 +68,7 @@ def is_whole(task: Task) -> bool:
 
 
 def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
-    table = task.throughput or throughput.table(task.id, task.spec)
+    table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target))
     fits = all(seat.slot in usable for seat in task.target)
     hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))

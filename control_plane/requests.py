@@ -12,7 +12,9 @@ from msgspec import Struct
 
 from ..events import reports as r
 from ..events.errors import UsageError
+from ..events.model_spec import Modelled
 from ..events.spec import WEIGHT_RATIO_MAX, JobSpec, parse
+from .best_layout import modelled
 from .state import ClusterState, Node, Rank, Task, live_tasks
 
 NUM_NAMED_MAX = 8
@@ -53,7 +55,17 @@ def submit(state: ClusterState, body: Any, _: str) -> r.Body:
     """A new task. Raises SpecError too."""
     job = parse(body)
     _admit(state, job)
-    return r.TaskSubmitted(spec=job)
+    return r.TaskSubmitted(spec=job, modelled=_modelled(job))
+
+
+def search(body: Any) -> None:
+    """What `submit` would search for, ahead of it: it may take seconds. Raises SpecError."""
+    _modelled(parse(body))
+
+
+def _modelled(job: JobSpec) -> Modelled | None:
+    """T(t, x) of what the job trains; remembered, so that the second call costs nothing."""
+    return modelled(job.model, job.slots.max) if job.model is not None else None
 
 
 def cancel(state: ClusterState, body: Any, task: str) -> r.Body:

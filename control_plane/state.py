@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from ..events.codec import decode_record
 from ..events.labels import Labels
+from ..events.model_spec import Modelled
 from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, ThroughputSet
 from ..events.records import Record
 from ..events.reports import Policy
@@ -166,6 +167,8 @@ class Task(Struct, kw_only=True):
     """What would be ordered now, were healing on."""
     target: tuple[Seat, ...] = ()
     throughput: ThroughputSet | None = None
+    modelled: Modelled | None = None
+    """T(t, x) of what its spec's `model` describes, as it was found before it was submitted."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     ghosts: list[Rank] = field(default_factory=list[Rank])
     """Processes given up that nobody has reaped yet; stopped when they are reached again."""

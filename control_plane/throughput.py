@@ -2,56 +2,101 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Literal
+
+from ..events.model_spec import Modelled
 from ..events.orders import ThroughputSet
 from ..events.spec import RATE_FLOPS_MAX, JobSpec
 
 SLOT_FLOPS = 1e12
 """Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
-compare with one another only."""
+compare with one another only. A task whose spec has a `model` has rates of its own instead."""
 
 
-def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS) -> ThroughputSet:
+def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
+          modelled: Modelled | None = None) -> ThroughputSet:
     """The declared table where there is one, else the model; for each size that the spec allows.
 
     Declared: sizes in between earn what the next smaller declared size earns, below the smallest
-    nothing. Modelled: `slot_flops` times the shape.
+    nothing; with a model, they follow its shape from the nearest declared one. Modelled: what the
+    model says, or `slot_flops` times the shape.
     """
-    sizes = spec.slots.counts
+    allowed = set(spec.slots.counts)
+    declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
+    if modelled is not None and declared:
+        return _through(task, "declared", spec, declared, modelled)
+    sizes = _sizes(spec, modelled)
     if spec.throughput:
-        rates = tuple(_declared(spec.throughput, size) for size in sizes)
+        rates = tuple(_below(spec.throughput, size) for size in sizes)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
-    rates = tuple(slot_flops * shape(spec, size) for size in sizes)
+    unit = slot_flops if modelled is None else 1.0
+    rates = tuple(unit * shape(spec, size, modelled) for size in sizes)
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
 
 
-def measured_table(task: int, spec: JobSpec, rates: dict[int, float]) -> ThroughputSet:
+def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
+                   modelled: Modelled | None = None) -> ThroughputSet:
     """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
 
     `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said
     to earn more than a larger one that was measured.
     """
-    sizes = spec.slots.counts
+    return _through(task, "measured", spec, rates, modelled)
+
+
+def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
+             rates: dict[int, float], modelled: Modelled | None) -> ThroughputSet:
+    """The shape through these points. One of which the shape knows nothing speaks for itself."""
+    sizes = _sizes(spec, modelled)
+    if modelled is not None:
+        sizes = tuple(sorted({*sizes, *rates}))
+    known = [size for size in rates if shape(spec, size, modelled) > 0]
     found: list[float] = []
     for size in sizes:
-        near = min((abs(known - size), known) for known in rates)[1]
-        most = min((rate for known, rate in rates.items() if known > size), default=RATE_FLOPS_MAX)
-        found.append(min(rates[near] * (shape(spec, size) / shape(spec, near)), most)
-                     if size not in rates else rates[size])
-    return ThroughputSet(task=task, origin="measured", sizes=sizes, rates_flops=tuple(found))
+        near = min(((abs(one - size), one) for one in known), default=(0, 0))[1]
+        most = min((rate for one, rate in rates.items() if one > size), default=RATE_FLOPS_MAX)
+        times = shape(spec, size, modelled) / shape(spec, near, modelled) if near else 0.0
+        found.append(rates[size] if size in rates else min(rates.get(near, 0.0) * times, most))
+    return ThroughputSet(task=task, origin=origin, sizes=sizes, rates_flops=tuple(found))
 
 
-def shape(spec: JobSpec, size: int) -> float:
-    """How many times one slot `size` slots are, by the model.
+def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
+    """How much `size` slots earn beside other sizes of the task, by the model.
 
-    Training: an iteration takes ceil(micro-batches / size) times one micro-batch. Command: `size`.
+    Training: an iteration takes ceil(micro-batches / size) times one micro-batch. A command: what
+    its model says, in FLOP/s; without one, `size`.
     """
+    if modelled is not None:
+        at = bisect_right(modelled.sizes, size)
+        return modelled.rates_flops[at - 1] if at else 0.0
     if spec.train is None:
         return float(size)
     num = spec.train.num_micro_batches
     return num / -(-num // size)
 
 
-def _declared(rates: dict[int, float], size: int) -> float:
+def layout(modelled: Modelled | None, size: int) -> str:
+    """The layout that the model has for so many slots, and what binds it; empty without a model."""
+    at = bisect_right(modelled.sizes, size) if modelled is not None else 0
+    return modelled.layouts[at - 1] if modelled is not None and at else ""
+
+
+def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
+    """All that the spec allows; with a model the first of them for each step of the model.
+
+    The largest alone where it has none of them, so that there is something to say.
+    """
+    counts = spec.slots.counts
+    if modelled is None:
+        return counts
+    places = [bisect_left(counts, size) for size in modelled.sizes]
+    found = dict.fromkeys(counts[at] for at in places if at < len(counts))
+    return tuple(found) or counts[-1:]
+
+
+def _below(rates: Mapping[int, float], size: int) -> float:
     below = [declared for declared in rates if declared <= size]
     return rates[max(below)] if below else 0.0
 

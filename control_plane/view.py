@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from . import throughput
 from .economics import transition
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
@@ -88,6 +89,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
         "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
+        "modelled_layout": throughput.layout(task.modelled, len(task.target)),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": task.iterations_lost,
         "incident": task.incident, "why": task.why, "needs": task.needs,

@@ -23,6 +23,9 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
     if low > state.num_slots_max:
         why, needs = "too large", (f"{_slots(low)}; the cluster has had at most "
                                    f"{state.num_slots_max}")
+    elif task.modelled is not None and task.modelled.refused and not any(
+            task.throughput.rates_flops if task.throughput is not None else ()):
+        why, needs = task.modelled.refused, "a larger slots.max, or a smaller model"
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif price is None and low <= num_slots:

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from .labels import Labels
+from .model_spec import Modelled
 from .policy import Policy as Policy
 from .spec import JobSpec
 
@@ -57,9 +58,10 @@ class NodeHeard(Body, frozen=True):
 
 # --- said by an operator ------------------------------------------------------------------------
 class TaskSubmitted(Body, frozen=True):
-    """Its seq is the task's id."""
+    """Its seq is the task's id. `modelled`: its throughput, searched before, if it has a model."""
 
     spec: JobSpec
+    modelled: Modelled | None = None
 
 
 class TaskCancelRequested(Body, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct, field
 
 from .errors import SpecError
+from .model_spec import MegatronModel, check_model
 
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
@@ -145,6 +146,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     The policy may give a `team` a quota of slots. `throughput` maps a number of slots to the
     achieved aggregate FLOP/s declared for it; sizes in between earn what the next smaller declared
     size earns.
+    `model` is what a command trains with Megatron: its throughput is then modelled, and a declared
+    point sets the model's level.
     """
 
     api_version: str = field(name="apiVersion")
@@ -156,9 +159,10 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     train: Train | None = None
     command: tuple[str, ...] = ()
     throughput: dict[int, float] = field(default_factory=dict[int, float])
+    model: MegatronModel | None = None
 
 
-PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale)
+PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale, MegatronModel)
 
 
 def parse(data: object) -> JobSpec:
@@ -268,6 +272,9 @@ def _check(spec: JobSpec) -> None:
               f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
+    if spec.model is not None:
+        _need(spec.train is None, "model", "is of a command", "train: has a model of its own")
+        check_model(spec.model, _need)
 
 
 def _check_train(train: Train, slots: Slots) -> None:
