@@ -19,6 +19,8 @@ Found = tuple[tuple[int, ...], int]
 LOSS_NUM_MAX = 1 << 60
 """More than any loss: no vector."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
+_SMALL_NUM = 48
+"""Candidates beside one of each row: where there are no more, one core is made, not several."""
 _PRICE_BITS = 61
 """Price times size fits into 64 bits beside a gain."""
 
@@ -119,7 +121,7 @@ class Solved(Struct, frozen=True, kw_only=True):
             return cls(rows=rows, capacity=capacity, relaxed=relaxed,
                        vector=rows.vector(known[0]), gain=known[1])
         most = relaxed.bound - rows.sums(_filled(rows, fits, capacity))[0]
-        cores = (Core(rows, relaxed, capacity, budget) for budget in _budgets(0, most))
+        cores = (Core(rows, relaxed, capacity, budget) for budget in _budgets(relaxed, 0, most))
         vector = next(core for core in cores if core.is_enough).vector()
         return cls(rows=rows, capacity=capacity, relaxed=relaxed, vector=vector,
                    gain=rows.sums(vector)[0])
@@ -134,7 +136,8 @@ class Solved(Struct, frozen=True, kw_only=True):
         vector = self.rows.vector(chosen)
         known: set[tuple[int, int]] = set()
         lost = self.relaxed.bound - self.gain
-        for budget in (*_budgets(lost, self._budget(vector, num)), LOSS_NUM_MAX - 1):
+        most = self._budget(vector, num)
+        for budget in (*_budgets(self.relaxed, lost, most), LOSS_NUM_MAX - 1):
             core = Core(self.rows, self.relaxed, self.capacity, budget)
             for loss, row, candidate in core.others(vector):
                 if (row, candidate) not in known:
@@ -157,10 +160,13 @@ class Solved(Struct, frozen=True, kw_only=True):
         return relaxed.bound - gain + max(int(losses[num - 1]), 0)
 
 
-def _budgets(least: int, most: int) -> Iterator[int]:
+def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
     """From little to `most`, which is known to do: what a small core finds it finds soonest."""
+    if np.count_nonzero(relaxed.losses <= most) <= len(relaxed.picks) + _SMALL_NUM:
+        least = most
     for shift in range(_BUDGET_BITS, 0, -_BUDGET_STEP_BITS):
-        yield least + (most - least >> shift)
+        if least < most:
+            yield least + (most - least >> shift)
     yield most
 
 
