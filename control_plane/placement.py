@@ -117,9 +117,10 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
     near = [(-room.on(node), node) for node in nodes if room.on(node)]
     heapify(near)
     while (left := count - len(chosen)) > 0:
-        elsewhere = _elsewhere(room, nodes, racks, where) if left == 1 else ""
-        node = elsewhere or (near[0][1] if near else _nearest(room, nodes, where))
-        if not node:
+        node = _elsewhere(room, nodes, racks, where) if left == 1 else None
+        if node is None:
+            node = near[0][1] if near else _nearest(room, nodes, where)
+        if node is None:
             break
         alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
         chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
@@ -131,19 +132,22 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
     return chosen
 
 
-def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str], where: Where) -> str:
+def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
+               where: Where) -> str | None:
     """Where the last seat has to go, so that not all are on one rack, or on one node."""
     if len(racks) != 1:
-        return ""
+        return None
     found = room.roomiest(but=lambda node: domain(node, where) in racks)
-    return found or (room.roomiest(but=lambda node: node in nodes) if len(nodes) == 1 else "")
+    if found is None and len(nodes) == 1:
+        found = room.roomiest(but=lambda node: node in nodes)
+    return found
 
 
-def _nearest(room: Room, nodes: Iterable[str], where: Where) -> str:
+def _nearest(room: Room, nodes: Iterable[str], where: Where) -> str | None:
     """The roomiest node at a switch of these, else in a rack of these, else of all."""
     for group in (switch, domain):
         found = [node for key in dict.fromkeys(group(node, where) for node in nodes)
-                 if (node := room.roomiest(key))]
+                 if (node := room.roomiest(key)) is not None]
         if found:
             return min(found, key=lambda node: (-room.on(node), node))
     return room.roomiest()

@@ -54,15 +54,15 @@ class Room:
         return len(self._free.get(node, ()))
 
     def roomiest(self, group: str = ANYWHERE,
-                 but: Callable[[str], bool] | None = None) -> str:
+                 but: Callable[[str], bool] | None = None) -> str | None:
         """The node of a group with most room, the first of them by name, not `but`.
 
-        Empty: none has any. Costs as many steps more as nodes that are `but` have more room.
+        None: none has any. Costs as many steps more as nodes that are `but` have more room.
         """
         heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
-        found = ""
-        while heap and not found:
+        found = None
+        while heap and found is None:
             entry = heap[0]
             if -entry[0] != self.on(entry[1]) or not entry[0]:
                 heappop(heap)

@@ -147,11 +147,12 @@ class Board:
         near = spare or [node for own in self.on[key] for node in self.near[self._groups(own)[-1]]
                          if self.rack[node] not in home]
         found = [node for node in near if self.room.on(node)]
+        new: str | None = None
         if found:
             new = min(found, key=lambda node: (-self.room.on(node), node))
-        else:
-            new = "" if spare else self.room.roomiest(but=lambda node: self.rack[node] in home)
-        return [(key, old, new)] if new else None
+        elif not spare:
+            new = self.room.roomiest(but=lambda node: self.rack[node] in home)
+        return [(key, old, new)] if new is not None else None
 
     def _follow(self, path: Sequence[Move]) -> None:
         """Carry out the moves from the last to the first, each into the slot that is free by then.
