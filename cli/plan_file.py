@@ -16,7 +16,7 @@ from .yaml_stream import read_large
 
 FILE_BYTES_MAX = 64 << 20
 GPUS_NUM_MAX = 10_000_000
-SPAN_S_MAX = 1e15
+SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
 NAME_CHARS_MAX = 100
 DOCS = "see docs/guides/plan-offline.md"
 STDIN = "-"
@@ -92,8 +92,8 @@ def parse(data: Any) -> Offline:
         raise refused(str(error), (PlanFile, TaskInFile), DOCS) from None
     _within("gpus", found.gpus, 0, GPUS_NUM_MAX)
     _within("gpus_per_node", found.gpus_per_node, 1, GPUS_NUM_MAX)
-    _need(0 < found.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
-          f"must be above 0 and at most {SPAN_S_MAX:g}")
+    _need(SPAN_S_MIN <= found.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
+          f"must be between {SPAN_S_MIN:g} and {SPAN_S_MAX:g}")
     seen: dict[str, int] = {}
     for i, (task, raw) in enumerate(zip(found.tasks, data["tasks"], strict=True)):
         _check(task, f"tasks[{i}]")

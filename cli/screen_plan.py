@@ -37,7 +37,8 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     more = f" and {len(whose) - NAMED_NUM_MAX} more" if len(whose) > NAMED_NUM_MAX else ""
     of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
-            "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing"}.get(
+            "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
+            "limits": "moves_max, quotas or priorities"}.get(
                 plan.get("bound", ""), "")
 
 

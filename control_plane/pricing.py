@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from .planner import Plan, PlanInput, gains, held, plan_of
 from .tables import IMPOSSIBLE, Others
 
-WORK_NUM_MAX = 1 << 25
-"""Candidates times slots: about a tenth of a second."""
+WORK_NUM_MAX = 1 << 24
+"""Candidates times slots: about a tenth of a second, and 256 MB."""
+VECTORS_NUM_MAX = 1 << 14
+"""Tasks that are told a price times all tasks: about as long again."""
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -32,8 +34,9 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     It is the price once the plan is carried out, when every task is healthy on what it was given:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
-    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX. Nor under
-    limits, where no single weight says it.
+    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
+    very many wait, only the first of them, by VECTORS_NUM_MAX. Nor under limits, where no single
+    weight says it.
     """
     if asked.limits is not None:
         return {}
@@ -49,6 +52,7 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
                and (sizes := [x for x in pairs[begin:end] if 0 < x[0] <= num_slots and x[1] > 0])}
     if not options:
         return {}
+    options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
     free, steady = Others(rows, num_slots), Others(held(after, rows), num_slots)
     found: dict[int, Price] = {}
     for i, sizes in options.items():

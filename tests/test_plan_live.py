@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from unicron.control_plane.dry_run import Change
 from unicron.control_plane.state import encode_state
 from unicron.events import reports as r
 from unicron.events.errors import UsageError
+from unicron.events.orders import Binding
 
 Plain = dict[str, Any]
 BETA = {1: 1.5e12, 2: 2.4e12}
@@ -119,6 +120,12 @@ def test_held_is_told(ask: Any) -> None:
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
     assert held == ["held       frozen: a test; planned, and nothing is ordered. To act: "
                     "unicron unfreeze"]
+
+
+@pytest.mark.parametrize("bound", [one for one in get_args(Binding) if one])
+def test_whatever_binds_a_plan_is_named(bound: str) -> None:
+    plan = {"num_slots": 8, "bound": bound, "bound_tasks": [1]}
+    assert screen_plan.bound_by(plan, {1: "alpha"})
 
 
 def test_many_tasks_and_slots_fit_on_a_page() -> None:

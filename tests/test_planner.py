@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from heart_driver import spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,6 +224,17 @@ def test_a_price_in_numbers() -> None:
     price = pricing.prices(asked, planner.choose(asked).plan)[2]
     assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
     assert math.isclose(price.times, 10.0 / 8.0)
+
+
+def test_where_very_many_wait_the_first_of_them_are_told_a_price(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
+    asked = asking(found, 4)
+    plan = planner.choose(asked).plan
+    every = pricing.prices(asked, plan)
+    assert list(every) == [2, 3, 4, 5]
+    monkeypatch.setattr(pricing, "VECTORS_NUM_MAX", 2 * len(found) + 1)
+    assert pricing.prices(asked, plan) == {i: every[i] for i in (2, 3)}
 
 
 def test_a_threshold_raises_the_price() -> None:
