@@ -105,7 +105,8 @@ def _gain(found: Plain) -> list[str]:
     if not gain and not cost:
         return lines
     share = f" ({'+' if gain > 0 else '-'}{_percent(abs(gain) / before)})" if before > 0 else ""
-    back = f", paid back in {span(cost / gain)}" if gain > 0 and cost > 0 else ""
+    hold = f" of {span(found['plan']['running_s'])}" if found["plan"]["running_s"] else ""
+    back = f", paid back in {span(cost / gain)}{hold}" if gain > 0 and cost > 0 else ""
     earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
     return [*lines, *labelled("worth", f"{earns}{back}; the changes cost {scaled(cost, 'FLOP')}")]
 
@@ -184,7 +185,14 @@ def _ground(found: Plain) -> list[str]:
     hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
             f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
     return [*labelled("bound by", f"{bound} ({more})"),
-            *labelled("horizon", hold)]
+            *labelled("horizon", hold), *_paid_back(plan)]
+
+
+def _paid_back(plan: Plain) -> list[str]:
+    """When what healthy tasks gave up is earned again; nothing where they were left alone."""
+    back_s = plan.get("paid_back_s", 0.0)
+    return labelled("paid back", f"in {span(back_s)} of {span(plan['running_s'])}, against leaving "
+                                 "healthy tasks as they are") if back_s else []
 
 
 def _moves(found: Plain) -> list[str]:

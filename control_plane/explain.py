@@ -33,7 +33,7 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
-        why=why(asked, choice, others, bound))
+        why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice))
 
 
 def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
@@ -53,6 +53,28 @@ def beaten(asked: PlanInput, choice: Choice, objective: float) -> tuple[Alternat
                          transition_flop=transition_flop(asked, slots))
                  for other in choice.alternatives
                  for slots in [tuple(num for _, num in other.slots)])
+
+
+def paid_back_s(asked: PlanInput, choice: Choice) -> float:
+    """How long until what the changes of healthy tasks earn has paid for them, 0 where nothing is
+    to be paid; against the best plan without them, which is among the beaten ones."""
+    if leaves_healthy(asked, choice.plan.slots):
+        return 0.0
+    steady = [(other.objective, other.waf, slots) for other in choice.alternatives
+              if other.what != LIMITLESS
+              and leaves_healthy(asked, slots := tuple(num for _, num in other.slots))]
+    if not steady:
+        return 0.0
+    _, waf, slots = max(steady, key=lambda one: one[0])
+    gain = choice.plan.waf - waf
+    cost = transition_flop(asked, choice.plan.slots) - transition_flop(asked, slots)
+    return cost / gain if gain > 0 and cost > 0 else 0.0
+
+
+def leaves_healthy(asked: PlanInput, slots: Sequence[int]) -> bool:
+    """Whether every healthy task keeps what it has, where it may have that."""
+    return all(wish.hurt or x == wish.now or wish.now not in wish.sizes
+               for wish, x in zip(asked.wishes, slots, strict=True))
 
 
 def cost_flop(wish: Wish, slots: int) -> float:

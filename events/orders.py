@@ -203,6 +203,9 @@ class PlanChosen(Body, frozen=True):
     """Whose max or min binds, or whom `gain_min` leaves alone."""
     why: str = ""
     """In one sentence."""
+    paid_back_s: float = 0.0
+    """After so long it has earned what it costs beyond the best plan that leaves healthy tasks as
+    they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
 
 
 class TaskPlaced(Body, frozen=True):

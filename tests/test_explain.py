@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -48,6 +49,49 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
             assert behind <= close
         else:
             assert behind >= -close
+
+
+@given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
+@settings(max_examples=200, deadline=None)
+def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
+        case: tuple[list[Wish], int], gain_min: float) -> None:
+    """Against the best of all plans that leave them alone."""
+    asked = asking(*case, gain_min=gain_min)
+    choice = planner.choose(asked)
+    found = explain.paid_back_s(asked, choice)
+    rows = [(0, *one.sizes) if one.hurt or one.now not in one.sizes else (one.now,)
+            for one in asked.wishes]
+    steady = [slots for slots in itertools.product(*rows) if sum(slots) <= asked.num_slots]
+    plan = choice.plan.slots
+    if not steady or plan in steady:
+        assert found == 0
+        return
+
+    def earned(slots: tuple[int, ...]) -> float:
+        return math.fsum(planner.waf_of(one, x)
+                         for one, x in zip(asked.wishes, slots, strict=True))
+
+    worth = {slots: explain.objective_flop(asked, slots) for slots in steady}
+    close = 1e-9 * max(map(abs, worth.values()), default=0.0)
+    most = max(worth.values())
+    right = [cost / gain if cost > 0 < gain else 0.0
+             for slots in steady if worth[slots] >= most - close
+             for cost in [explain.transition_flop(asked, plan)
+                          - explain.transition_flop(asked, slots)]
+             for gain in [earned(plan) - earned(slots)]]
+    assert any(found == pytest.approx(one, rel=1e-6, abs=1e-9) for one in right)
+    assert found <= asked.running_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("found", "num_slots", "back_s"), [
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 2, TRANSITION_S * 5 / 2),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
+def test_when_a_change_is_paid_back(found: list[Wish], num_slots: int, back_s: float) -> None:
+    """t1 stands and earns 5; with t2 they earn 2 more. Where there is room, or nothing else fits,
+    there is nothing to pay back."""
+    asked = asking(found, num_slots)
+    assert explain.paid_back_s(asked, planner.choose(asked)) == pytest.approx(back_s)
 
 
 @pytest.mark.parametrize(("found", "num_slots", "gain_min", "bound", "whose"), [
