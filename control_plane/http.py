@@ -247,10 +247,13 @@ def _key(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> Any:
-    """The JSON body, strictly: no duplicate keys, no NaN."""
+    """The JSON body, strictly: no duplicate keys, no NaN, no half of a surrogate pair (`"\\ud800"`
+    is JSON, and can be written neither to the log nor into an answer)."""
     try:
         raw = await request.read()
-        return json.loads(raw or b"{}", object_pairs_hook=_once, parse_constant=_finite)
+        found = json.loads(raw or b"{}", object_pairs_hook=_once, parse_constant=_finite)
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
 

@@ -260,3 +260,14 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
     told = await site.refused(422, "POST", "/v1/plan/apply", {
         "change": {}, "check": found["input"]})
     assert told == "there is nothing to apply"
+
+
+@real
+async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
+    """It could be written neither to the log nor into an answer."""
+    half = b'"\\ud800"'
+    for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
+                       ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),
+                       ("/v1/plan/apply", b'{"change": %s, "check": 0}'), ("/v1/join", b"%s")):
+        assert "surrogates" in await site.refused(400, "POST", path, body % half)
+    assert (await site.ask("GET", "/v1/plan"))[0] == 200
