@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 
 from ..events.labels import Labels
 from ..events.orders import Seat, Slot
-from .room import Room, domain, switch
+from .room import NOWHERE, Room, domain, switch
 from .spread import Taken, spread
 from .state import Task
 
@@ -116,15 +116,18 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
     racks = dict.fromkeys(domain(node, where) for node in nodes)
     near = [(-room.on(node), node) for node in nodes if room.on(node)]
     heapify(near)
+    groups = _groups(nodes, where)
     while (left := count - len(chosen)) > 0:
         node = _elsewhere(room, nodes, racks, where) if left == 1 else None
         if node is None:
-            node = near[0][1] if near else _nearest(room, nodes, where)
+            node = near[0][1] if near else _nearest(room, groups)
         if node is None:
             break
         alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
         chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
         nodes[node] = racks[domain(node, where)] = None
+        for known, new in zip(groups, _groups([node], where), strict=True):
+            known.update(new)
         if near:
             heappop(near)
         if room.on(node):
@@ -143,11 +146,17 @@ def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
     return found
 
 
-def _nearest(room: Room, nodes: Iterable[str], where: Where) -> str | None:
-    """The roomiest node at a switch of these, else in a rack of these, else of all."""
-    for group in (switch, domain):
-        found = [node for key in dict.fromkeys(group(node, where) for node in nodes)
-                 if (node := room.roomiest(key)) is not None]
+def _groups(nodes: Iterable[str], where: Where) -> tuple[dict[str, None], dict[str, None]]:
+    """Their switches, and their racks; a node without a label is in no group."""
+    return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
+            dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
+
+
+def _nearest(room: Room, groups: Iterable[Iterable[str]]) -> str | None:
+    """The roomiest node of the first groups in which one has room, else of all; `groups`: of the
+    own nodes, none of which has any."""
+    for keys in groups:
+        found = [node for key in keys if (node := room.roomiest(key)) is not None]
         if found:
             return min(found, key=lambda node: (-room.on(node), node))
     return room.roomiest()

@@ -55,7 +55,13 @@ def plan_input(state: ClusterState) -> Ground:
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
-    """It has ranks on a node that is silent: nothing is known of it, so nothing is changed."""
+    """It has ranks on a node that is silent: nothing is known of it, so nothing is changed.
+
+    Asked with every start of a rank: as many steps as it has ranks, or as there are nodes.
+    """
+    if len(task.ranks) > len(state.nodes) and not any(
+            node.silent for node in state.nodes.values()):
+        return False
     return any((node := state.nodes.get(rank.slot.node)) is not None and node.silent
                for rank in task.ranks.values())
 
