@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from .laying import ROOT, lay, pip
+
 PLACE = ROOT / "build" / "bench-planner"
 PYTHON = PLACE / "venv" / "bin" / "python"
 PINS = (ROOT / "constraints.txt", Path(__file__).with_name("constraints-planner.txt"))
 PACKAGES = ("numpy", "msgspec", "cvxpy", "cvxopt", "scipy", "ortools")
-STEP_S_MAX = 1200.0
 
 
 def ensure() -> None:
     """Lay it, once (again when the pins change). Raises CalledProcessError with pip's words."""
-    stamp = PLACE / "stamp"
-    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in PINS)).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    print(f"laying {PLACE.relative_to(ROOT)}: {', '.join(PACKAGES)}; once", flush=True)
-    PLACE.mkdir(parents=True, exist_ok=True)
-    if not PYTHON.exists():
-        _run([sys.executable, "-m", "venv", str(PLACE / "venv")])
-    pins = [word for file in PINS for word in ("-c", str(file))]
-    _run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", "install", *pins,
-          *PACKAGES])
-    stamp.write_text(wanted)
+    lay(PLACE, PINS, ", ".join(PACKAGES), lambda: pip(PLACE, PINS, *PACKAGES))
 
 
 def versions() -> dict[str, str]:
@@ -45,7 +32,3 @@ def environment() -> dict[str, str]:
     folders = (str(ROOT / "tests"), str(ROOT / ".typing"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True, timeout=STEP_S_MAX)

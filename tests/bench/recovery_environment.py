@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from .laying import ROOT, lay, pip
+
 PLACE = ROOT / "build" / "bench"
 PYTHON = PLACE / "venv" / "bin" / "python"
 ABSENT = PLACE / "absent.json"
 PINS = (ROOT / "constraints.txt", Path(__file__).with_name("constraints-peers.txt"))
-STEP_S_MAX = 1200.0
 NEEDED_BY_PEERS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "defusedxml",
                    "nvidia-ml-py", "packaging", "psutil", "pynvml", "pyyaml")
 # Both releases of torchft are a package of the same name: each has a folder of its own.
@@ -24,17 +22,13 @@ NVRX = "nvidia-resiliency-ext"
 
 def ensure() -> None:
     """Lay it, once (again when the pins change). What cannot be installed is noted in ABSENT."""
-    stamp = PLACE / "stamp"
-    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in PINS)).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    print(f"laying {PLACE.relative_to(ROOT)}: torch, Megatron and the peers; once", flush=True)
-    PLACE.mkdir(parents=True, exist_ok=True)
-    if not PYTHON.exists():
-        _run([sys.executable, "-m", "venv", str(PLACE / "venv")])
+    lay(PLACE, PINS, "torch, Megatron and the peers", _install)
+
+
+def _install() -> None:
     # torch first and bare, as `make setup` does: then nothing else can change its build.
-    _pip("setuptools", "torch==2.13.0")
-    _pip("--no-build-isolation", "-e", f"{ROOT}[train]")
+    pip(PLACE, PINS, "setuptools", "torch==2.13.0")
+    pip(PLACE, PINS, "--no-build-isolation", "-e", f"{ROOT}[train]")
     absent = {}
     for system, package in TORCHFT.items():
         why = _tried("--no-deps", "--upgrade", "--target", str(PLACE / system), package)
@@ -42,7 +36,6 @@ def ensure() -> None:
     if why := _tried("--no-deps", NVRX) or _tried(*NEEDED_BY_PEERS):
         absent |= {"nvrx": why}
     ABSENT.write_text(json.dumps(absent))
-    stamp.write_text(wanted)
 
 
 def absent() -> dict[str, str]:
@@ -75,18 +68,8 @@ def environment(system: str) -> dict[str, str]:
 def _tried(*arguments: str) -> str:
     """Why it cannot be installed; empty if it was."""
     try:
-        _pip(*arguments)
+        pip(PLACE, PINS, *arguments)
     except subprocess.CalledProcessError as error:
         lines = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR")]
         return (lines or ["pip failed"])[-1]
     return ""
-
-
-def _pip(*arguments: str) -> None:
-    pins = [word for file in PINS for word in ("-c", str(file))]
-    _run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", "install", *pins,
-          *arguments])
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True, timeout=STEP_S_MAX)
