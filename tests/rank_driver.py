@@ -45,6 +45,7 @@ from unicron.workers.wire import Frame, Unpacker, pack
 
 START_S = 90.0
 WAIT_S = 60.0
+ALONE_S = 20.0
 TASK = 7
 EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
 """Starts a rank as an agent does that has no zygote: seconds of a core."""
@@ -259,6 +260,22 @@ class Driver:
 
     def quiesced(self, ranks: list[int]) -> dict[int, Quiesced]:
         return {rank: self.wait(Quiesced, rank, where=self._now) for rank in ranks}
+
+    def left_by_themselves(self, ranks: list[int]) -> set[int]:
+        """Which of these a fault made leave, with no order.
+
+        gloo tells a closed connection to no wait that is half done (control.py), which is rare: who
+        sits in one is told to leave, as the control plane tells all.
+        """
+        def found() -> set[int]:
+            return {body.rank for _, _, body in self.reports
+                    if isinstance(body, Quiesced) and self._now(body)} & set(ranks)
+
+        with self.changed:
+            self.changed.wait_for(lambda: len(found()) == len(ranks), ALONE_S)
+            alone = found()
+        self.ask_to_leave([rank for rank in ranks if rank not in alone], "now")
+        return alone
 
     def _now(self, body: Any) -> bool:
         return bool(body.generation == self.generation)
