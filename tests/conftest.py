@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,11 @@ from unicron.events import embedded
 from unicron.events.redis_log import RedisLog
 
 _numbers = itertools.count(1)
+
+
+def pytest_configure() -> None:
+    """SIGTERM ends as Ctrl-C does: what the tests have started is stopped, and not left behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Cluster:
