@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from ..control_plane.planner import PlanInput, Transition, Wish
+from ..control_plane.wishes import PlanInput, Transition, Wish
 from ..events.errors import SpecError, UsageError
 from ..events.spec import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX, refused
 from .yaml_stream import read_large

@@ -9,7 +9,8 @@ from typing import Any
 from ..control_plane import knapsack
 from ..control_plane.explain import cost_flop, objective_flop
 from ..control_plane.foreseen import Foreseen, after
-from ..control_plane.planner import Choice, PlanInput, gains, waf_of
+from ..control_plane.planner import Choice, gains
+from ..control_plane.wishes import PlanInput, waf_of
 from .figures import count, number_of, scaled
 
 Plain = dict[str, Any]

@@ -21,8 +21,9 @@ from . import (
 from .knapsack import Found
 from .plan_input import plan_input
 from .state import ClusterState, Task, live_tasks
+from .wishes import PlanInput
 
-Known = Callable[[planner.PlanInput], Found | None]
+Known = Callable[[PlanInput], Found | None]
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
            r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed)
 """What may concern every task: nodes, time, slots that become free, whether we act."""

@@ -22,10 +22,11 @@ from .decide import decide
 from .fold import fold
 from .heart import decision_record, report_record
 from .plan_input import plan_input
-from .planner import PlanInput, choose
+from .planner import choose
 from .requests import Refusal
 from .state import ClusterState, Node, Task, decode_state, live_tasks
 from .throughput import candidates
+from .wishes import PlanInput
 
 MORE_NUM_MAX = 100_000
 """Slots that a dry run may add."""

@@ -15,9 +15,9 @@ from statistics import median
 from ..events.records import Record
 from ..events.reports import EpochStarted
 from .faults import Incident, Standing
-from .planner import Transition
 from .severity import WRONG_INPUT
 from .state import ClusterState, Task
+from .wishes import Transition
 
 HARMED_S_MAX = 600.0
 """A fault that was asked for longer ago has come to nothing."""

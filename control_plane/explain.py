@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from .plan_input import Ground
-from .planner import LIMITLESS, Choice, PlanInput, Wish, charged_s, gains, ideal_waf, waf_of
+from .planner import LIMITLESS, Choice, gains, ideal_waf
 from .state import ClusterState
+from .wishes import PlanInput, Wish, charged_s, waf_of
 
 NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from . import planner
 from .knapsack import LOSS_NUM_MAX, Found, Ints, Rows, Solved, best
-from .planner import Exact, PlanInput
+from .planner import Exact
 from .tables import added
+from .wishes import PlanInput, waf_of
 
 Bools = NDArray[np.bool_]
 What = Literal["gpu lost", "node lost", "node joined", "task ended"]
@@ -196,7 +197,7 @@ class _Left:
             *self._asked.wishes[:i], replace(wish, hurt=True), *self._asked.wishes[i + 1:]))
         gains = self._exact.gains[begin:end].copy()
         if self._stays[i]:  # else it pays already, or has what earns nothing
-            gains[at - begin] -= planner.waf_of(wish, wish.now) * wish.transition.same_s
+            gains[at - begin] -= waf_of(wish, wish.now) * wish.transition.same_s
         scale = self._scale([*self._most[:i], float(np.abs(gains).max()), *self._most[i + 1:]])
         if scale is None:
             return _by_itself(then)

@@ -11,8 +11,8 @@ import structlog
 from .foreseen import Foreseen, foresee
 from .knapsack import Found
 from .plan_input import plan_input
-from .planner import PlanInput
 from .state import ClusterState
+from .wishes import PlanInput
 
 WORK_NUM_MAX = 1 << 21
 """Tasks times all their sizes: about two seconds of a thread. Above it there is no table."""

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from ..events.orders import Slot
 from . import economics, throughput
-from .planner import PlanInput, Wish
 from .state import ClusterState, Task, live_tasks, usable_slots
+from .wishes import PlanInput, Wish
 
 
 class Ground(Struct, frozen=True, kw_only=True):

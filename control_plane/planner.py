@@ -18,81 +18,13 @@ from ..events.orders import Allocation, Alternative
 from . import constraints
 from .constraints import Limits
 from .knapsack import Found, Ints, Rows, Solved, best
+from .wishes import PlanInput, Wish, charged_s, waf_of
 
 LIMITLESS = "without moves_max, quotas and priorities"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 _SUM_BITS = 52
 Floats = NDArray[np.float64]
-
-
-class Transition(Struct, frozen=True, kw_only=True):
-    """D_transition by kind of change: for so long the change costs what the task earns now."""
-
-    same_s: float
-    """Back to as many slots, after a fault."""
-    shrink_s: float
-    grow_s: float
-    stop_s: float
-    """To none."""
-
-    @classmethod
-    def alike(cls, length_s: float) -> Transition:
-        """One number for all kinds."""
-        return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s)
-
-
-class Wish(Struct, frozen=True, kw_only=True):
-    """What the planner must know of one task: `sizes[i]` slots earn `wafs[i]`, 0 slots earn 0."""
-
-    task: int
-    name: str
-    now: int
-    """Slots that it has."""
-    hurt: bool
-    """A worker of it failed: going on costs a transition whatever it gets."""
-    transition: Transition
-    sizes: tuple[int, ...]
-    """Ascending, each once, above 0."""
-    wafs: tuple[float, ...]
-    priority: int = 0
-    team: str = ""
-
-
-class PlanInput(Struct, frozen=True, kw_only=True):
-    """All that a plan follows from."""
-
-    wishes: tuple[Wish, ...]
-    """By task id: ties go to the first."""
-    num_slots: int
-    """n' of the paper."""
-    mtbf_gpu_s: float
-    gain_min: float = 0.0
-    """A healthy task is changed only for this share of what the cluster earns."""
-    moves_max: int | None = None
-    """So many healthy tasks may a plan change at most."""
-    quotas: tuple[tuple[str, int], ...] = ()
-    """Team, and how many slots its tasks have at most together."""
-
-    @property
-    def running_s(self) -> float:
-        """D_running(n')."""
-        return self.mtbf_gpu_s / max(self.num_slots, 1)
-
-    @property
-    def limits(self) -> Limits | None:
-        """What the plan must keep beside `num_slots`; None: nothing."""
-        priorities = tuple(wish.priority for wish in self.wishes)
-        found = [(tuple(i for i, wish in enumerate(self.wishes) if wish.team == team), quota)
-                 for team, quota in self.quotas]
-        teams = tuple((rows, quota) for rows, quota in found if rows)
-        differ = any(priority != priorities[0] for priority in priorities)
-        if self.moves_max is None and not teams and not differ:
-            return None
-        return Limits(now=tuple(wish.now for wish in self.wishes),
-                      healthy=tuple(wish.now > 0 and not wish.hurt for wish in self.wishes),
-                      moves_max=self.moves_max, teams=teams,
-                      priorities=priorities if differ else ())
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -109,20 +41,6 @@ class Choice(Struct, frozen=True, kw_only=True):
     plan: Plan
     allocations: tuple[Allocation, ...]
     alternatives: tuple[Alternative, ...]
-
-
-def waf_of(wish: Wish, slots: int) -> float:
-    """F(t, x) for a candidate x, 0 for 0."""
-    return wish.wafs[wish.sizes.index(slots)] if slots in wish.sizes else 0.0
-
-
-def charged_s(wish: Wish, slots: int) -> float:
-    """D_transition from what the task has to so many slots; 0 where it simply goes on."""
-    kinds = wish.transition
-    if not wish.now or (slots == wish.now and not wish.hurt):
-        return 0.0
-    return (kinds.same_s if slots == wish.now else kinds.grow_s if slots > wish.now
-            else kinds.shrink_s if slots else kinds.stop_s)
 
 
 def gains(asked: PlanInput) -> Rows:

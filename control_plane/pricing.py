@@ -8,8 +8,9 @@ from itertools import islice, pairwise
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .planner import Plan, PlanInput, gains, held, plan_of
+from .planner import Plan, gains, held, plan_of
 from .tables import IMPOSSIBLE, Others
+from .wishes import PlanInput
 
 WORK_NUM_MAX = 1 << 24
 """Candidates times slots: about a tenth of a second, and 256 MB."""

@@ -10,7 +10,7 @@ import heapq
 from random import Random
 
 from msgspec.structs import replace
-from unicron.control_plane.planner import PlanInput, Transition, Wish
+from unicron.control_plane.wishes import PlanInput, Transition, Wish
 
 MTBF_GPU_S = 7.2e6
 GPU_FLOPS = 1.5e14

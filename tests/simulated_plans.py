@@ -9,6 +9,7 @@ from msgspec import Struct
 from unicron.control_plane import economics, planner, throughput
 from unicron.control_plane.plan_input import plan_input
 from unicron.control_plane.state import ClusterState, Task
+from unicron.control_plane.wishes import PlanInput, Wish
 from unicron.events.orders import PlanChosen, TaskWaiting
 
 NUM_TASKS_MAX = 4
@@ -138,19 +139,19 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
     told, num_slots = state.tasks[body.task].weight, state.plan.num_slots
     for times, runs in ((1.0001, True), (0.9999, False)):
         weight = body.weight_from * times
-        wishes: list[planner.Wish] = []
+        wishes: list[Wish] = []
         for given in state.plan.allocations:
             task = state.tasks[given.task]
             assert task.throughput is not None
             found = throughput.candidates(task.throughput, given.slots)
             own = weight if given.task == body.task else task.weight
-            wishes.append(planner.Wish(
+            wishes.append(Wish(
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
                 transition=economics.transition(state, task),
                 sizes=tuple(size for size, _ in found),
                 wafs=tuple(own * rate for _, rate in found)))
         policy = state.policy
-        choice = planner.choose(planner.PlanInput(
+        choice = planner.choose(PlanInput(
             wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
             gain_min=policy.gain_min))  # without limits: under them no price is told
         slots = next(x.slots for x in choice.allocations if x.task == body.task)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from unicron.control_plane import constraints, knapsack, planner
 from unicron.control_plane.constraints import Limits
 from unicron.control_plane.knapsack import rows_of
-from unicron.control_plane.planner import PlanInput, Transition, Wish
+from unicron.control_plane.wishes import PlanInput, Transition, Wish
 from unicron.events import reports as r
 from unicron.events.policy import Policy
 

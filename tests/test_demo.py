@@ -14,6 +14,7 @@ from unicron.cli import demo, demo_acts, demo_nodes, demo_proof, demo_twins, fig
 from unicron.cli.demo_stage import BrokenError, Stage
 from unicron.cli.moves import moves
 from unicron.control_plane import planner, throughput
+from unicron.control_plane.wishes import PlanInput, Transition, Wish
 from unicron.events import archive, codec
 
 PLAIN = [codec.to_plain(record) for record in
@@ -25,16 +26,16 @@ ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
 
 def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
     """What the planner gives the first tasks of the demo, which have `now` slots each."""
-    wishes: list[planner.Wish] = []
+    wishes: list[Wish] = []
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = throughput.candidates(throughput.table(number, player.spec), have)
-        wishes.append(planner.Wish(
+        wishes.append(Wish(
             task=number, name=player.name, now=have, hurt=hurt and number == 1,
-            transition=planner.Transition.alike(10.0),
+            transition=Transition.alike(10.0),
             sizes=tuple(size for size, _ in found),
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
-    return planner.choose(planner.PlanInput(wishes=tuple(wishes), num_slots=num_slots,
-                                            mtbf_gpu_s=7.2e6, gain_min=0.005))
+    return planner.choose(PlanInput(wishes=tuple(wishes), num_slots=num_slots,
+                                    mtbf_gpu_s=7.2e6, gain_min=0.005))
 
 
 def test_the_examples_lead_to_the_plans_that_the_demo_promises():

@@ -9,8 +9,8 @@ import pytest
 from heart_driver import Driver, at_rest, only, spec, task_of, the
 from msgspec.structs import replace
 from unicron.control_plane import economics, planner
-from unicron.control_plane.planner import PlanInput, Transition, Wish
 from unicron.control_plane.view import view
+from unicron.control_plane.wishes import PlanInput, Transition, Wish, charged_s, waf_of
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.policy import Policy
@@ -304,8 +304,8 @@ def test_what_is_told_of_a_change_is_what_is_charged() -> None:
         wish = Wish(task=1, name="t1", now=now, hurt=hurt, transition=kinds, sizes=(1, 2, 3),
                     wafs=(64.0, 128.0, 192.0))
         rows = planner.gains(PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
-        told = [planner.waf_of(wish, x) * 32
-                - planner.waf_of(wish, now) * planner.charged_s(wish, x)
+        told = [waf_of(wish, x) * 32
+                - waf_of(wish, now) * charged_s(wish, x)
                 for x in (0, 1, 2, 3)]
         unit = int(rows.gains[3]) // int(told[3])
         assert (rows.gains // unit).tolist() == told

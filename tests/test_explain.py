@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_planner import TRANSITION_S, asking, wishes
 from two_tasks import gives, train, two_tasks
 from unicron.control_plane import explain, planner
-from unicron.control_plane.planner import Transition, Wish
+from unicron.control_plane.wishes import Transition, Wish, waf_of
 from unicron.events import reports as r
 from unicron.events.orders import Binding, PlanChosen
 
@@ -35,7 +35,7 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
     choice = planner.choose(asked)
     objective = explain.objective_flop(asked, choice.plan.slots)
     rows = planner.gains(asked)
-    whole = [math.fsum([planner.waf_of(one, x) * asked.running_s, -explain.cost_flop(one, x)])
+    whole = [math.fsum([waf_of(one, x) * asked.running_s, -explain.cost_flop(one, x)])
              for one in asked.wishes for x in (0, *one.sizes)]
     # Integers on one scale: what one unit of it is comes from the largest of each.
     unit = max((abs(flop / number) for flop, number in zip(whole, rows.gains.tolist(), strict=True)
@@ -68,7 +68,7 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
         return
 
     def earned(slots: tuple[int, ...]) -> float:
-        return math.fsum(planner.waf_of(one, x)
+        return math.fsum(waf_of(one, x)
                          for one, x in zip(asked.wishes, slots, strict=True))
 
     worth = {slots: explain.objective_flop(asked, slots) for slots in steady}

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane import foreseen, knapsack, planner
 from unicron.control_plane.foreseen import Event, after, foresee
-from unicron.control_plane.planner import PlanInput, Transition, Wish
+from unicron.control_plane.wishes import PlanInput, Transition, Wish
 
 
 @st.composite

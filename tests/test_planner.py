@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane import knapsack, planner, pricing, throughput
 from unicron.control_plane.knapsack import Rows
-from unicron.control_plane.planner import PlanInput, Transition, Wish
+from unicron.control_plane.wishes import PlanInput, Transition, Wish, waf_of
 from unicron.events.orders import ThroughputSet
 
 MTBF_GPU_S, TRANSITION_S = 7.2e6, 10.0
@@ -80,7 +80,7 @@ def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
     assert sum(x.slots for x in choice.allocations) <= num_slots
     for wish, given_ in zip(found, choice.allocations, strict=True):
         assert given_.slots == 0 or given_.slots in wish.sizes
-        assert given_.waf == planner.waf_of(wish, given_.slots)
+        assert given_.waf == waf_of(wish, given_.slots)
     assert choice.plan.waf == math.fsum(x.waf for x in choice.allocations)
     assert all(tuple(x for _, x in other.slots) != choice.plan.slots
                for other in choice.alternatives)
@@ -210,7 +210,7 @@ def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> 
 
         assert slots_at(price.times * (1 + 1e-6)) > 0
         assert slots_at(price.times * (1 - 1e-6)) == 0
-        wafs = [math.fsum(planner.waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
+        wafs = [math.fsum(waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
                 for _, slots in brute_force(pairs(planner.gains(asking(after, num_slots))),
                                             num_slots) if slots[task - 1] > 0]
         assert price.plan.waf == wafs[0], "the best in which it runs"
