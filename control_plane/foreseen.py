@@ -195,13 +195,14 @@ class _Left:
         begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
         then = replace(self._asked, wishes=(
             *self._asked.wishes[:i], replace(wish, hurt=True), *self._asked.wishes[i + 1:]))
-        gains = self._exact.gains[begin:end].copy()
+        losses = self._exact.losses[begin:end].copy()
         if self._stays[i]:  # else it pays already, or has what earns nothing
-            gains[at - begin] -= waf_of(wish, wish.now) * wish.transition.same_s
-        scale = self._scale([*self._most[:i], float(np.abs(gains).max()), *self._most[i + 1:]])
+            losses[at - begin] = waf_of(wish, wish.now) * wish.transition.same_s
+        most = float((np.abs(self._exact.earned[begin:end]) + losses).max())
+        scale = self._scale([*self._most[:i], most, *self._most[i + 1:]])
         if scale is None:
             return _by_itself(then)
-        ours = planner.scaled(gains, scale.shift)
+        ours = scale.earned[begin:end] - planner.scaled(losses, scale.shift)
         less = int(scale.rows.gains[at] - ours[at - begin]) if self._stays[i] else 0
 
         def made() -> tuple[Rows, Ints]:

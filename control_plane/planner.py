@@ -1,8 +1,9 @@
 """The plan: which task gets how many slots, exactly, and what was beaten.
 
 A multiple-choice knapsack over the candidate sizes of each task, maximising the sum of G (our
-reading of the paper, section 4). G is scaled by a power of two and rounded to integers, so that
-every way of computing the optimum gives the same one. Ties: the first task, by id, gets most.
+reading of the paper, section 4). What a slot earns is scaled by a power of two and rounded to an
+integer, and so is what a change costs: every way of computing the optimum gives the same one, and
+what earns alike by slot is alike. Ties: the first task, by id, gets most.
 """
 
 from __future__ import annotations
@@ -52,22 +53,28 @@ class Exact(Struct, frozen=True, kw_only=True):
     """G before it is scaled, of each task's sizes and 0; `knapsack.Rows` of floats."""
 
     sizes: Ints
-    gains: Floats
     earned: Floats
-    """Before what the change costs."""
+    """Before what the change costs; 0 where the size is 0."""
+    losses: Floats
+    """What the change costs."""
     starts: Ints
 
     def most(self) -> list[float]:
-        """The largest |G| of each task."""
+        """No |G| of the task is larger."""
         if len(self.starts) == 1:
             return []
-        most: list[float] = np.maximum.reduceat(np.abs(self.gains), self.starts[:-1]).tolist()
+        parts = np.abs(self.earned) + self.losses
+        most: list[float] = np.maximum.reduceat(parts, self.starts[:-1]).tolist()
         return most
 
     def rows(self, shift: int) -> tuple[Rows, Ints]:
-        """The rows, and what each candidate earns before what it costs; both times 2^shift."""
-        return (Rows(sizes=self.sizes, gains=scaled(self.gains, shift), starts=self.starts),
-                scaled(self.earned, shift))
+        """The rows, and what each candidate earns before what it costs; both times 2^shift.
+
+        Rounded by slot: throughput that is linear in slots stays so, to the last bit.
+        """
+        earned = scaled(self.earned / np.maximum(self.sizes, 1), shift) * self.sizes
+        gains = earned - scaled(self.losses, shift)
+        return Rows(sizes=self.sizes, gains=gains, starts=self.starts), earned
 
 
 def shift_of(most: Sequence[float]) -> int:
@@ -95,9 +102,8 @@ def exact(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> Ex
     wafs = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
     now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
     hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
-    earned = wafs * running_s
-    return Exact(sizes=sizes, starts=starts, earned=earned, gains=earned if free else (
-        earned - _losses(wishes, sizes, now, hurt, counts)))
+    return Exact(sizes=sizes, starts=starts, earned=wafs * running_s, losses=(
+        np.zeros(len(sizes)) if free else _losses(wishes, sizes, now, hurt, counts)))
 
 
 def _losses(wishes: Sequence[Wish], sizes: Ints, now: Ints, hurt: NDArray[np.bool_],

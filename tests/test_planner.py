@@ -72,6 +72,14 @@ def test_sums_stay_exact_in_a_double(case: tuple[list[Wish], int]) -> None:
     assert sum(max(abs(gain) for _, gain in row) for row in pairs(rows)) < 2**53
 
 
+def test_what_is_linear_in_slots_stays_linear_to_the_last_bit() -> None:
+    """Rates of which no multiple is exact: each slot of a task gains the same integer."""
+    found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
+             for task in range(1, 101)]
+    for row in pairs(planner.gains(asking(found, 4096))):
+        assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
+
+
 @given(wishes())
 @settings(max_examples=200, deadline=None)
 def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
