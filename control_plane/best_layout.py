@@ -144,7 +144,8 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
         sizes=tuple(best.size for best in found),
         rates_flops=tuple(best.rate_flops for best in found),
         layouts=tuple(told(model, best, free[bisect_right(free_sizes, best.size) - 1])
-                      for best in found))
+                      for best in found),
+        axes=tuple(best.layout.axes for best in found))
 
 
 def told(model: MegatronModel, best: Best, free: Best) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..events.model_spec import MegatronModel
+from ..events.model_spec import Axes, MegatronModel
 
 Recomputed = Literal["none", "selective", "full"]
 MICRO_NUM_MAX = 8
@@ -48,6 +48,12 @@ class Layout(Struct, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         return self.model_parallel * self.dp
+
+    @property
+    def axes(self) -> Axes:
+        """What a command has to know of it."""
+        return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
+                    micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
 
     def told(self) -> str:
         """As a person would say it: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""

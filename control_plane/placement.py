@@ -6,17 +6,19 @@ be without moving a seat of a task that stays as it is: a healthy task is not mo
 alone, its own or another's. One that is placed anew, grows, shrinks or lost a seat may have more of
 its seats moved, but only for that rule and as few as it takes. Apart from it every seat that can be
 kept is kept, new ones are as near to them as there is room (the same node, the same switch, the
-same rack, then anywhere), and few nodes are taken.
+same rack, then anywhere), and few nodes are taken. A command whose model is spread by tensor
+parallelism has each of those groups on one node, if there is any way to (groups.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from ..events.labels import Labels
 from ..events.orders import Seat, Slot
-from .room import NOWHERE, Room, domain, switch
+from . import groups
+from .room import Room, domain, neighbours
 from .spread import Taken, spread
 from .state import Task
 
@@ -30,13 +32,22 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
     taken = _claims(tasks, wanted, usable, where)
-    room = Room(slots, {slot for own in taken.values() for slot in own}, where)
+    grouped = [task for task in tasks if groups.size(task, wanted[task.id]) > 1
+               and (len(task.target) != wanted[task.id]
+                    or sorted(taken[task.id]) != sorted(seat.slot for seat in task.target))]
+    for task in grouped:
+        taken[task.id] = []
+    given = {slot for own in taken.values() for slot in own}
+    dealt, room = groups.deal(grouped, wanted, slots, given, where)
+    taken |= dealt
     for task in tasks:
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
-    spread(movable, taken, room, where)
+    spread([task for task in movable if task.id not in dealt], taken, room, where)
+    if dealt:  # a group is torn for the hard rule alone, where nothing else would do
+        spread(movable, taken, room, where)
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
 
@@ -116,17 +127,17 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
     racks = dict.fromkeys(domain(node, where) for node in nodes)
     near = [(-room.on(node), node) for node in nodes if room.on(node)]
     heapify(near)
-    groups = _groups(nodes, where)
+    near_by = neighbours(nodes, where)
     while (left := count - len(chosen)) > 0:
         node = _elsewhere(room, nodes, racks, where) if left == 1 else None
         if node is None:
-            node = near[0][1] if near else _nearest(room, groups)
+            node = near[0][1] if near else room.nearest(near_by)
         if node is None:
             break
         alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
         chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
         nodes[node] = racks[domain(node, where)] = None
-        for known, new in zip(groups, _groups([node], where), strict=True):
+        for known, new in zip(near_by, neighbours([node], where), strict=True):
             known.update(new)
         if near:
             heappop(near)
@@ -146,27 +157,11 @@ def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
     return found
 
 
-def _groups(nodes: Iterable[str], where: Where) -> tuple[dict[str, None], dict[str, None]]:
-    """Their switches, and their racks; a node without a label is in no group."""
-    return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
-            dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
-
-
-def _nearest(room: Room, groups: Iterable[Iterable[str]]) -> str | None:
-    """The roomiest node of the first groups in which one has room, else of all; `groups`: of the
-    own nodes, none of which has any."""
-    for keys in groups:
-        found = [node for key in keys if (node := room.roomiest(key)) is not None]
-        if found:
-            return min(found, key=lambda node: (-room.on(node), node))
-    return room.roomiest()
-
-
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
     """Numbers for the slots: a seat or a process that is there keeps its own."""
     if not task.is_train:
-        every = sorted(slots)
-        if every == sorted(seat.slot for seat in task.target):
+        every = groups.ranked(slots, groups.size(task, len(slots)))
+        if sorted(every) == sorted(seat.slot for seat in task.target):
             return task.target
         return tuple(Seat(number, slot) for number, slot in enumerate(every))
     known = {rank.slot: rank.rank for rank in task.living_members()}
@@ -182,7 +177,8 @@ def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: 
     is on one node, or on one rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.is_train or len(nodes) > 1:
-        told = f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+        told = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+                f"{groups.why_torn(task, seats, slots)}")
         if not task.is_train or len({domain(node, where) for node in nodes}) > 1:
             return told
         only = len({domain(slot.node, where) for slot in slots}) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..events.orders import InjectFault, Seat, StartRank, StopRank
 from ..events.reports import FaultRequested
+from . import throughput
 from .incidents import NUM_STOPS_MAX
 from .state import ClusterState, Rank, Task
 
@@ -15,7 +16,8 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, *, host: str, port: 
         attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=task.spec,
         num_seats=len(task.target), host=host, port=port,
         checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
-        incarnation=state.nodes[seat.slot.node].incarnation)
+        incarnation=state.nodes[seat.slot.node].incarnation,
+        axes=None if task.is_train else throughput.axes(task.modelled, len(task.target)))
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from ..events.labels import Labels
@@ -22,6 +22,13 @@ def switch(node: str, where: Mapping[str, Labels]) -> str:
     """The node's switch; one without that label is alone on its own."""
     found = where.get(node, NOWHERE).switch
     return f"switch {found}" if found else f"node {node}"
+
+
+def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
+        dict[str, None], dict[str, None]]:
+    """Their switches, and their racks; a node without a label is in no group."""
+    return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
+            dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
 
 
 class Room:
@@ -74,11 +81,25 @@ class Room:
             heappush(heap, entry)
         return found
 
-    def take(self, node: str, num: int) -> list[Slot]:
-        """The first `num` free slots of a node that has so many, which are free no longer."""
+    def nearest(self, groups: Iterable[Iterable[str]], least: int = 1) -> str | None:
+        """The roomiest node of the first groups in which one has room for `least`, else of all."""
+        for keys in (*groups, (ANYWHERE,)):
+            found = [node for key in keys if (node := self.roomiest(key)) is not None
+                     and self.on(node) >= least]
+            if found:
+                return min(found, key=lambda node: (-self.on(node), node))
+        return None
+
+    def take(self, node: str, num: int, wanted: Collection[Slot] = ()) -> list[Slot]:
+        """The first `num` free slots of a node that has so many, which are free no longer; those
+        that are `wanted` before all others."""
         free = self._free[node]
+        if wanted:
+            free.sort(key=lambda slot: (slot not in wanted, slot), reverse=True)
         taken = free[: -num - 1 : -1]
         del free[-num:]
+        if wanted:
+            free.sort(reverse=True)
         for group in self._groups[node]:
             heappush(self._heaps[group], (-len(free), node))
         return taken

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Literal
 
-from ..events.model_spec import Modelled
+from ..events.model_spec import Axes, Modelled
 from ..events.orders import ThroughputSet
 from ..events.spec import RATE_FLOPS_MAX, JobSpec
 
@@ -81,6 +81,12 @@ def layout(modelled: Modelled | None, size: int) -> str:
     """The layout that the model has for so many slots, and what binds it; empty without a model."""
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
     return modelled.layouts[at - 1] if modelled is not None and at else ""
+
+
+def axes(modelled: Modelled | None, size: int) -> Axes | None:
+    """The same in numbers; None where no model says it."""
+    at = bisect_right(modelled.sizes, size) if modelled is not None else 0
+    return modelled.axes[at - 1] if modelled is not None and 0 < at <= len(modelled.axes) else None
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:

@@ -103,6 +103,22 @@ def _check_sizes(model: MegatronModel, need: Need) -> None:
              f"must be at least {least} and at most {most}", DOCS)
 
 
+class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Megatron is to spread a model over tp * cp * pp * dp GPUs, in its order of ranks: `tp` of
+    them that follow one another are a group. `chunks` of layers on each stage; `ep` GPUs share the
+    experts.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    chunks: int = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
 class Modelled(Struct, frozen=True, forbid_unknown_fields=True):
     """T(t, x) as the analytical model has it: only sizes that earn more than all smaller ones."""
 
@@ -112,3 +128,5 @@ class Modelled(Struct, frozen=True, forbid_unknown_fields=True):
     """Of each size: the layout, and what binds."""
     refused: str = ""
     """Why there is no size."""
+    axes: tuple[Axes, ...] = ()
+    """Of each size: the layout, in numbers; none in what was found by earlier releases."""

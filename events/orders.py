@@ -10,6 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from .model_spec import Axes
 from .reports import Body, FaultKind, Origin
 from .spec import JobSpec
 
@@ -251,7 +252,8 @@ class StartRank(Body, frozen=True):
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
     `checkpoint` is the published checkpoint that a first generation loads, or empty.
     `incarnation` is the agent's that the order is meant for: another one, which reads the same
-    stream from its beginning, ignores it. 0 means any that has joined.
+    stream from its beginning, ignores it. 0 means any that has joined. `axes`: the layout that the
+    plan counted on, of a command with a `model`.
     """
 
     nodes: tuple[str, ...]
@@ -265,6 +267,7 @@ class StartRank(Body, frozen=True):
     port: int
     checkpoint: str
     incarnation: int = 0
+    axes: Axes | None = None
 
 
 class StopRank(Body, frozen=True):

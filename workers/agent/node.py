@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ...events.labels import Labels
 from ...events.orders import StartRank
@@ -101,6 +101,9 @@ def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> d
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
                 "MASTER_PORT": str(order.port)}
+        if order.axes is not None:
+            env |= {f"UNICRON_{name.upper()}": str(value)
+                    for name, value in structs.asdict(order.axes).items()}
     elif node.devices:
         env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
     else:
