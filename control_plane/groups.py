@@ -14,6 +14,7 @@ from . import throughput
 from .room import Room, neighbours
 from .spread import Taken
 from .state import Task
+from .state_bytes import seat_bytes
 
 
 def size(task: Task, count: int) -> int:
@@ -48,7 +49,7 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: Room,
           where: Mapping[str, Labels], *, stay: bool) -> Taken:
     """`stay`: all tasks keep their whole groups before any is given another."""
     hands = [_Hand(task, wanted[task.id], room, where) for task in tasks]
-    hands.sort(key=lambda hand: (-hand.each, hand.key))
+    hands.sort(key=lambda hand: (-hand.each, -hand.heavy, hand.key))
     for hand in hands if stay else ():
         hand.keep()
     for hand in hands:
@@ -61,7 +62,7 @@ class _Hand:
     """What one task is dealt, group by group."""
 
     def __init__(self, task: Task, count: int, room: Room, where: Mapping[str, Labels]) -> None:
-        self.key, self.each = task.id, size(task, count)
+        self.key, self.each, self.heavy = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
         self._room, self._where = room, where

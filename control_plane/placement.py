@@ -6,8 +6,9 @@ be without moving a seat of a task that stays as it is: a healthy task is not mo
 alone, its own or another's. One that is placed anew, grows, shrinks or lost a seat may have more of
 its seats moved, but only for that rule and as few as it takes. Apart from it every seat that can be
 kept is kept, new ones are as near to them as there is room (the same node, the same switch, the
-same rack, then anywhere), and few nodes are taken. A command whose model is spread by tensor
-parallelism has each of those groups on one node, if there is any way to (groups.py).
+same rack, then anywhere), and few nodes are taken. Of two tasks the one with more state chooses
+first, and of as many seats those are moved that have least. A command whose model is spread by
+tensor parallelism has each of those groups on one node, if there is any way to (groups.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from . import groups
 from .room import Room, domain, neighbours
 from .spread import Taken, spread
 from .state import Task
+from .state_bytes import seat_bytes
 
 Where = Mapping[str, Labels]
 """Labels by node."""
@@ -40,7 +42,8 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     given = {slot for own in taken.values() for slot in own}
     dealt, room = groups.deal(grouped, wanted, slots, given, where)
     taken |= dealt
-    for task in tasks:
+    for task in sorted(tasks, key=lambda task: (  # who has no state is near to nothing
+            not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]

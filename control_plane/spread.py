@@ -18,6 +18,7 @@ from ..events.labels import Labels
 from ..events.orders import Seat, Slot
 from .room import NOWHERE, Room, domain
 from .state import Task
+from .state_bytes import seat_bytes
 
 Taken = dict[int, list[Slot]]
 """Slots by task."""
@@ -25,9 +26,10 @@ Move = tuple[int, str, str]
 """One seat of a task from a node to another."""
 SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
 """What a process that moves costs, by where its state is nearest."""
-MOVED, BROKEN = 1 << 10, 1 << 30
-"""What a process costs that ends here and starts there: more than a path's distances; and a task
-that is brought onto one rack: more than all moves of a path."""
+BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
+"""What a byte costs of a process that ends here and starts there: more than a path's distances; the
+process itself: more than all bytes of a path; and a task that is brought onto one rack: more than
+all moves of a path; and what is reached by no path."""
 
 def spread(movable: Sequence[Task], taken: Taken, room: Room,
            where: Mapping[str, Labels]) -> None:
@@ -67,6 +69,8 @@ class Board:
         self.ruled = {task.id: task.is_train and len(taken[task.id]) > 1 for task in movable}
         self.at = {task.id: room.usable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
+        self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
+                      for task in movable}
         self.on = {task.id: Counter(slot.node for slot in taken[task.id]) for task in movable}
         self.nodes = room.nodes
         self.rack = {node: domain(node, where) for node in self.nodes}
@@ -99,7 +103,7 @@ class Board:
     # --- costs ----------------------------------------------------------------------------------
     def leaves(self, key: int, node: str) -> int:
         """A seat leaves: nothing is won unless one of the task's seats here has no process."""
-        return -MOVED if self.on[key][node] > self.mine[key][node] else 0
+        return -self.moved[key] if self.on[key][node] > self.mine[key][node] else 0
 
     def leaving(self, key: int) -> str:
         """Where a seat is given up best: without a process, on the emptiest node."""
@@ -110,7 +114,7 @@ class Board:
         """A seat comes: free where a process of the task is, else the dearer the farther."""
         if self.on[key][node] < self.mine[key][node]:
             return 0
-        return MOVED + self.distance(key, node)
+        return self.moved[key] + self.distance(key, node)
 
     def distance(self, key: int, node: str) -> int:
         """From the task's seats."""
@@ -269,7 +273,7 @@ class Search:
                 continue
             hand = cost + board.leaves(key, node)
             for held in ("", rack):
-                if hand < self._hand.get((key, held), 1 << 60):
+                if hand < self._hand.get((key, held), FAR):
                     self._hand[key, held] = hand
                     if held:
                         self._offer_rack(key, node, hand, rack)
@@ -281,7 +285,7 @@ class Search:
         board, special = self._board, self._board.special(key)
         for other in special:
             self._reach(other, key, node, hand + board.one_rack(key, board.rack[other]))
-        most = hand + MOVED + ANYWHERE
+        most = hand + board.moved[key] + ANYWHERE
         rest: list[str] = []
         step = _Step(most, key, node)
         pool = min((nodes for low, nodes in self._open.items() if low <= most), key=len)

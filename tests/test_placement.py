@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane import placement
 from unicron.control_plane.state import Checkpoint, Rank, Task
+from unicron.control_plane.state_bytes import seat_bytes
 from unicron.events.labels import Labels
 from unicron.events.orders import Member, Seat, Slot
 
@@ -20,10 +21,13 @@ Where = dict[str, Labels]
 Case = tuple[list[Task], list[int], list[Slot], Where]
 
 
-def task_at(number: int, slots: Sequence[Slot], *, started: bool = True) -> Task:
+def task_at(number: int, slots: Sequence[Slot], *, started: bool = True,
+            num_layers: int = 1) -> Task:
     """A task that trains on these slots, or that only wants to."""
-    task = Task(id=number, spec=spec(name=f"t{number}"), weight=1.0, submitted_s=0.0, since_s=0.0,
-                target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)))
+    train = {"iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2},
+             "model": {"num_layers": num_layers}}
+    task = Task(id=number, spec=spec(name=f"t{number}", train=train), weight=1.0, submitted_s=0.0,
+                since_s=0.0, target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)))
     if started:
         task.phase = "training"
         task.ranks = {rank: Rank(rank=rank, attempt=1, slot=slot, state="member", has_state=True)
@@ -47,27 +51,30 @@ def splits(count: int, room: Held) -> Iterator[Held]:
             yield {node: num for node, num in zip(nodes, numbers, strict=True) if num}
 
 
-Score = tuple[int, int, int]
-"""(tasks on one node, tasks on one rack, seats moved): the less the better, the first first."""
+Score = tuple[int, int, int, int]
+"""(tasks on one node, tasks on one rack, seats moved, bytes moved): the less the better, the first
+first."""
 
 
-def score(held: Held, kept: Held, count: int, where: Where) -> Score:
+def score(held: Held, kept: Held, count: int, where: Where, heavy: int) -> Score:
     stay = sum(min(num, kept.get(node, 0)) for node, num in held.items())
     racks = {where[node].rack or node for node in held}
-    return (int(count > 1 and len(held) == 1), int(count > 1 and len(racks) == 1),
-            min(count, sum(kept.values())) - stay)
+    moved = min(count, sum(kept.values())) - stay
+    return (int(count > 1 and len(held) == 1), int(count > 1 and len(racks) == 1), moved,
+            moved * heavy)
 
 
-def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where) -> Score:
+def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where,
+                heavy: Sequence[int]) -> Score:
     """The least score of all ways to seat these tasks."""
     if not counts:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     found: list[Score] = []
     for held in splits(counts[0], room):
         left = {node: num - held.get(node, 0) for node, num in room.items()}
-        rest = brute_force(counts[1:], kept[1:], left, where)
-        own = score(held, kept[0], counts[0], where)
-        found.append((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]))
+        rest = brute_force(counts[1:], kept[1:], left, where, heavy[1:])
+        own = score(held, kept[0], counts[0], where, heavy[0])
+        found.append((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2], own[3] + rest[3]))
     return min(found)
 
 
@@ -81,7 +88,8 @@ def clusters(draw: st.DrawFn) -> Case:
     order, tasks = draw(st.permutations(every)), list[Task]()
     for number in range(1, draw(st.integers(1, 3)) + 1):
         num = draw(st.integers(0, min(3, len(order))))
-        tasks.append(task_at(number, sorted(order[:num]), started=draw(st.booleans())))
+        tasks.append(task_at(number, sorted(order[:num]), started=draw(st.booleans()),
+                             num_layers=draw(st.integers(1, 3))))
         order = order[num:]
     slots = [slot for slot in every if draw(st.integers(0, 5))]
     counts: list[int] = []
@@ -113,13 +121,14 @@ def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
             movable.append((task, count))
     kept = [of([rank.slot for rank in task.ranks.values() if rank.slot in slots])
             for task, _ in movable]
-    scores = [score(of([seat.slot for seat in seats[task.id]]), own, count, where)
-              for (task, count), own in zip(movable, kept, strict=True)]
-    total = tuple(map(sum, zip((0, 0, 0), *scores, strict=True)))
+    heavy = [seat_bytes(task, count) for task, count in movable]
+    scores = [score(of([seat.slot for seat in seats[task.id]]), own, count, where, each)
+              for (task, count), own, each in zip(movable, kept, heavy, strict=True)]
+    total = tuple(map(sum, zip((0, 0, 0, 0), *scores, strict=True)))
     moved = sum(min(count, sum(own.values())) - sum(
         task.ranks[seat.rank].slot == seat.slot for seat in seats[task.id]
         if seat.rank in task.ranks) for (task, count), own in zip(movable, kept, strict=True))
-    assert total == brute_force([count for _, count in movable], kept, room, where)
+    assert total == brute_force([count for _, count in movable], kept, room, where, heavy)
     assert moved == total[2], "who stays on a node stays on its slot"
 
 
@@ -198,6 +207,53 @@ def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
     task = task_at(1, [*FOUR[:2], Slot("n9", 0)])
     seats = placement.place([task], [2], [*FOUR, Slot("n5", 0)], where)
     assert of([seat.slot for seat in seats[1]]) == {"n1": 1, "n5": 1}
+
+
+@given(st.data())
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_nobody_has_a_slot_that_is_nearer_to_more_bytes(data: st.DataObject) -> None:
+    """Of two tasks that grow, the heavier would not be nearer on what the lighter was given."""
+    nodes = [f"n{i}" for i in range(data.draw(st.integers(3, 6)))]
+    where = {node: Labels(rack=data.draw(st.sampled_from(["r1", "r2", "r3"])),
+                          switch=data.draw(st.sampled_from(["", "s1", "s2"]))) for node in nodes}
+    every = [Slot(node, index) for node in nodes for index in range(3)]
+    order = data.draw(st.permutations(every))
+    layers = data.draw(st.permutations([1, 2, 3]))
+    tasks = [task_at(number + 1, sorted(order[2 * number:2 * number + 2]),
+                     num_layers=layers[number]) for number in range(data.draw(st.integers(2, 3)))]
+    counts = [2 + data.draw(st.integers(0, 2)) for _ in tasks]
+    seats = placement.place(tasks, counts, every, where)
+    new = {task.id: [seat.slot.node for seat in seats[task.id] if seat not in task.target]
+           for task in tasks}
+    for heavy, light in itertools.permutations(tasks, 2):
+        ruled = any(len({where[seat.slot.node].rack for seat in task.target}) == 1
+                    for task in (heavy, light))
+        if seat_bytes(heavy, 1) <= seat_bytes(light, 1) or ruled:
+            continue  # who is on one rack has a seat on another first
+        for node, other in itertools.product(new[heavy.id], new[light.id]):
+            assert far(heavy, node, where) <= far(heavy, other, where)
+
+
+def far(task: Task, node: str, where: Where) -> int:
+    """From its seats: on the node, at its switch, in its rack, elsewhere."""
+    near = [where[seat.slot.node] for seat in task.target]
+    tests = (any(seat.slot.node == node for seat in task.target),
+             any(label.switch == where[node].switch != "" for label in near),
+             any(label.rack == where[node].rack for label in near), True)
+    return tests.index(True)
+
+
+def test_what_moves_for_the_spread_has_least_state() -> None:
+    """Three tasks change; t3 has one node, and only t1 or t2 can make room on the other."""
+    for layers, moved in (((1, 2), 1), ((2, 1), 2)):
+        tasks = [task_at(1, [SLOTS[2]], num_layers=layers[0]),
+                 task_at(2, [SLOTS[3]], num_layers=layers[1]), task_at(3, SLOTS[:2])]
+        for task in tasks[:2]:
+            task.target = (*task.target, Seat(1, Slot("n9", task.id)))
+        tasks[2].target = (*tasks[2].target, Seat(2, Slot("n9", 0)))
+        seats = placement.place(tasks, [1, 1, 2], SLOTS[:4], {})
+        assert nodes_of(seats[3]) == 2
+        assert [key for key in (1, 2) if seats[key][0].slot.node != "n2"] == [moved]
 
 
 def test_who_shrinks_stays_on_two_racks() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from changing import changed, leaves
 from msgspec.structs import replace
+from unicron.control_plane.state_bytes import trained_bytes
 from unicron.events.errors import UsageError
 from unicron.events.reports import LossNotFinite, TaskProgressed
 from unicron.events.spec import DynamicLossScale, Model, Optimizer, Train
@@ -221,3 +222,13 @@ def test_history_forgets_what_is_done_again() -> None:
     assert history.losses == [0.0, 1.0, 2.0, 33.0]
     history.add(9, 9.0, 0.1)
     assert (history.first, history.losses) == (9, [9.0])
+
+
+@pytest.mark.parametrize("shape", [
+    TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
+def test_placement_knows_its_bytes(train: Train, shape: Model, alone: Any) -> None:
+    """From the spec alone."""
+    train = replace(train, model=shape)
+    trainee = model.build(train, torch.device("cpu"), alone)
+    _train(trainee, 0, 2)
+    assert trained_bytes(train) == state.num_bytes(trainee)
