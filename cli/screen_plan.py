@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..control_plane.planner import FLOORLESS, LIMITLESS
 from .figures import (
     SCREEN_COLUMNS,
     clipped,
@@ -29,6 +30,8 @@ ROWS_NUM_MAX = 20
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
+BREAKS = {LIMITLESS: ", and breaks one of them", FLOORLESS: ", and leaves a task below its floor"}
+"""Why a plan is not to be had that is worth more."""
 
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
@@ -38,7 +41,7 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
-            "limits": "moves_max, quotas or priorities"}.get(
+            "limits": "moves_max, quotas or priorities", "floor": f"the floor of {of}"}.get(
                 plan.get("bound", ""), "")
 
 
@@ -169,7 +172,8 @@ def _beaten(plan: Plain) -> list[str]:
         behind = other["behind_flop"]
         share = f" ({_percent(behind / worth)})" if behind > 0 < worth else ""
         told = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
-                if not behind else f"gains {scaled(-behind, 'FLOP')}, below gain_min")
+                if not behind else f"gains {scaled(-behind, 'FLOP')}"
+                + BREAKS.get(other["what"], ", below gain_min"))
         if behind > 0 and other["waf"] > plan["waf"]:
             told += ": its changes cost more than they earn"
         rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])

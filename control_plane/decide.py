@@ -10,6 +10,7 @@ from ..events.records import Record
 from . import (
     calibration,
     explain,
+    floors,
     placement,
     planner,
     pricing,
@@ -74,11 +75,13 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     if not state.held:
         yield from _place(state, open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)
+    short = floors.short(ground.asked, choice.plan.slots)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # held, whom the plan gives nothing trains on
             continue
         if count == 0:
-            yield from waiting.wait(state, task, len(ground.slots), told.get(task.id))
+            yield from waiting.wait(state, task, len(ground.slots), told.get(task.id),
+                                    short.get(task.id, 0))
         elif state.held:  # it has no seats yet
             yield from waiting.wait_for_healing(state, task)
 

@@ -10,8 +10,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
+from . import floors
 from .plan_input import Ground
-from .planner import LIMITLESS, Choice, gains, ideal_waf
+from .planner import FLOORLESS, LIMITLESS, Choice, gains, ideal_waf
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
@@ -19,6 +20,8 @@ NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
 SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
+UNBOUND = (LIMITLESS, FLOORLESS)
+"""Plans that were not to be had, whatever they are worth."""
 
 
 def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
@@ -34,7 +37,8 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
-        why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice))
+        why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
+        short=tuple(floors.short(asked, plan.slots)))
 
 
 def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
@@ -62,7 +66,7 @@ def paid_back_s(asked: PlanInput, choice: Choice) -> float:
     if leaves_healthy(asked, choice.plan.slots):
         return 0.0
     steady = [(other.objective, other.waf, slots) for other in choice.alternatives
-              if other.what != LIMITLESS
+              if other.what not in UNBOUND
               and leaves_healthy(asked, slots := tuple(num for _, num in other.slots))]
     if not steady:
         return 0.0
@@ -89,13 +93,20 @@ def binding(asked: PlanInput, choice: Choice,
 
     `most`: the most slots that each task allows. `slots`: with more of them it would earn more.
     `min`: there are some left, fewer than the smallest size of a task that waits. `max`: every task
-    has what suits it best, some the most that they allow.
+    has what suits it best, some the most that they allow. `floor`: without those of these tasks it
+    would earn more.
     """
     plan = choice.plan
     if any(other.what == LIMITLESS for other in choice.alternatives):
         return "limits", ()
-    if any(other.objective > plan.objective for other in choice.alternatives):
-        best = max(choice.alternatives, key=lambda other: other.objective)
+    for other in choice.alternatives:
+        if other.what == FLOORLESS and other.objective > plan.objective:
+            least = floors.given(asked)
+            return "floor", tuple(task for (task, x), floor in
+                                  zip(other.slots, least, strict=True) if x < floor)
+    others = [other for other in choice.alternatives if other.what not in UNBOUND]
+    if any(other.objective > plan.objective for other in others):
+        best = max(others, key=lambda other: other.objective)
         left = [task for (task, x), have in zip(best.slots, plan.slots, strict=True) if x != have]
         return "gain_min", tuple(left)
     rows = gains(asked)
@@ -115,7 +126,9 @@ def binding(asked: PlanInput, choice: Choice,
 def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
     """One sentence: what moves, and what the nearest other plan lacks."""
     names = {wish.task: wish.name for wish in asked.wishes}
-    return f"{_moves(choice.allocations, names)}: {_reason(asked, choice, others, bound)}"
+    short = [names[task] for task in floors.short(asked, choice.plan.slots)]
+    room = f"; no room for the floor of {_listed(short)}" if short else ""
+    return f"{_moves(choice.allocations, names)}: {_reason(asked, choice, others, bound)}{room}"
 
 
 def _moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
@@ -140,9 +153,11 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     plan = choice.plan
     if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
         return "there is nothing that could earn anything"
-    if bound == "limits":
-        most = next(other for other in others if other.what == LIMITLESS)
+    if bound in ("limits", "floor"):
+        what = LIMITLESS if bound == "limits" else FLOORLESS
+        most = next(other for other in others if other.what == what)
         return (f"{most.what} it would be worth {_share(-most.behind_flop, asked, plan.waf)} more")
+    others = [other for other in others if other.what not in UNBOUND]
     if bound == "gain_min":
         most = max(others, key=lambda other: other.objective)
         return (f"to change healthy tasks would gain {_share(-most.behind_flop, asked, plan.waf)}, "

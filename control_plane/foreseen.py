@@ -9,7 +9,7 @@ are settled so, by one pass over all candidates; the others are solved, each as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from . import planner
+from . import floors, planner
 from .knapsack import LOSS_NUM_MAX, Found, Ints, Rows, Solved, best
 from .planner import Exact
 from .tables import added
@@ -94,6 +94,10 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     """The table: a lost GPU and a lost node of each task that has slots, each task's end, and a
     node more. At least the time of a few plans; at most that of one for each event.
     """
+    if floors.are_asked(asked):
+        return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks={
+            event: _by_choice(after(asked, event, gpus_per_node))
+            for event in _events(asked, gpus_per_node)})
     outlooks: dict[Event, Outlook] = {}
     losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
@@ -113,6 +117,21 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks=outlooks)
 
 
+def _events(asked: PlanInput, gpus_per_node: int) -> Iterator[Event]:
+    """All that `foresee` has, in its order."""
+    losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
+    for what, num in losses:
+        if num <= asked.num_slots:
+            yield from (Event(what=what, task=wish.task) for wish in asked.wishes if wish.now)
+    yield from (Event(what="task ended", task=wish.task) for wish in asked.wishes)
+    yield Event(what="node joined")
+
+
+def _by_choice(then: PlanInput) -> Outlook:
+    """With floors, which fit or do not, each event is a plan of its own."""
+    return _limited(then, _best(planner.gains(then), then.num_slots))
+
+
 def _limited(then: PlanInput, optimum: Found) -> Outlook:
     """Under limits the plan is another matter than the optimum."""
     plan = planner.choose(then, optimum).plan
@@ -128,7 +147,7 @@ def _by_itself(then: PlanInput) -> Outlook:
 
 def _best(rows: Rows, num_slots: int) -> Found:
     found = best(rows, num_slots)
-    assert found is not None, "0 slots for each always fits"
+    assert found is not None, "0 slots for each fit, and so do the floors that are given"
     return found
 
 

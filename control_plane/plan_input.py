@@ -49,7 +49,8 @@ def plan_input(state: ClusterState) -> Ground:
              for task in live_tasks(state) if not task.ending}
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
                       mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
-                      moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())))
+                      moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())),
+                      floor=policy.floor)
     return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
         node.num_slots for node in state.nodes.values() if node.health != "left"))
 
@@ -75,7 +76,7 @@ def is_whole(task: Task) -> bool:
 
 def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
-    found = throughput.candidates(table, len(task.target))
+    found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
     fits = all(seat.slot in usable for seat in task.target)
     hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight
@@ -83,4 +84,4 @@ def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
                 transition=economics.transition(state, task),
                 sizes=tuple(size for size, _ in found),
                 wafs=tuple(weight * rate for _, rate in found), priority=task.spec.priority,
-                team=task.spec.team)
+                team=task.spec.team, weight=weight, floor=task.spec.slots.floor)

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative
-from . import constraints
+from . import constraints, floors
 from .constraints import Limits
 from .knapsack import Found, Ints, Rows, Solved, best
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
 LIMITLESS = "without moves_max, quotas and priorities"
+FLOORLESS = "without floors"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 _SUM_BITS = 52
@@ -45,8 +47,9 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def gains(asked: PlanInput) -> Rows:
-    """G(t, x) of each task and each of its sizes, and 0; integers on one scale."""
-    return _rows(asked.wishes, asked.running_s)[0]
+    """G(t, x) of each task and each size that its floor leaves, 0 too; integers on one scale."""
+    every, _ = _rows(asked)
+    return every.only(floors.kept(asked, every)) if floors.are_asked(asked) else every
 
 
 class Exact(Struct, frozen=True, kw_only=True):
@@ -88,9 +91,9 @@ def scaled(values: Floats, shift: int) -> Ints:
     return np.rint(np.ldexp(values, shift)).astype(np.int64)
 
 
-def _rows(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> tuple[Rows, Ints]:
-    """`free`: changes cost nothing."""
-    found = exact(wishes, running_s, free=free)
+def _rows(asked: PlanInput) -> tuple[Rows, Ints]:
+    """Of every candidate, whatever floors leave."""
+    found = exact(asked.wishes, asked.running_s)
     return found.rows(shift_of(found.most()))
 
 
@@ -127,34 +130,84 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     Both are compared by the sum of G, so what the changes themselves cost is counted. `known` is
     the optimum where it is known already (foreseen.py); the choice is the same.
     """
+    wishes, limits = asked.wishes, asked.limits
+    every, earned = _rows(asked)
+    kept = floors.kept(asked, every) if floors.are_asked(asked) else None
+    rows = every if kept is None else every.only(kept)
+    made = _decide(asked, rows, earned if kept is None else earned[kept], known)
+    plan, others = made.plan, _named(wishes, rows, asked.num_slots, limits)
+    if made.plan is not made.free:
+        others.append((f"the optimum, which changes healthy tasks for less than "
+                       f"{100 * asked.gain_min:g} % of the WAF", made.free))
+    elif made.steady is not None:
+        others.append(("healthy tasks stay as they are" if made.is_steady else
+                       "healthy tasks change for the floors alone", made.steady))
+    if made.free.slots != made.limitless.slots:
+        others.append((LIMITLESS, made.limitless))
+    else:
+        others += [(what, other) for what, other in
+                   _next(wishes, made.solved, [plan, *(other for _, other in others)])
+                   if limits is None or other is None or limits.allow(other.slots)]
+    if kept is not None:
+        others.append((FLOORLESS, _decide(floors.without(asked), every, earned).plan))
+    return Choice(plan=plan, allocations=_allocations(wishes, plan),
+                  alternatives=_alternatives(wishes, plan, others))
+
+
+class _Made(Struct, frozen=True, kw_only=True):
+    """How a plan was decided upon."""
+
+    plan: Plan
+    """`free`, or `steady` where that gains too little."""
+    free: Plan
+    """The optimum."""
+    limitless: Plan
+    """The optimum without limits."""
+    solved: Solved
+    """Without limits."""
+    steady: Plan | None
+    """The best with the healthy as they are, if there is one; else with as few of them changed as
+    the floors ask."""
+    is_steady: bool
+    """It changes no healthy task."""
+
+
+def _decide(asked: PlanInput, rows: Rows, earned: Ints, known: Found | None = None) -> _Made:
     wishes, num_slots, limits = asked.wishes, asked.num_slots, asked.limits
-    rows, earned = _rows(wishes, asked.running_s)
     solved = Solved.of(rows, num_slots, known)
-    assert solved is not None, "0 slots for each always fits"
+    assert solved is not None, "0 slots for each fit, and so do the floors that are given"
     free = limitless = plan_of(wishes, (rows.slots(solved.vector), solved.gain))
     if limits is not None and (limits.priorities or not limits.allow(free.slots)):
         found = constraints.best(rows, num_slots, limits)
-        assert found is not None, "0 slots for each is within every quota"
+        assert found is not None, "0 slots for each, and the floors, are within every quota"
         free = plan_of(wishes, found)
     fits = _within(held(wishes, rows), num_slots, limits)
+    is_steady = fits is not None
+    if fits is None and floors.are_asked(asked):
+        fits = _least_moved(asked, rows)
     steady = plan_of(wishes, fits) if fits is not None else None
-    plan, others = free, _named(wishes, rows, num_slots, limits)
-    if steady is not None and steady.slots != free.slots:
-        if stays(asked, rows, earned, (free.slots, free.objective),
-                 (steady.slots, steady.objective)):
-            plan = steady
-            others.append((f"the optimum, which changes healthy tasks for less than "
-                           f"{100 * asked.gain_min:g} % of the WAF", free))
-        else:
-            others.append(("healthy tasks stay as they are", steady))
-    if free.slots != limitless.slots:
-        others.append((LIMITLESS, limitless))
-    else:
-        others += [(what, other) for what, other in
-                   _next(wishes, solved, [plan, *(other for _, other in others)])
-                   if limits is None or other is None or limits.allow(other.slots)]
-    return Choice(plan=plan, allocations=_allocations(wishes, plan),
-                  alternatives=_alternatives(wishes, plan, others))
+    stay = steady is not None and steady.slots != free.slots and stays(
+        asked, rows, earned, (free.slots, free.objective), (steady.slots, steady.objective))
+    return _Made(plan=steady if stay and steady is not None else free, free=free,
+                 limitless=limitless, solved=solved, steady=steady, is_steady=is_steady)
+
+
+def _least_moved(asked: PlanInput, rows: Rows) -> Found | None:
+    """With as few healthy tasks changed as can be, the best, on a scale as much coarser as the
+    number of changes needs above it."""
+    limits = asked.limits
+    if limits is not None:
+        return constraints.best(rows, asked.num_slots, replace(limits, moves_max=0))
+    wishes = asked.wishes
+    healthy = np.array([wish.now > 0 and not wish.hurt for wish in wishes], dtype=np.bool_)
+    bits = int(healthy.sum()).bit_length() + 2
+    found = exact(wishes, asked.running_s)
+    coarse = found.rows(shift_of(found.most()) - bits)[0]
+    coarse = coarse.only(floors.kept(asked, coarse))
+    moves = (healthy[rows.row_of] & ~_same(wishes, rows)).astype(np.int64)
+    few = best(replace(coarse, gains=coarse.gains - (moves << _SUM_BITS + 1 - bits)),
+               asked.num_slots)
+    return None if few is None else (few[0], rows.sums(rows.vector(few[0]))[0])
 
 
 def _within(rows: Rows, num_slots: int, limits: Limits | None) -> Found | None:
@@ -216,8 +269,8 @@ def _next(wishes: Sequence[Wish], solved: Solved,
 
 def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:
     """What the best plan of all would earn on `num_slots`, were changes free."""
-    rows, _ = _rows(wishes, 1.0 / max(num_slots, 1), free=True)
-    found = best(rows, num_slots)
+    every = exact(wishes, 1.0 / max(num_slots, 1), free=True)
+    found = best(every.rows(shift_of(every.most()))[0], num_slots)
     return plan_of(wishes, found).waf if found is not None else 0.0
 
 

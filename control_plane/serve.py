@@ -48,6 +48,7 @@ ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "r
                 "calibrate_iterations", "calibrate_min", "mtbf_faults",
                 "moves_max", "quotas")
 """Fields of the policy that may be 0; all others are at least 1 ms."""
+NOT_IN_FILES = ("observe", "allow_inject")
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ def read_policy(path: Path) -> Policy:
         raise UsageError(f"{path}: {told}", told.hint) from None
     for name, value in _numbers(policy):
         if isinstance(value, bool):
-            if value:
+            if value and name in NOT_IN_FILES:
                 raise UsageError(f"{path}: {name} stands in no policy file",
                                  f"unicron up --{name.replace('_', '-')}")
             continue

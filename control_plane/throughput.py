@@ -90,7 +90,8 @@ def axes(modelled: Modelled | None, size: int) -> Axes | None:
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
-    """All that the spec allows; with a model the first of them for each step of the model.
+    """All that the spec allows; with a model the first of them for each step of the model, and the
+    floor.
 
     The largest alone where it has none of them, so that there is something to say.
     """
@@ -98,8 +99,8 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     if modelled is None:
         return counts
     places = [bisect_left(counts, size) for size in modelled.sizes]
-    found = dict.fromkeys(counts[at] for at in places if at < len(counts))
-    return tuple(found) or counts[-1:]
+    found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
+    return tuple(sorted(found | {spec.slots.floor} - {0}))
 
 
 def _below(rates: Mapping[int, float], size: int) -> float:
@@ -107,15 +108,17 @@ def _below(rates: Mapping[int, float], size: int) -> float:
     return rates[max(below)] if below else 0.0
 
 
-def candidates(throughput: ThroughputSet, now: int) -> list[tuple[int, float]]:
+def candidates(throughput: ThroughputSet, now: int,
+               floor: int = 0) -> list[tuple[int, float]]:
     """(size, FLOP/s) worth choosing, by size: workers may idle, T(x) = max over y <= x.
 
-    A size that earns no more than a smaller one is left out, unless the task has it `now`.
+    A size that earns no more than a smaller one is left out, unless the task has it `now`, or asks
+    for no fewer.
     """
     found: list[tuple[int, float]] = []
     best = 0.0
     for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):
-        if rate > best or size == now:
+        if rate > best or size in (now, floor):
             best = max(best, rate)
             found.append((size, best))
     return found

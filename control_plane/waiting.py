@@ -13,10 +13,12 @@ from .state import ClusterState, Task
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
-def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -> Iterator[Body]:
+def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
+         floor: int = 0) -> Iterator[Body]:
     """Tell of a task that the last plan gives nothing; nothing if it was told already.
 
-    `num_slots`: what that plan had to give.
+    `num_slots`: what that plan had to give. `floor`: of a task that asks for one, and for which
+    there was no room.
     """
     low = _smallest(task)
     cost_waf = weight_from = 0.0
@@ -28,6 +30,8 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None) -
         why, needs = task.modelled.refused, "a larger slots.max, or a smaller model"
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
+    elif 0 < floor <= num_slots:
+        why, needs = _no_room(state, task, floor)
     elif price is None and low <= num_slots:
         why, needs = "the plan has better use for the slots", "more slots, or fewer limits"
     elif price is None:
@@ -52,6 +56,17 @@ def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
     """The last plan has slots for it, and nothing is ordered at the moment."""
     if task.why != state.held:
         yield TaskWaiting(task=task.id, why=state.held, needs="healing to be on")
+
+
+def _no_room(state: ClusterState, task: Task, floor: int) -> tuple[str, str]:
+    """Why it is not given its floor, and what would give it that."""
+    quota = state.policy.quotas.get(task.spec.team, floor)
+    if quota < floor:
+        return (f"the quota of team {task.spec.team} is {_slots(quota)}",
+                f"a quota of {_slots(floor)}, its floor")
+    whose = f" of team {task.spec.team}" if task.spec.team in state.policy.quotas else ""
+    return (f"there is no room for its floor beside those before it{whose}",
+            f"{_slots(floor)} more, or a higher priority or weight")
 
 
 def _smallest(task: Task) -> int:

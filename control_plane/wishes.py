@@ -38,6 +38,10 @@ class Wish(Struct, frozen=True, kw_only=True):
     wafs: tuple[float, ...]
     priority: int = 0
     team: str = ""
+    weight: float = 1.0
+    """It is in `wafs` already."""
+    floor: int = 0
+    """It asks for no fewer slots; 0: for none."""
 
 
 class PlanInput(Struct, frozen=True, kw_only=True):
@@ -54,6 +58,8 @@ class PlanInput(Struct, frozen=True, kw_only=True):
     """So many healthy tasks may a plan change at most."""
     quotas: tuple[tuple[str, int], ...] = ()
     """Team, and how many slots its tasks have at most together."""
+    floor: bool = False
+    """Each task asks for no fewer slots than it earns anything with."""
 
     @property
     def running_s(self) -> float:

@@ -168,12 +168,13 @@ class Alternative(Struct, frozen=True):
     waf: float
     objective: int
     behind_flop: float = 0.0
-    """How far its objective is below the chosen plan's; below 0 where `gain_min` kept it out."""
+    """How far its objective is below the chosen plan's; below 0 where `gain_min`, limits or floors
+    kept it out."""
     transition_flop: float = 0.0
     """What its changes cost, in weighted FLOP."""
 
 
-Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "nothing"]
+Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "nothing"]
 """What keeps a plan from earning more ("": not told). `limits`: moves_max, a quota, a priority."""
 
 
@@ -201,12 +202,14 @@ class PlanChosen(Body, frozen=True):
     """D_running: how long the plan is expected to hold."""
     bound: Binding = ""
     bound_tasks: tuple[int, ...] = ()
-    """Whose max or min binds, or whom `gain_min` leaves alone."""
+    """Whose max, min or floor binds, or whom `gain_min` leaves alone."""
     why: str = ""
     """In one sentence."""
     paid_back_s: float = 0.0
     """After so long it has earned what it costs beyond the best plan that leaves healthy tasks as
     they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
+    short: tuple[int, ...] = ()
+    """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
 
 
 class TaskPlaced(Body, frozen=True):

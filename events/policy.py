@@ -40,6 +40,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """So many healthy tasks may one plan change at most; more only where nothing else fits."""
     quotas: dict[str, int] = field(default_factory=dict[str, int])
     """By team (`team:` in the job spec): the slots that its tasks have at most together."""
+    floor: bool = False
+    """Whether a plan gives each task at least the fewest slots with which it earns anything, where
+    those of all fit together; by priority, weight and age where they do not."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

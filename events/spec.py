@@ -38,13 +38,15 @@ class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many slots (GPUs) a task may hold; `min` is T_necessary of the paper.
 
     Each number from `min` to `max`, or its multiples of `multiple_of` alone (whole nodes), or what
-    `sizes` names: then `min` and `max` are its ends.
+    `sizes` names: then `min` and `max` are its ends. The plan gives no fewer than `floor`, one of
+    these numbers, unless the floors of all tasks do not fit together; 0 is none.
     """
 
     min: int = 1
     max: int = 1
     multiple_of: int = 1
     sizes: tuple[int, ...] = ()
+    floor: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -249,6 +251,9 @@ def _check_slots(slots: Slots) -> None:
                              ("max", slots.max, slots.sizes[-1:])):
         _need(not end or value == end[0], f"slots.{name}",
               f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
+    _need(slots.floor == 0 or slots.floor in slots.counts, "slots.floor",
+          f"{slots.floor} is no number of slots that the task may have",
+          "name one of them, or leave it out")
 
 
 def _check(spec: JobSpec) -> None:

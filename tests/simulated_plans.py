@@ -50,7 +50,9 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     if len({state.tasks[x.task].spec.priority for x in body.allocations}) > 1:
         return ""  # sums of several priorities are not compared here
     rows = _options(state, body)
-    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)]
+    floors = _floors(state, body)
+    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
+               and all(option.slots >= floor for option, floor in zip(vector, floors, strict=True))]
     fewest = min(map(_num_moves, vectors))
     most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
     free = steady = -math.inf
@@ -61,11 +63,11 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
             continue
         total = math.fsum(option.gain for option in vector)
         free = max(free, total)
-        if all(option.steady for option in vector) and total > steady:
+        if _is_steady(vector, floors, fewest) and total > steady:
             steady, earned = total, math.fsum(option.earned for option in vector)
         if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
                                                             strict=True)):
-            chosen, unchanged = total, all(option.steady for option in vector)
+            chosen, unchanged = total, _is_steady(vector, floors, fewest)
     if math.isnan(chosen):
         return "it does not fit"
     close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
@@ -86,6 +88,30 @@ def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> 
         sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
             if state.tasks[x.task].spec.team == team) <= quota
         for team, quota in state.policy.quotas.items())
+
+
+def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
+    """The least that each task must have: in the order of floors, as long as they fit."""
+    tasks = [state.tasks[x.task] for x in body.allocations]
+    of_team: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for task in sorted(tasks, key=lambda one: (-one.spec.priority, -one.weight, one.id)):
+        team, rates = task.spec.team, _rates(state, task.id)
+        room = min(body.num_slots - sum(found.values()),
+                   state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0))
+        levels = [task.spec.slots.floor] if task.spec.slots.floor else []
+        levels += [1] if state.policy.floor else []
+        wanted = [min((x for x, rate in rates.items() if rate > 0 and x >= level), default=0)
+                  for level in levels]
+        found[task.id] = next((x for x in wanted if 0 < x <= room), 0)
+        of_team[team] = of_team.get(team, 0) + found[task.id]
+    return [found[task.id] for task in tasks]
+
+
+def _is_steady(vector: tuple[Option, ...], floors: list[int], fewest: int) -> bool:
+    """Whether it leaves the healthy as they are; where floors do not, as many as they can."""
+    return all(option.steady for option in vector) or (
+        any(floors) and 0 < fewest == _num_moves(vector))
 
 
 def _num_moves(vector: tuple[Option, ...]) -> int:

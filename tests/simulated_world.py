@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 from msgspec.structs import replace
 from simulated_chaos import Chaos
@@ -66,7 +67,7 @@ class World:
         most = max(6, sum(self.nodes.values()) // 2)
         self.policy = replace(
             self.policy, moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
-            quotas={"red": most} if len(self._teams) > 1 else {})
+            quotas={"red": most} if len(self._teams) > 1 else {}, floor=rng.random() < 0.2)
 
     def _broken(self, loop: object, context: dict[str, object]) -> None:
         self.cluster.net.never(f"{context.get('message')}: {context.get('exception')!r}")
@@ -168,7 +169,7 @@ class World:
         low = rng.randint(1, high)
         if rng.random() < 0.05 and not self.only_leaders:
             low = high = total + 1
-        data: dict[str, object] = {
+        data: dict[str, Any] = {
             "apiVersion": spec.API_VERSION, "name": f"task-{number}",
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
@@ -178,6 +179,10 @@ class World:
             data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}
         elif kind < 0.3 and high >= 2:
             data["slots"] = {"multiple_of": 2, "max": high - high % 2}
+        if (floors := random.Random(f"{self.seed} floor {number}")).random() < 0.2:
+            slots = data["slots"]
+            sizes = slots.get("sizes") or [slots.get("min", 2), slots["max"]]
+            slots["floor"] = floors.choice([sizes[0], sizes[-1]])
         if rng.random() < 0.3:
             data["throughput"] = {x: 1e9 * x ** rng.choice([0.3, 0.8, 1.0])
                                   for x in range(low, high + 1)}

@@ -17,6 +17,7 @@ def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
     wafs = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0, 1e12]) | st.floats(0, 1e15, allow_nan=False)
     spans = st.sampled_from([0.0, 10.0, 1e4])
     linear, bound = draw(st.booleans()), draw(st.sampled_from([False, False, True]))
+    floored = draw(st.sampled_from([False, False, True]))
     found: list[Wish] = []
     for task in range(1, draw(st.integers(0, 5)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 8), max_size=4)))
@@ -27,12 +28,14 @@ def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
                                   stop_s=draw(spans)), sizes=tuple(sizes),
             wafs=tuple(float(size) if linear else draw(wafs) for size in sizes),
             team=draw(st.sampled_from(["", "red"])) if bound else "",
-            priority=draw(st.integers(0, 1)) if bound else 0))
+            priority=draw(st.integers(0, 1)) if bound else 0,
+            floor=draw(st.integers(0, 4)) if floored else 0))
     return PlanInput(wishes=tuple(found), num_slots=draw(st.integers(0, 20)),
                      mtbf_gpu_s=draw(st.sampled_from([1e2, 1e5, 7.2e6])),
                      gain_min=draw(st.sampled_from([0.0, 0.005, 0.3])),
                      moves_max=draw(st.none() | st.integers(0, 2)) if bound else None,
-                     quotas=(("red", draw(st.integers(0, 9))),) if bound else ()
+                     quotas=(("red", draw(st.integers(0, 9))),) if bound else (),
+                     floor=floored and draw(st.booleans())
                      ), draw(st.integers(1, 4))
 
 

@@ -210,6 +210,8 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     assert (read_policy(path).silence_s_max, read_policy(path).gain_min) == (3.0, 0.001)
     path.write_text("moves_max: 0\nquotas: {red: 8, blue: 0}\n")
     assert (read_policy(path).moves_max, read_policy(path).quotas) == (0, {"red": 8, "blue": 0})
+    path.write_text("floor: true\n")
+    assert read_policy(path).floor
     path.write_text('{"silence_s_max": 4}')
     assert read_policy(path).silence_s_max == 4.0
     for text in ("", "# nothing", "observe: false"):
@@ -217,7 +219,7 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
         assert read_policy(path) == Policy()
     for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
                  "silence_s_max: 0", "restarts_max: -1", "moves_max: -1", "quotas: {red: -1}",
-                 "quotas: 3", "quotas: {red: many}", "moves_max: 1.5",
+                 "quotas: 3", "quotas: {red: many}", "moves_max: 1.5", "floor: 2",
                  "observe: true", "allow_inject: true"):
         path.write_text(text)
         with pytest.raises(UsageError) as refused:

@@ -58,7 +58,10 @@ REFUSED: list[tuple[Any, str]] = [
         ({"sizes": [2, 4], "multiple_of": 2}, "slots.multiple_of"),
         ({"multiple_of": 0}, "slots.multiple_of"), ({"multiple_of": 8}, "slots.max"),
         ({"multiple_of": 8, "max": 12}, "slots.max"),
-        ({"multiple_of": 8, "min": 4, "max": 16}, "slots.min"))),
+        ({"multiple_of": 8, "min": 4, "max": 16}, "slots.min"),
+        ({"max": 4, "floor": 5}, "slots.floor"), ({"max": 4, "floor": -1}, "slots.floor"),
+        ({"sizes": [2, 4], "floor": 3}, "slots.floor"), ({"floor": 1.5}, "slots.floor"),
+        ({"multiple_of": 4, "max": 8, "floor": 6}, "slots.floor"))),
     *((command(priority=priority), "priority") for priority in (-1, 10, 1.5, "high")),
     *((command(team=team), "team") for team in ("A", "a b", 7)),
     *((command(throughput=table), path) for table, path in (
@@ -163,10 +166,13 @@ def test_defaults_and_normal_form() -> None:
     ({"sizes": [2, 5]}, {"min": 2, "max": 5, "multiple_of": 1, "sizes": [2, 5]}, (2, 5)),
     ({"sizes": [3], "min": 3}, {"min": 3, "max": 3, "multiple_of": 1, "sizes": [3]}, (3,)),
     ({"multiple_of": 2, "max": 6}, {"min": 2, "max": 6, "multiple_of": 2, "sizes": []}, (2, 4, 6)),
-    ({"max": 3}, {"min": 1, "max": 3, "multiple_of": 1, "sizes": []}, (1, 2, 3))])
+    ({"max": 3}, {"min": 1, "max": 3, "multiple_of": 1, "sizes": []}, (1, 2, 3)),
+    ({"max": 2, "floor": 2},
+     {"min": 1, "max": 2, "multiple_of": 1, "sizes": [], "floor": 2}, (1, 2))])
 def test_which_numbers_of_slots_a_task_may_have(slots: Any, normal: Any, counts: Any) -> None:
     found = parse(command(slots=slots))
-    assert msgspec.to_builtins(found.slots) == {**normal, "sizes": tuple(normal["sizes"])}
+    assert msgspec.to_builtins(found.slots) == {
+        "floor": 0, **normal, "sizes": tuple(normal["sizes"])}
     assert found.slots.counts == counts
     assert parse(msgspec.to_builtins(found, str_keys=True)) == found
 

@@ -1,0 +1,79 @@
+"""Floors: the fewest slots that a plan gives a task, and whose floors fit together.
+
+Where not all do, they are given in order while they still fit: a higher priority first, then a
+higher weight, then the earlier task. Who is not given one has none in this plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from .knapsack import Rows
+from .wishes import PlanInput, Wish
+
+
+def are_asked(asked: PlanInput) -> bool:
+    """Whether a plan of this input has floors to think of."""
+    return any(asks(asked, wish) for wish in asked.wishes)
+
+
+def asks(asked: PlanInput, wish: Wish) -> tuple[int, ...]:
+    """The floors that a task would have, the one that it asks for first; most have none or one.
+
+    Where its own does not fit, it is given the smallest size that earns anything, if the policy
+    gives each task that. A task that earns nothing on any size has none.
+    """
+    levels = (*([wish.floor] if wish.floor else []), *([0] if asked.floor else []))
+    found = (next((size for size, waf in zip(wish.sizes, wish.wafs, strict=True)
+                   if waf > 0 and size >= level), 0) for level in levels)
+    return tuple(dict.fromkeys(floor for floor in found if floor))
+
+
+def without(asked: PlanInput) -> PlanInput:
+    """The same with no floor asked for."""
+    return replace(asked, floor=False, wishes=tuple(
+        replace(wish, floor=0) if wish.floor else wish for wish in asked.wishes))
+
+
+def given(asked: PlanInput) -> tuple[int, ...]:
+    """By wish: its floor in this plan, 0 where it has none. Together they fit, also into quotas."""
+    wishes, found = asked.wishes, [0] * len(asked.wishes)
+    left, of_team = asked.num_slots, dict(asked.quotas)
+    for i in sorted(range(len(wishes)), key=lambda i: _place(wishes[i])):
+        for floor in asks(asked, wishes[i]):
+            team = wishes[i].team
+            if floor <= left and floor <= of_team.get(team, floor):
+                found[i] = floor
+                left -= floor
+                if team in of_team:
+                    of_team[team] -= floor
+                break
+    return tuple(found)
+
+
+def _place(wish: Wish) -> tuple[int, float, int]:
+    return -wish.priority, -wish.weight, wish.task
+
+
+def kept(asked: PlanInput, rows: Rows) -> NDArray[np.bool_]:
+    """By candidate: whether the floors leave it."""
+    least = np.array(given(asked), dtype=np.int64)
+    found: NDArray[np.bool_] = rows.sizes >= least[rows.row_of]
+    return found
+
+
+def short(asked: PlanInput, slots: Sequence[int]) -> dict[int, int]:
+    """By task that a plan gives less than the floor that it asks for: the least that would be one.
+
+    Where that is all that it has, there was no room for more.
+    """
+    found: dict[int, int] = {}
+    for wish, x in zip(asked.wishes, slots, strict=True):
+        wanted = asks(asked, wish)
+        if wanted and x < wanted[0]:
+            found[wish.task] = next(floor for floor in wanted[::-1] if floor > x)
+    return found
