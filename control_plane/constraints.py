@@ -15,7 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from .knapsack import Found, Ints, Rows
+from .core import Ints
+from .knapsack import Found, Rows
 from .tables import IMPOSSIBLE
 
 

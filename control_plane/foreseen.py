@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from . import floors, planner
-from .knapsack import LOSS_NUM_MAX, Found, Ints, Rows, Solved, best
+from .core import LOSS_NUM_MAX, Ints
+from .knapsack import Found, Rows, Solved, best
 from .planner import Exact
 from .tables import added
 from .wishes import PlanInput, waf_of
@@ -170,7 +171,7 @@ class _Scale:
         self.rows, self.earned = exact.rows(shift)
         solved = Solved.of(self.rows, num_slots)
         assert solved is not None, "0 slots for each always fits"
-        self.vector, self.gain, self.bound = solved.vector, solved.gain, solved.relaxed.bound
+        self.vector, self.gain, self.relaxed = solved.vector, solved.gain, solved.relaxed
         self.slots = self.rows.slots(solved.vector)
         losses = solved.relaxed.losses.copy()
         losses[at[at >= 0]] = LOSS_NUM_MAX
@@ -178,6 +179,10 @@ class _Scale:
         """By row: what a vector loses against the bound, at least, without what the task has."""
         self._num_slots, self._stays = num_slots, stays
         self.held_gain = int(self.rows.gains[at[stays]].sum())
+
+    def is_less(self, i: int, gain: int) -> bool:
+        """Whether without what task i has every plan gains less than this."""
+        return self.relaxed.bound - int(self.others[i]) < self.relaxed.parts * gain
 
     @cached_property
     def rest(self) -> Ints:
@@ -231,7 +236,7 @@ class _Left:
 
         if less == 0 or scale.vector[i] != at:
             optimum = (scale.slots, scale.gain)
-        elif scale.bound - int(scale.others[i]) < scale.gain - less:
+        elif scale.is_less(i, scale.gain - less):
             optimum = (scale.slots, scale.gain - less)
         else:
             optimum = _best(made()[0], then.num_slots)

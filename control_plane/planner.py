@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ..events.orders import Allocation, Alternative
 from . import constraints, floors
 from .constraints import Limits
-from .knapsack import Found, Ints, Rows, Solved, best
+from .core import Ints
+from .knapsack import Found, Rows, Solved, best
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
 LIMITLESS = "without moves_max, quotas and priorities"

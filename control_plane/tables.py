@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .knapsack import Ints, Rows
+from .core import Ints
+from .knapsack import Rows
 
 IMPOSSIBLE = -(1 << 60)
 """Below half of it: no vector fits."""

@@ -6,9 +6,11 @@ import itertools
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.control_plane import knapsack, tables
+from planner_cases import FAMILIES, degenerate
+from unicron.control_plane import knapsack, planner, tables
 from unicron.control_plane.knapsack import Solved, rows_of
 
 Row = list[tuple[int, int]]
@@ -94,6 +96,68 @@ def test_larger_ones_agree_with_plain_dynamic_programming(seed: int) -> None:
     after = tables.suffixes(flat, capacity)
     assert knapsack.best(flat, capacity) == (
         tuple(tables.followed(flat, after, capacity)), int(after[0, capacity]))
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> list[Row]:
+    """Rows that hardly differ: of a few kinds, linear, constant, or in steps; some pay to move."""
+    unit = draw(st.sampled_from([1, 1, 3, 8]))
+    rates = draw(st.sampled_from([[0], [7], [7, 7, 9], [3, 10**9], [-1, 0, 1]]))
+    shift = draw(st.sampled_from([0, 0, 1, 5]))
+    found: list[Row] = []
+    for _ in range(draw(st.integers(1, 7))):
+        sizes = draw(st.sampled_from([range(8), range(0, 13, 3), range(2), [0, 5], [0, 2, 5, 11],
+                                      [2, 3, 4], range(40), [0, 1, 2, 3, 10, 11, 12]]))
+        rate, stays = draw(st.sampled_from(rates)), draw(st.sampled_from(list(sizes)))
+        cost, bent = draw(st.sampled_from([0, 0, shift])), draw(st.sampled_from([0, 0, 0, 1]))
+        found.append([(unit * size, rate * unit * size - cost * (size != stays)
+                       - bent * (size % 3)) for size in sizes])
+    return found
+
+
+@given(alike(), st.integers(0, 300))
+@settings(max_examples=600, deadline=None)
+def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[Row],
+                                                                    capacity: int) -> None:
+    """Values, and of equal plans the one in which the first row takes most."""
+    flat = rows_of(found)
+    after = tables.suffixes(flat, capacity)
+    if after[0, capacity] <= tables.IMPOSSIBLE // 2:
+        assert knapsack.best(flat, capacity) is None
+        return
+    slots = tuple(tables.followed(flat, after, capacity))
+    assert knapsack.best(flat, capacity) == (slots, int(after[0, capacity]))
+
+
+@given(alike(), st.integers(0, 120), st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_where_candidates_are_tied_runners_up_are_the_best(found: list[Row], capacity: int,
+                                                           num: int) -> None:
+    solved = Solved.of(flat := rows_of(found), capacity)
+    if solved is None:
+        return
+    chosen = flat.slots(solved.vector)
+    others = tables.Others(flat, capacity)
+    best = sorted((value + gain for i, row in enumerate(found) for size, gain in row
+                   if size != chosen[i] and size <= capacity
+                   and (value := others.without(i, capacity - size)[0]) > tables.IMPOSSIBLE // 2),
+                  reverse=True)
+    told = list(itertools.islice(solved.runners_up(chosen, num), num))
+    assert [plan[1] for _, _, plan in told] == best[:num]
+    for i, size, (slots, gain) in told:
+        assert slots[i] == size != chosen[i]
+        assert sum(slots) <= capacity
+        assert gain == flat.sums(flat.vector(slots))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(family: str) -> None:
+    for seed in range(3):
+        asked = degenerate(family, 24, 768, seed)
+        flat = planner.gains(asked)
+        after = tables.suffixes(flat, asked.num_slots)
+        assert knapsack.best(flat, asked.num_slots) == (
+            tuple(tables.followed(flat, after, asked.num_slots)), int(after[0, asked.num_slots]))
 
 
 def test_no_row_is_no_plan_to_make() -> None:
