@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..control_plane.planner import FLOORLESS, LIMITLESS
+from ..control_plane.spare import SPARELESS
 from .figures import (
     SCREEN_COLUMNS,
     clipped,
@@ -30,7 +31,8 @@ ROWS_NUM_MAX = 20
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
-BREAKS = {LIMITLESS: ", and breaks one of them", FLOORLESS: ", and leaves a task below its floor"}
+BREAKS = {LIMITLESS: ", and breaks one of them", FLOORLESS: ", and leaves a task below its floor",
+          SPARELESS: " until the next fault"}
 """Why a plan is not to be had that is worth more."""
 
 
@@ -41,7 +43,8 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
-            "limits": "moves_max, quotas or priorities", "floor": f"the floor of {of}"}.get(
+            "limits": "moves_max, quotas or priorities", "floor": f"the floor of {of}",
+            "spare": "the hot spare"}.get(
                 plan.get("bound", ""), "")
 
 
@@ -189,7 +192,7 @@ def _ground(found: Plain) -> list[str]:
     hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
             f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
     return [*labelled("bound by", f"{bound} ({more})"),
-            *labelled("horizon", hold), *_paid_back(plan)]
+            *labelled("horizon", hold), *_paid_back(plan), *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:
@@ -197,6 +200,20 @@ def _paid_back(plan: Plain) -> list[str]:
     back_s = plan.get("paid_back_s", 0.0)
     return labelled("paid back", f"in {span(back_s)} of {span(plan['running_s'])}, against leaving "
                                  "healthy tasks as they are") if back_s else []
+
+
+def _spare(plan: Plain) -> list[str]:
+    """Whether a hot spare is kept, what it costs and saves; nothing where none is asked for."""
+    spare = plan.get("spare")
+    if spare is None:
+        return []
+    slots, (cost, saves) = number_of(spare["num_slots"], "slot"), (
+        scaled(max(spare[key], 0.0), "FLOP") for key in ("cost_flop", "saves_flop"))
+    return labelled("hot spare", {
+        "kept": f"{slots} kept: costs {cost} until the next fault, saves {saves} then",
+        "not kept": f"{slots} not kept: would cost {cost} until the next fault, save {saves} then",
+        "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
+    }.get(spare["verdict"], f"{slots} not priced: too many tasks and sizes to do so in time"))
 
 
 def _moves(found: Plain) -> list[str]:

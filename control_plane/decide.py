@@ -12,9 +12,9 @@ from . import (
     explain,
     floors,
     placement,
-    planner,
     pricing,
     processes,
+    spare,
     throughput,
     transition,
     waiting,
@@ -70,7 +70,7 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
-    choice = planner.choose(ground.asked, known(ground.asked) if known is not None else None)
+    choice = spare.choose(ground.asked, known(ground.asked) if known is not None else None)
     yield explain.chosen(state, ground, choice)
     if not state.held:
         yield from _place(state, open_tasks, choice.plan.slots, ground.slots)

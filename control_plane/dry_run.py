@@ -7,7 +7,6 @@ is what then happens, as long as the plan's input is the same.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +20,9 @@ from . import requests
 from .decide import decide
 from .fold import fold
 from .heart import decision_record, report_record
-from .plan_input import plan_input
-from .planner import choose
+from .plan_input import node_slots, plan_input
 from .requests import Refusal
+from .spare import choose
 from .state import ClusterState, Node, Task, decode_state, live_tasks
 from .throughput import candidates
 from .wishes import PlanInput
@@ -165,7 +164,7 @@ def _joined(state: ClusterState, num: int) -> r.Body:
     if not 1 <= num <= MORE_NUM_MAX:
         raise Refusal(422, f"slots: {num} is not from 1 to {MORE_NUM_MAX:,}",
                       "slots that would be there besides those that are")
-    each = _node_slots(state)
+    each = node_slots(state) or _NODE_SLOTS_NUM
     number = 1
     while True:
         name = f"new-{number}"
@@ -180,13 +179,6 @@ def _joined(state: ClusterState, num: int) -> r.Body:
                                  accelerator="")
 
 
-def _node_slots(state: ClusterState) -> int:
-    """Of most nodes that have not left; of two sizes that are as frequent, the larger."""
-    sizes = Counter(node.num_slots for node in state.nodes.values()
-                    if node.health != "left" and node.num_slots)
-    return max(((num, size) for size, num in sizes.items()), default=(0, _NODE_SLOTS_NUM))[1]
-
-
 # --- the outcome --------------------------------------------------------------------------------
 def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
            plans: Sequence[PlanChosen]) -> Tried:
@@ -197,7 +189,7 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
     for one in plans:
         for x in one.allocations:
             pauses.setdefault(x.task, []).append(x.transition_s)
-    more = _node_slots(old)
+    more = node_slots(old) or _NODE_SLOTS_NUM
     wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
     return Tried(
         tried=old is not state, input=old.num_inputs, plan=plan, planned=bool(plans),

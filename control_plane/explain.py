@@ -13,6 +13,7 @@ from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from . import floors
 from .plan_input import Ground
 from .planner import FLOORLESS, LIMITLESS, Choice, gains, ideal_waf
+from .spare import SPARELESS
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
@@ -20,7 +21,7 @@ NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
 SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
-UNBOUND = (LIMITLESS, FLOORLESS)
+UNBOUND = (LIMITLESS, FLOORLESS, SPARELESS)
 """Plans that were not to be had, whatever they are worth."""
 
 
@@ -38,7 +39,7 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
         why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
-        short=tuple(floors.short(asked, plan.slots)))
+        short=tuple(floors.short(asked, plan.slots)), spare=choice.spare)
 
 
 def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
@@ -94,9 +95,11 @@ def binding(asked: PlanInput, choice: Choice,
     `most`: the most slots that each task allows. `slots`: with more of them it would earn more.
     `min`: there are some left, fewer than the smallest size of a task that waits. `max`: every task
     has what suits it best, some the most that they allow. `floor`: without those of these tasks it
-    would earn more.
+    would earn more. `spare`: a node's slots are kept idle.
     """
     plan = choice.plan
+    if choice.spare is not None and choice.spare.verdict == "kept":
+        return "spare", ()
     if any(other.what == LIMITLESS for other in choice.alternatives):
         return "limits", ()
     for other in choice.alternatives:
@@ -153,6 +156,11 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     plan = choice.plan
     if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
         return "there is nothing that could earn anything"
+    if bound == "spare" and choice.spare is not None:
+        spare = choice.spare
+        return (f"{spare.num_slots} slots idle as a hot spare, which costs "
+                f"{_share(spare.cost_flop, asked, plan.waf)} until the next fault and saves "
+                f"{_share(spare.saves_flop, asked, plan.waf)} then")
     if bound in ("limits", "floor"):
         what = LIMITLESS if bound == "limits" else FLOORLESS
         most = next(other for other in others if other.what == what)

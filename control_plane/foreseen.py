@@ -103,9 +103,8 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
         if num <= asked.num_slots and asked.wishes:
-            left = _Left(replace(asked, num_slots=asked.num_slots - num))
-            outlooks |= {Event(what=what, task=wish.task): left.hurt(i)
-                         for i, wish in enumerate(asked.wishes) if wish.now}
+            outlooks |= {Event(what=what, task=asked.wishes[i].task): outlook for i, outlook in
+                         hurt(replace(asked, num_slots=asked.num_slots - num))}
     if asked.wishes:
         left = _Left(asked)
         outlooks |= {Event(what="task ended", task=wish.task): left.ended(i)
@@ -131,6 +130,13 @@ def _events(asked: PlanInput, gpus_per_node: int) -> Iterator[Event]:
 def _by_choice(then: PlanInput) -> Outlook:
     """With floors, which fit or do not, each event is a plan of its own."""
     return _limited(then, _best(planner.gains(then), then.num_slots))
+
+
+def hurt(asked: PlanInput) -> Iterator[tuple[int, Outlook]]:
+    """Each task that has slots, by its place, and what is planned if a worker of it failed and
+    `asked.num_slots` are left; without limits."""
+    left = _Left(asked)
+    yield from ((i, left.hurt(i)) for i, wish in enumerate(asked.wishes) if wish.now)
 
 
 def _limited(then: PlanInput, optimum: Found) -> Outlook:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 
 import structlog
 
 from .foreseen import Foreseen, foresee
 from .knapsack import Found
-from .plan_input import plan_input
+from .plan_input import node_slots, plan_input
 from .state import ClusterState
 from .wishes import PlanInput
 
@@ -58,10 +57,5 @@ class Lookout:
                     self._talk.info("too many tasks to foresee plans", tasks=len(asked.wishes))
                 told = True
             else:
-                self.table = await asyncio.to_thread(foresee, asked, _gpus_per_node(state))
+                self.table = await asyncio.to_thread(foresee, asked, node_slots(state) or 1)
 
-
-def _gpus_per_node(state: ClusterState) -> int:
-    """Of most nodes, the larger where two are as many; 1 without nodes."""
-    counts = Counter(node.num_slots for node in state.nodes.values() if node.num_slots)
-    return max(counts, key=lambda num: (counts[num], num), default=1)

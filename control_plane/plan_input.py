@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from msgspec import Struct
 
 from ..events.orders import Slot
@@ -50,9 +52,17 @@ def plan_input(state: ClusterState) -> Ground:
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
                       mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
                       moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())),
-                      floor=policy.floor)
+                      floor=policy.floor, repair_s=policy.repair_s if policy.hot_spare else 0.0,
+                      spare_slots=node_slots(state) if policy.hot_spare else 0)
     return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
         node.num_slots for node in state.nodes.values() if node.health != "left"))
+
+
+def node_slots(state: ClusterState) -> int:
+    """Of most nodes that have not left, the larger where two sizes are as frequent; 0: no node."""
+    counts = Counter(node.num_slots for node in state.nodes.values()
+                     if node.health != "left" and node.num_slots)
+    return max(counts, key=lambda num: (counts[num], num), default=0)
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ..events.orders import Allocation, Alternative
+from ..events.orders import Allocation, Alternative, HotSpare
 from . import constraints, floors
 from .constraints import Limits
 from .core import Ints
@@ -45,6 +45,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     plan: Plan
     allocations: tuple[Allocation, ...]
     alternatives: tuple[Alternative, ...]
+    spare: HotSpare | None = None
 
 
 def gains(asked: PlanInput) -> Rows:
@@ -133,9 +134,7 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     """
     wishes, limits = asked.wishes, asked.limits
     every, earned = _rows(asked)
-    kept = floors.kept(asked, every) if floors.are_asked(asked) else None
-    rows = every if kept is None else every.only(kept)
-    made = _decide(asked, rows, earned if kept is None else earned[kept], known)
+    made, rows = _floored(asked, every, earned, known)
     plan, others = made.plan, _named(wishes, rows, asked.num_slots, limits)
     if made.plan is not made.free:
         others.append((f"the optimum, which changes healthy tasks for less than "
@@ -149,10 +148,25 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
         others += [(what, other) for what, other in
                    _next(wishes, made.solved, [plan, *(other for _, other in others)])
                    if limits is None or other is None or limits.allow(other.slots)]
-    if kept is not None:
+    if floors.are_asked(asked):
         others.append((FLOORLESS, _decide(floors.without(asked), every, earned).plan))
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
                   alternatives=_alternatives(wishes, plan, others))
+
+
+def plan(asked: PlanInput) -> Plan:
+    """The plan that `choose` chooses, without what it beat."""
+    return _floored(asked, *_rows(asked))[0].plan
+
+
+def _floored(asked: PlanInput, every: Rows, earned: Ints,
+             known: Found | None = None) -> tuple[_Made, Rows]:
+    """What is decided upon within the floors, and the rows that they leave."""
+    if not floors.are_asked(asked):
+        return _decide(asked, every, earned, known), every
+    kept = floors.kept(asked, every)
+    rows = every.only(kept)
+    return _decide(asked, rows, earned[kept], known), rows
 
 
 class _Made(Struct, frozen=True, kw_only=True):

@@ -37,10 +37,10 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
     O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
-    very many wait, only the first of them, by VECTORS_NUM_MAX. Nor under limits or floors, where
-    no single weight says it.
+    very many wait, only the first of them, by VECTORS_NUM_MAX. Nor under limits or floors, nor
+    where a hot spare may be kept: there no single weight says it.
     """
-    if asked.limits is not None or floors.are_asked(asked):
+    if asked.limits is not None or asked.spare_slots or floors.are_asked(asked):
         return {}
     num_slots = asked.num_slots
     after = tuple(replace(wish, now=slots, hurt=False)

@@ -8,6 +8,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 from ..events.orders import TaskWaiting
 from ..events.reports import Body
 from .pricing import Price
+from .spare import SPARELESS
 from .state import ClusterState, Task
 
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
@@ -33,7 +34,7 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
     elif 0 < floor <= num_slots:
         why, needs = _no_room(state, task, floor)
     elif price is None and low <= num_slots:
-        why, needs = "the plan has better use for the slots", "more slots, or fewer limits"
+        why, needs = _unpriced(state, task)
     elif price is None:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
         away = [f"{num_out} out"] if num_out else []
@@ -74,6 +75,17 @@ def _smallest(task: Task) -> int:
     table = task.throughput
     pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
+
+
+def _unpriced(state: ClusterState, task: Task) -> tuple[str, str]:
+    """Where no single weight says when it would run: under limits, or with hot spares."""
+    plan = state.plan
+    if plan is not None and plan.spare is not None and plan.spare.verdict == "kept" and any(
+            (task.id, 0) not in other.slots for other in plan.alternatives
+            if other.what == SPARELESS):
+        return "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare"
+    return "the plan has better use for the slots", (
+        "more slots, or more weight" if state.policy.hot_spare else "more slots, or fewer limits")
 
 
 def _slots(num: int) -> str:

@@ -60,11 +60,17 @@ class PlanInput(Struct, frozen=True, kw_only=True):
     """Team, and how many slots its tasks have at most together."""
     floor: bool = False
     """Each task asks for no fewer slots than it earns anything with."""
+    spare_slots: int = 0
+    """Slots of a node: whether so many stay idle is decided beside the plan (spare.py); 0: no."""
+    repair_s: float = 0.0
+    """How long a lost node is away."""
+    kept_slots: int = 0
+    """Beside `num_slots`, kept idle: they fail as often as the others."""
 
     @property
     def running_s(self) -> float:
         """D_running(n')."""
-        return self.mtbf_gpu_s / max(self.num_slots, 1)
+        return self.mtbf_gpu_s / max(self.num_slots + self.kept_slots, 1)
 
     @property
     def limits(self) -> Limits | None:

@@ -174,8 +174,21 @@ class Alternative(Struct, frozen=True):
     """What its changes cost, in weighted FLOP."""
 
 
-Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "nothing"]
+Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "spare", "nothing"]
 """What keeps a plan from earning more ("": not told). `limits`: moves_max, a quota, a priority."""
+
+
+class HotSpare(Struct, frozen=True, kw_only=True):
+    """Whether the slots of one node stay idle for the next fault; FLOP are weighted."""
+
+    num_slots: int
+    """Of one node."""
+    verdict: Literal["kept", "not kept", "idle anyway", "not priced"]
+    """`idle anyway`: the plan has no use for so many. `not priced`: there are too many tasks."""
+    cost_flop: float = 0.0
+    """How much less the best plan with it is worth, until the next fault."""
+    saves_flop: float = 0.0
+    """How much more is expected of it after the next fault, if that takes a node."""
 
 
 class PlanChosen(Body, frozen=True):
@@ -210,6 +223,8 @@ class PlanChosen(Body, frozen=True):
     they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
     short: tuple[int, ...] = ()
     """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
+    spare: HotSpare | None = None
+    """None: the policy asks for none."""
 
 
 class TaskPlaced(Body, frozen=True):

@@ -43,6 +43,11 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     floor: bool = False
     """Whether a plan gives each task at least the fewest slots with which it earns anything, where
     those of all fit together; by priority, weight and age where they do not."""
+    hot_spare: bool = False
+    """Keep the slots of one node idle where that earns more at the next fault than it costs."""
+    repair_s: float = 355.0 * 60
+    """How long a lost node is away: so long a hot spare may earn (LANL's mean; its median: 54 min,
+    Schroeder and Gibson, 2006)."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

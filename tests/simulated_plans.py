@@ -6,6 +6,7 @@ import itertools
 import math
 
 from msgspec import Struct
+from spare_by_force import may_idle, spare_by_force
 from unicron.control_plane import economics, planner, throughput
 from unicron.control_plane.plan_input import plan_input
 from unicron.control_plane.state import ClusterState, Task
@@ -51,8 +52,9 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
         return ""  # sums of several priorities are not compared here
     rows = _options(state, body)
     floors = _floors(state, body)
-    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
-               and all(option.slots >= floor for option, floor in zip(vector, floors, strict=True))]
+    vectors = [vector for vector in itertools.product(*rows)
+               if _fits(state, body, vector) and all(
+                   option.slots >= floor for option, floor in zip(vector, floors, strict=True))]
     fewest = min(map(_num_moves, vectors))
     most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
     free = steady = -math.inf
@@ -79,12 +81,38 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
         return f"G {chosen:g} is not the optimum {free:g}"
     elif chosen < enough - close:
         return f"G {chosen:g} changes healthy tasks; as they are, they have {steady:g}"
-    return ""
+    return _wrong_spare(state, body)
+
+
+def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
+    """Whether a node's slots stay idle exactly where that is worth more."""
+    asked, told = plan_input(state).asked, body.spare
+    if not asked.spare_slots or not body.allocations:
+        return "" if told is None else "it tells of a hot spare that nobody asked for"
+    if told is None or told.num_slots != asked.spare_slots:
+        return "it does not tell of the hot spare"
+    num_idle = body.num_slots - sum(x.slots for x in body.allocations)
+    if told.verdict == "idle anyway":
+        return "" if num_idle >= told.num_slots else f"{num_idle} slots are idle"
+    cost, saves, close = spare_by_force(asked)
+    if abs(told.cost_flop - cost) > close or abs(told.saves_flop - saves) > close:
+        return (f"a spare costs {float(cost):g} and saves {float(saves):g}, told are "
+                f"{told.cost_flop:g} and {told.saves_flop:g}")
+    if told.verdict == "kept":
+        return "" if saves > cost - close else "the spare costs more than it saves"
+    pays = saves > cost + close and may_idle(asked)
+    return "a spare would save more than it costs" if pays else ""
+
+
+def _num_given(body: PlanChosen) -> int:
+    """Slots that the plan gives at most: without those of a hot spare that is kept."""
+    spare = body.spare
+    return body.num_slots - (spare.num_slots if spare and spare.verdict == "kept" else 0)
 
 
 def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> bool:
     """Whether there are the slots, also in each team's quota."""
-    return sum(option.slots for option in vector) <= body.num_slots and all(
+    return sum(option.slots for option in vector) <= _num_given(body) and all(
         sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
             if state.tasks[x.task].spec.team == team) <= quota
         for team, quota in state.policy.quotas.items())
@@ -97,7 +125,7 @@ def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
     found: dict[int, int] = {}
     for task in sorted(tasks, key=lambda one: (-one.spec.priority, -one.weight, one.id)):
         team, rates = task.spec.team, _rates(state, task.id)
-        room = min(body.num_slots - sum(found.values()),
+        room = min(_num_given(body) - sum(found.values()),
                    state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0))
         levels = [task.spec.slots.floor] if task.spec.slots.floor else []
         levels += [1] if state.policy.floor else []

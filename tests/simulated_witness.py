@@ -91,6 +91,8 @@ class Witness:
     # --- the plan --------------------------------------------------------------------------------
     def _plan(self, record: Record, body: o.PlanChosen) -> None:
         self.counts["plans"] += 1
+        if body.spare is not None:
+            self.counts[f"plans with a spare: {body.spare.verdict}"] += 1
         if self.counts["plans by brute force"] < NUM_PLANS_MAX and is_small(body):
             self.counts["plans by brute force"] += 1
             wrong = wrong_plan(self.state, body)

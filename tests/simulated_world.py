@@ -59,6 +59,7 @@ class World:
         if only_leaders:
             self.nodes = {"n0": 2, "n1": 2}
         self._limit(random.Random(f"limits {seed}"))
+        self._spare(random.Random(f"spares {seed}"))
 
     def _limit(self, rng: random.Random) -> None:
         """In some worlds the operator binds plans; each task alone fits into its team's quota."""
@@ -68,6 +69,14 @@ class World:
         self.policy = replace(
             self.policy, moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
             quotas={"red": most} if len(self._teams) > 1 else {}, floor=rng.random() < 0.2)
+
+    def _spare(self, rng: random.Random) -> None:
+        """In some worlds a node's slots may stay idle: faults are due soon, and changes dear."""
+        if rng.random() < 0.3:
+            self.policy = replace(
+                self.policy, hot_spare=True, repair_s=rng.choice([5.0, 300.0, 21_300.0]),
+                transition_s=rng.choice([10.0, 60.0, 600.0]), mtbf_faults=1e3,
+                mtbf_gpu_s=sum(self.nodes.values()) * rng.choice([10.0, 100.0, 1e4]))
 
     def _broken(self, loop: object, context: dict[str, object]) -> None:
         self.cluster.net.never(f"{context.get('message')}: {context.get('exception')!r}")

@@ -15,7 +15,7 @@ import pytest
 from heart_driver import Driver
 from test_dry_run import job
 from test_screens import check
-from two_tasks import gives, plain, seen, two_tasks, waits
+from two_tasks import gives, plain, seen, train, two_tasks, waits
 from unicron.cli import plan_live, screen_plan
 from unicron.cli.followed import followed_by, plan_lines
 from unicron.cli.plan_live import Asked
@@ -26,6 +26,7 @@ from unicron.control_plane.state import encode_state
 from unicron.events import reports as r
 from unicron.events.errors import UsageError
 from unicron.events.orders import Binding
+from unicron.events.policy import Policy
 
 Plain = dict[str, Any]
 BETA = {1: 1.5e12, 2: 2.4e12}
@@ -105,6 +106,26 @@ def test_the_present_plan(name: str, make: Any) -> None:
     found = plain_of(dry_run.present(encode_state(d.state)))
     check(name.replace("present", "plan"),
           screen_plan.present(found, now_s=found["plan_s"] + 90), columns_max=100)
+
+
+def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
+    d = Driver(nodes=3)
+    d.tell("leader/abc", r.PolicySet(policy=Policy(
+        hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)))
+    d.running(train("alpha", 1.0, {2: 1e12}, slots={"sizes": [2]}))
+    d.running(train("beta", 1.0, {2: 1e12, 4: 1.01e12}, slots={"sizes": [2, 4]}))
+    found = plain_of(dry_run.present(encode_state(d.state)))
+    check("plan-spare", screen_plan.present(found, now_s=found["plan_s"] + 90), columns_max=100)
+    for asked, words in (({"without": ("n3",)}, "2 slots not kept: would cost "),
+                         ({"slots": 2}, "2 slots idle anyway")):
+        assert [line for line in ask(Told(d), **asked) if line.startswith(f"hot spare  {words}")]
+    found["plan"]["spare"] = {"num_slots": 2, "verdict": "not priced", "cost_flop": 0.0,
+                              "saves_flop": 0.0}
+    assert "hot spare  2 slots not priced: too many tasks and sizes to do so in time" in (
+        screen_plan.present(found, now_s=0.0))
+    found["plan"]["spare"] = None
+    assert not [line for line in screen_plan.present(found, now_s=0.0)
+                if line.startswith("hot spare")]
 
 
 def test_where_there_is_no_task_there_is_no_plan() -> None:

@@ -217,9 +217,12 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     for text in ("", "# nothing", "observe: false"):
         path.write_text(text)
         assert read_policy(path) == Policy()
+    path.write_text("hot_spare: true")
+    assert read_policy(path) == Policy(hot_spare=True)
     for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
                  "silence_s_max: 0", "restarts_max: -1", "moves_max: -1", "quotas: {red: -1}",
                  "quotas: 3", "quotas: {red: many}", "moves_max: 1.5", "floor: 2",
+                 "hot_spare: often", "repair_s: 0",
                  "observe: true", "allow_inject: true"):
         path.write_text(text)
         with pytest.raises(UsageError) as refused:
