@@ -110,6 +110,16 @@ def _progressed(body: Plain) -> str:
             f"{span(median(body['step_s']))} each, {scaled(body['rate_flops'], 'FLOP/s')}")
 
 
+def _logged(body: Plain) -> str:
+    of = f" of {count(body['iterations'])}" if body["iterations"] else ""
+    loss = "" if body.get("loss") is None else f" loss {body['loss']:.4f}"
+    each = f"{span(body['step_s'])} each"
+    num = f" (of {count(body['num_iterations'])})" if body["num_iterations"] else " (first line)"
+    batch = f", global batch {count(body['global_batch'])}" if body.get("global_batch") else ""
+    lost = "".join(f", {count(body[key])} {key}" for key in ("skipped", "nan") if body.get(key))
+    return f"{_who(body)} iteration {count(body['iteration'])}{of}{loss}, {each}{num}{batch}{lost}"
+
+
 def _opened(body: Plain) -> str:
     where = [f"task {body['task']}"] if body["task"] else []
     where += [ranks(body["ranks"])] if body["ranks"] else []
@@ -223,7 +233,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "Reconfigured": _reconfigured,
     "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: "
                                    f"{_first_line(b['error'])}",
-    "TaskProgressed": _progressed,
+    "TaskProgressed": _progressed, "IterationsLogged": _logged,
     "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
     "CopyKept": lambda b: f"{_who(b)} step {b['step_version']}, {scaled(b['copy_bytes'], 'B')} "
                           f"in memory on {b['node']}",

@@ -30,6 +30,7 @@ Each record travels in one envelope:
 """
 ROOMS = (
     ("reports", "Reports: what happened"),
+    ("logged", "Reports: what commands print"),
     ("orders", "Decisions and orders: what was decided"),
     ("policy", "Policy: what PolicySet sets"),
 )

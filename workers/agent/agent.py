@@ -1,4 +1,4 @@
-"""One node's agent between the log and its ranks: one TaskGroup, five loops."""
+"""One node's agent between the log and its ranks: one TaskGroup, six loops."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .keeper import Keeper
 from .link import CALL_S_MAX, Link
 from .node import MARK, Node
 from .outbox import Forgotten, Outbox
+from .progress import LOOK_S as READ_S
 from .ranks import STOP_GRACE_S, Ranks
 from .spool import Spool
 
@@ -81,7 +82,8 @@ class Agent:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),
                          group.create_task(self._sweep(ranks), name="sweep"),
-                         group.create_task(self._look(ranks), name="look")]
+                         group.create_task(self._look(ranks), name="look"),
+                         group.create_task(self._read(ranks), name="read")]
                 orders = group.create_task(self._follow(ranks), name="orders")
                 await stop.wait()
                 _log.info("stopping", ranks=len(ranks.pids))
@@ -164,6 +166,12 @@ class Agent:
         finally:
             if self._sweeps:
                 loop.remove_signal_handler(signal.SIGCHLD)
+
+    async def _read(self, ranks: Ranks) -> None:
+        """What commands print, every READ_S."""
+        while True:
+            ranks.readers.look()
+            await asyncio.sleep(READ_S)
 
     async def _sweep(self, ranks: Ranks) -> None:
         """Reap orphans that ended by themselves while their rank lives on."""

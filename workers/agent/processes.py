@@ -38,7 +38,8 @@ class Process:
         self.log_path = log_path
         self._popen = popen
         self._is_reaped = False
-        self._log_start = log_start
+        self.log_start = log_start
+        """Where in the file that it shares with others its own output begins."""
         self._marker = marker
         self._loop = asyncio.get_running_loop()
         self._pidfd = os.pidfd_open(pid)
@@ -121,7 +122,7 @@ class Process:
         try:
             with self.log_path.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, end - TAIL_BYTES))
+                log.seek(max(self.log_start, end - TAIL_BYTES))
                 return log.read(TAIL_BYTES).decode("utf-8", errors="replace")
         except OSError as error:
             return f"(no output: {error.strerror})"

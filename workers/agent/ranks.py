@@ -39,6 +39,7 @@ from .keeper import Keeper
 from .node import MARK, Node, Starter
 from .pipe import Pipe
 from .processes import Exit, Process
+from .progress import Readers
 from .publish import Overtaken, Refused, publish
 
 STOP_GRACE_S = 5.0
@@ -85,6 +86,7 @@ class Ranks:
         self._keeper = keeper
         self._starter = Starter(node)
         self._report = report
+        self.readers = Readers(report)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
@@ -283,6 +285,8 @@ class Ranks:
             self._refuse(rank.seq, f"cannot start {program}: {error}")
             return False
         rank.process, rank.pipe = process, pipe
+        if pipe is None:
+            self.readers.begin(order, process.log_path, process.log_start)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                  node=self._node.name, pid=process.pid,
                                  log_path=str(process.log_path)), None)
@@ -315,6 +319,7 @@ class Ranks:
                 rank.going_on.cancel()
             process.signal_group(signal.SIGKILL)
             process.close()
+            self.readers.drop(rank.order)
             if rank.pipe is not None:
                 rank.pipe.close()
 
@@ -340,6 +345,7 @@ class Ranks:
     def _ended(self, rank: _Rank, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
             rank.pipe.drain()  # what it said last comes before its end
+        self.readers.end(rank.order)
         self._exited(rank, process.pid, how, process.tail())
 
     def _exited(self, rank: _Rank, pid: int, how: Exit, tail: str) -> None:

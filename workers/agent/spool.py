@@ -5,11 +5,11 @@
              log's cursor        may be sent again
 
 A report gets its number when it is put and keeps it. When the spool is full, each CopyKept goes
-first that has a newer one behind it, of the same rank and keeper; then the oldest TaskProgressed (a
-loss curve with a hole), then the oldest of all but NodeJoined, without which the log would know no
-node. What went leaves a ReportsLost in its place with the number of
-the last one that it stands for; neighbours become one. Reports that were handed over already may
-still reach the log from the intake: then their ReportsLost comes too late and is a duplicate.
+first that has a newer one behind it, of the same rank and keeper; then the oldest TaskProgressed or
+IterationsLogged (a loss curve with a hole), then the oldest of all but NodeJoined, without which
+the log would know no node. What went leaves a ReportsLost in its place with the number of the last
+one that it stands for; neighbours become one. Reports that were handed over already may still reach
+the log from the intake: then their ReportsLost comes too late and is a duplicate.
 
 The file is for the agent that comes after this one: it outlives SIGKILL, not a power cut. A disk
 that is full, or gone, ends no agent: reports are kept in memory alone until it can be written.
@@ -28,6 +28,7 @@ import msgspec
 import structlog
 
 from ...events.codec import decode_report, encode_report
+from ...events.logged import IterationsLogged
 from ...events.records import Report
 from ...events.reports import Body, CopyKept, NodeJoined, ReportsLost, TaskProgressed
 
@@ -240,7 +241,7 @@ def _is_outdone(entries: list[_Entry]) -> Callable[[_Entry], bool]:
 
 
 def _is_progress(entry: _Entry) -> bool:
-    return isinstance(entry.report.body, TaskProgressed)
+    return isinstance(entry.report.body, TaskProgressed | IterationsLogged)
 
 
 def _is_not_joined(entry: _Entry) -> bool:

@@ -1,0 +1,153 @@
+"""The lines in which Megatron-LM tells its progress, found in what a command prints. Pure.
+
+ [2025-08-01 09:31:44] iteration        1/    5000 | consumed samples:          128 | elapsed time
+ per iteration (ms): 33186.0 | ... | global batch size:   128 | lm loss: 1.045013E+01 | ... |
+
+Read are `iteration N/M |` and `elapsed time per iteration (ms)` or `(s)`; where they are there, the
+global batch, the loss, and how many iterations were skipped or NaN since the line before. So are
+lines with something before them (torchrun's `[default7]:`), and those of Megatron-DeepSpeed and
+GPT-NeoX.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+LINE_BYTES_MAX = 16 << 10
+"""A longer line is none of Megatron's."""
+STEP_S_MAX = 1e6
+_WAITING_NUM_MAX = 8
+"""Stretches that wait to be told, of lines that cannot be joined."""
+_MARK = b"elapsed time per iteration ("
+_NUMBER = rb"[0-9]{1,15}(?:\.[0-9]{0,15})?(?:[eE][+-]?[0-9]{1,3})?"
+_ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9]{1,12})[ \t]*\|")
+_STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)[ \t]*(?:\||$)" % _NUMBER)
+_LOSS = re.compile(rb"\|[ \t]*(?:(?:lm|total)[ _])?loss:[ \t]*(-?%s)[ \t]*(?:\||$)" % _NUMBER)
+_COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % name) for name in (
+    rb"global batch size", rb"number of skipped iterations", rb"number of nan iterations"))
+
+
+class Line(NamedTuple):
+    """What one line tells."""
+
+    iteration: int
+    """Iterations finished, counted from 1."""
+    iterations: int
+    """How many there are to be; 0: the line says nonsense."""
+    step_s: float
+    """The mean over the iterations since the line before."""
+    loss: float | None
+    """None: none was printed, or it is not finite."""
+    global_batch: int
+    """In samples; 0: not printed."""
+    skipped: int
+    nan: int
+
+
+class Stretch(NamedTuple):
+    """What one or more lines tell, joined; as `Line`."""
+
+    iteration: int
+    iterations: int
+    num: int
+    """Iterations of which `step_s` is the mean; 0: the first line of a process, which does not say
+    of how many it is."""
+    step_s: float
+    loss: float | None
+    global_batch: int
+    skipped: int
+    nan: int
+
+
+def parse(line: bytes) -> Line | None:
+    """What the line tells; None if it is none of Megatron's. Never raises."""
+    at, took = _ITERATION.search(line), _STEP.search(line)
+    if at is None or took is None:
+        return None
+    iteration, iterations = int(at[1]), int(at[2])
+    step_s = float(took[2]) / (1000.0 if took[1] == b"ms" else 1.0)
+    if iteration < 1 or not step_s <= STEP_S_MAX:
+        return None
+    lost = _LOSS.search(line)
+    loss = float(lost[1]) if lost is not None else None
+    counts = [int(found[1]) if (found := one.search(line)) is not None else 0 for one in _COUNTS]
+    return Line(iteration, iterations if iterations >= iteration else 0, step_s,
+                loss if loss is not None and math.isfinite(loss) else None, *counts)
+
+
+class Lines:
+    """Cuts what is printed into lines; however it is split, the same ones are found."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        self._dropping = False
+        """The line that is begun is too long, or its beginning was missed."""
+
+    def feed(self, data: bytes) -> list[Line]:
+        """The lines that end in `data`. A carriage return ends one too."""
+        data = data.replace(b"\r", b"\n")
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._hold(data)
+            return []
+        whole = self._begun + data[:end]
+        if self._dropping:
+            whole = data[data.find(b"\n"):end]
+        self._begun, self._dropping = b"", False
+        self._hold(data[end + 1:])
+        return list(_found(whole))
+
+    def skip(self) -> None:
+        """Something is left out here: what is begun is over, and what comes begins in a line."""
+        self._begun, self._dropping = b"", True
+
+    def _hold(self, data: bytes) -> None:
+        if self._dropping or len(self._begun) + len(data) > LINE_BYTES_MAX:
+            self._begun, self._dropping = b"", True
+        else:
+            self._begun += data
+
+
+def _found(data: bytes) -> Iterator[Line]:
+    at = 0
+    while (mark := data.find(_MARK, at)) >= 0:
+        begin = max(data.rfind(b"\n", at, mark) + 1, at)
+        at = data.find(b"\n", mark)
+        at = at if at >= 0 else len(data)
+        line = parse(data[begin:at]) if at - begin <= LINE_BYTES_MAX else None
+        if line is not None:
+            yield line
+
+
+class Stretches:
+    """The lines of one process, joined where they follow each other with one global batch."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        """The newest iteration; 0: none."""
+        self._waiting: deque[Stretch] = deque(maxlen=_WAITING_NUM_MAX)
+
+    def add(self, line: Line) -> None:
+        """The next line. One that goes back is as the first of a process."""
+        num = line.iteration - self._last if 0 < self._last < line.iteration else 0
+        self._last = line.iteration
+        one = Stretch(line.iteration, line.iterations, num, *line[2:])
+        before = self._waiting[-1] if self._waiting else None
+        if before is not None and num and before.num and before.global_batch == one.global_batch:
+            self._waiting[-1] = _joined(before, one)
+        else:
+            self._waiting.append(one)
+
+    def take(self) -> Stretch | None:
+        """The oldest that waits, once."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+def _joined(old: Stretch, new: Stretch) -> Stretch:
+    num = old.num + new.num
+    return new._replace(num=num, step_s=(old.num * old.step_s + new.num * new.step_s) / num,
+                        skipped=old.skipped + new.skipped, nan=old.nan + new.nan)

@@ -1,0 +1,150 @@
+"""What the commands of a node print is read as it grows, and their iterations are told.
+
+One look reads all logs, from one thread: at most LOOK_BYTES_MAX of them together, or
+RANK_BYTES_MIN of each where they are many. A log that grows faster is read at its end alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from ...events.logged import IterationsLogged
+from ...events.orders import StartRank
+from ...events.reports import Body
+from .megatron_lines import Lines, Stretch, Stretches
+
+LOOK_S = 1.0
+"""Between two looks, and two reports of one process."""
+LOOK_BYTES_MAX = 1 << 20
+"""Most of it is passed over in 1 ms; nothing but lines of progress takes 35 ms (measured)."""
+RANK_BYTES_MIN = 64 << 10
+_log = structlog.get_logger("agent")
+
+
+class Readers:
+    """All commands of a node. Of each task whoever prints progress first tells, and nobody else."""
+
+    def __init__(self, report: Callable[[Body, float | None], None]) -> None:
+        self._report = report
+        self._logs: dict[tuple[int, int, int], Progress] = {}
+
+    def begin(self, order: StartRank, log_path: Path, log_start: int) -> None:
+        """A command was started; what it prints is behind `log_start`."""
+        self._logs[_key(order)] = Progress(order, log_path, log_start)
+
+    def look(self) -> None:
+        """Tell what was printed since the last look; one report of a task at most."""
+        tell = {key[0]: key for key, one in self._logs.items() if one.has_told}
+        reading = [one for key, one in self._logs.items() if tell.get(key[0], key) == key]
+        told: set[int] = set()
+        for one in reading:
+            if one.task not in told and (report := one.look(share(len(reading)))) is not None:
+                told.add(one.task)
+                self._report(report, None)
+
+    def end(self, order: StartRank) -> None:
+        """The command has ended: tell what it printed last."""
+        one = self._logs.get(_key(order))
+        if one is not None and not any(
+                other.has_told and other is not one and other.task == one.task
+                for other in self._logs.values()):
+            for report in one.end():
+                self._report(report, None)
+        self.drop(order)
+
+    def drop(self, order: StartRank) -> None:
+        """Read no more of it; twice is harmless."""
+        one = self._logs.pop(_key(order), None)
+        if one is not None:
+            one.close()
+
+
+class Progress:
+    """The log of one process from `log_start` on. It stays open, also where it is renamed."""
+
+    def __init__(self, order: StartRank, log_path: Path, log_start: int) -> None:
+        self._order = order
+        self.task = order.task
+        self.has_told = False
+        self._at = log_start
+        self._lines = Lines()
+        self._stretches = Stretches()
+        self._is_behind = False
+        self._is_other_batch = False
+        self._fd = -1
+        try:
+            self._fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._give_up(error)
+
+    def look(self, bytes_max: int = LOOK_BYTES_MAX) -> IterationsLogged | None:
+        """Read what is new, at most `bytes_max`; what is to be told, one report at most."""
+        if self._fd >= 0:
+            try:
+                for line in self._lines.feed(self._read(bytes_max)):
+                    self._stretches.add(line)
+            except OSError as error:
+                self._give_up(error)
+        told = self._stretches.take()
+        return self._report(told) if told is not None else None
+
+    def end(self) -> Iterable[IterationsLogged]:
+        """All that is left to tell; then the log is closed."""
+        while (told := self.look()) is not None:
+            yield told
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self, bytes_max: int) -> bytes:
+        size = os.fstat(self._fd).st_size
+        if size < self._at:  # somebody emptied it: all that is in it is new
+            self._lines.skip()
+            self._at = 0
+        if size - self._at > bytes_max:
+            self._lines.skip()
+            self._at = size - bytes_max
+            if not self._is_behind:
+                self._is_behind = True
+                _log.warning("a command prints faster than it is read; lines of progress may be "
+                             "missed", task=self._order.task, rank=self._order.rank)
+        data = os.pread(self._fd, min(size - self._at, bytes_max), self._at)
+        self._at += len(data)
+        return data
+
+    def _report(self, told: Stretch) -> IterationsLogged:
+        self.has_told = True
+        order = self._order
+        model = order.spec.model
+        if (model is not None and told.global_batch not in (0, model.global_batch)
+                and not self._is_other_batch):
+            self._is_other_batch = True
+            _log.warning("a command's global batch is not its model's: its iterations calibrate "
+                         "nothing", task=order.task, printed=told.global_batch,
+                         model=model.global_batch)
+        return IterationsLogged(
+            task=order.task, rank=order.rank, attempt=order.attempt, iteration=told.iteration,
+            iterations=told.iterations, num_iterations=told.num, step_s=told.step_s,
+            loss=told.loss, global_batch=told.global_batch, skipped=told.skipped, nan=told.nan)
+
+    def _give_up(self, error: OSError) -> None:
+        """The command goes on all the same; so does the agent."""
+        self.close()
+        _log.warning("a command's log cannot be read; its iterations are not told",
+                     task=self._order.task, rank=self._order.rank, why=str(error))
+
+
+def _key(order: StartRank) -> tuple[int, int, int]:
+    return order.task, order.rank, order.attempt
+
+
+def share(num_logs: int) -> int:
+    """Bytes that one look may read of each of so many logs."""
+    return max(LOOK_BYTES_MAX // max(num_logs, 1), RANK_BYTES_MIN)
