@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 
+from ..control_plane.model_flops import iteration_flops
 from ..control_plane.severity import worse
+from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
 from .achieved import Planned, Waf, Work, over_time
 from .on_purpose import OnPurpose
@@ -82,6 +84,8 @@ class TaskHistory(Struct, kw_only=True):
     weight: float = 1.0
     """As of the last record."""
     iteration_flops: float = 0.0
+    model_batch: int = 0
+    """Samples of an iteration of a command's `model`."""
     furthest: int = 0
     """Iterations done for the first time: what is trained again is no work."""
     origin: str = ""
@@ -138,7 +142,7 @@ class History(Struct):
         """Read the next record."""
         self.seq, self.at_s = record["seq"], record["at_s"]
         kind, body = record["kind"], record["body"]
-        if record["source"] != "heart" and kind != "TaskProgressed":
+        if record["source"] != "heart" and kind not in ("TaskProgressed", "IterationsLogged"):
             self.stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
         for incident in self.open.values():
             _count_slots(self, incident, record["at_s"])
@@ -195,6 +199,20 @@ def _worked(told: History, task: TaskHistory, record: Plain) -> None:
         told.work.append(Work(record["at_s"] - took_s, record["at_s"],
                               num * task.iteration_flops * task.weight))
         task.furthest = to
+
+
+def _logged(told: History, task: TaskHistory, record: Plain) -> None:
+    """A command printed how far it is. What it did before it was first heard of is no work."""
+    body = record["body"]
+    to, num = body["iteration"], body["num_iterations"]
+    new = min(to - task.furthest, num)
+    if new > 0 and body["global_batch"] in (0, task.model_batch):
+        told.work.append(Work(record["at_s"] - new * body["step_s"], record["at_s"],
+                              new * task.iteration_flops * task.weight))
+    task.furthest = max(task.furthest, to)
+    if body["loss"] is not None:
+        task.losses[to] = body["loss"]
+    task.skipped += body["skipped"]
 
 
 def told_to(progressed: Plain) -> int:
@@ -334,11 +352,14 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
 def _task(told: History, record: Plain) -> None:
     kind, body = record["kind"], record["body"]
     if kind == "TaskSubmitted":
-        train = body["spec"].get("train")
+        train, plain = body["spec"].get("train"), body["spec"].get("model")
+        model = convert(plain, MegatronModel) if plain else None
         told.tasks[record["seq"]] = TaskHistory(
             id=record["seq"], name=body["spec"]["name"], submitted_s=record["at_s"],
             num_iterations=train["iterations"] if train else 0,
-            weight=body["spec"]["weight"])
+            weight=body["spec"]["weight"],
+            iteration_flops=iteration_flops(model) if model is not None else 0.0,
+            model_batch=model.global_batch if model is not None else 0)
         return
     task = told.tasks.get(body.get("task", 0))
     if task is None:
@@ -362,5 +383,7 @@ def _task(told: History, record: Plain) -> None:
         task.skipped = body.get("skipped", 0)
         size = body["micro_batches"]
         task.micro_batches[size] = task.micro_batches.get(size, 0) + 1
+    elif kind == "IterationsLogged":
+        _logged(told, task, record)
     elif kind == "TaskEnded":
         task.outcome, task.why, task.ended_s = body["outcome"], body["why"], record["at_s"]

@@ -127,10 +127,12 @@ def _where(task: Plain) -> list[str]:
 
 
 def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
-    if not task["iterations"]:
+    if not task["iteration"] and not task["iterations"]:
         return labelled("progress", "a command: is supervised only")
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
-    lines = labelled("progress", f"{count(task['iteration'])} of {count(task['iterations'])}{loss}")
+    of = f" of {count(task['iterations'])}" if task["iterations"] else ""
+    printed = "" if task["tier"] == "train" else ", as it prints"
+    lines = labelled("progress", f"{count(task['iteration'])}{of}{loss}{printed}")
     if past is not None:
         lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
         if past.skipped:
@@ -146,9 +148,9 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
         ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
         if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:
             ends += f"; {rfc3339(now_s + left * median(own))} at its own"
-        lines += [*labelled("pace", f"{span(task['step_s'])} an iteration{normal}; "
-                                    f"{scaled(task['rate_flops'], 'FLOP/s')}"),
-                  *labelled("finish", ends)]
+        rate = f"; {scaled(task['rate_flops'], 'FLOP/s')}" if task["rate_flops"] else ""
+        lines += labelled("pace", f"{span(task['step_s'])} an iteration{normal}{rate}")
+        lines += labelled("finish", ends) if task["iterations"] else []
     return lines
 
 
@@ -180,6 +182,10 @@ def _earns(task: Plain) -> list[str]:
                       for size, rate in near)
     lines = labelled("earns", f"on slots {words}; {told['origin']}")
     layout = task["modelled_layout"]
+    if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
+        lines += labelled("measures", f"nothing: it prints a global batch of "
+                          f"{count(task['logged_batch'])}, its model has "
+                          f"{count(task['model_batch'])}")
     return lines + (labelled("by model", layout) if layout else [])
 
 

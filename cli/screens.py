@@ -215,7 +215,7 @@ def _task_row(task: Plain) -> list[str]:
     slots = str(now) if now == target else f"{now} of {target}" if now < target else (
         f"{now} -> {target}")
     done = (f"{count(task['iteration'])}/{count(task['iterations'])}" if task["iterations"]
-            else "-")
+            else count(task["iteration"]) if task["iteration"] else "-")
     return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), slots,
             task["layout"] or "-",
             f"{task['weight']:g}", done, f"{task['step_s']:.2f}" if task["step_s"] else "-",

@@ -354,7 +354,7 @@ def _unfinished(state: StateDir) -> list[str]:
         tasks = connect(state).get("/v1/state")["tasks"]
     except UnicronError:
         return []
-    live = [task for task in tasks if task["state"] not in ENDED and task["iterations"]]
+    live = [task for task in tasks if task["state"] not in ENDED and task["tier"] == "train"]
     lines: list[str] = []
     for task in live:
         again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
+from ..events.logged import IterationsLogged
 from ..events.orders import ThroughputSet
 from ..events.reports import Body, TaskProgressed
 from ..events.spec import RATE_FLOPS_MAX
 from . import throughput
+from .economics import num_slots
 from .state import ClusterState, Task, live_tasks
 
 NUM_WARM_UP = 2
@@ -25,17 +27,46 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
     A size that the task only passes through (a rank starts again beside it, and takes its share of
     the machine) says nothing of what the task would do if it stayed.
     """
-    num = _num_times(state)
-    if not num or task.spec.throughput or task.phase != "training" or task.failed_s >= 0:
-        return
-    if task.incident or len(task.members) != len(task.target):
+    if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
     first = body.first_iteration
     times = [step_s for iteration, step_s in enumerate(body.step_s, first)
-             if iteration >= task.settled + NUM_WARM_UP and step_s > 0]
+             if iteration >= task.settled + NUM_WARM_UP]
+    _keep(state, task, times)
+
+
+def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
+    """Fold: the same of a command, by what its log tells.
+
+    A report is the mean of some iterations: it counts as one time for each, but for no more than a
+    third of what makes a measurement, so that one that is off does not decide.
+    """
+    logged = task.logged
+    if logged is None or not _counts(state, task) or not batch_counts(task):
+        return
+    whole = len(task.ranks) == len(task.target) and all(rank.sound for rank in task.ranks.values())
+    warm = body.num_iterations > 0 and body.iteration - logged.first >= NUM_WARM_UP
+    if whole and warm and not logged.disturbed and not body.skipped:
+        _keep(state, task, min(body.num_iterations, -(-_num_times(state) // 3)) * [body.step_s])
+
+
+def batch_counts(task: Task) -> bool:
+    """Whether an iteration of the command has as many samples as its model says."""
+    logged, model = task.logged, task.spec.model
+    return logged is None or model is None or logged.global_batch in (0, model.global_batch)
+
+
+def _counts(state: ClusterState, task: Task) -> bool:
+    """Whether it is of interest how long an iteration takes now: the task is not disturbed."""
+    return (_num_times(state) > 0 and not task.spec.throughput and task.phase == "training"
+            and not task.incident)
+
+
+def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
+    num, size = _num_times(state), num_slots(task)
+    times = [step_s for step_s in times if step_s > 0]
     if not times:
         return
-    size = len(task.members)
     task.times_s[size] = [*task.times_s.pop(size, ()), *times][-num:]
     while len(task.times_s) > NUM_SIZES_MAX:
         del task.times_s[next(iter(task.times_s))]
@@ -47,7 +78,7 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
     What the first measured task tells of one slot goes into all modelled tables. Asked again in
     the same state this tells nothing.
     """
-    size, table, rates = len(task.members), task.throughput, measured(state, task)
+    size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return
     least = state.policy.calibrate_min

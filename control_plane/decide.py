@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..events import reports as r
+from ..events.logged import IterationsLogged
 from ..events.orders import Slot, TaskPlaced
 from ..events.records import Record
 from . import (
@@ -28,6 +29,7 @@ Known = Callable[[PlanInput], Found | None]
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
            r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed)
 """What may concern every task: nodes, time, slots that become free, whether we act."""
+_PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[r.Body]:
@@ -39,7 +41,7 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,
                                state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
-    if isinstance(record.body, r.TaskProgressed) and record.body.task in state.tasks:
+    if isinstance(record.body, _PROGRESS) and record.body.task in state.tasks:
         yield from calibration.calibrate(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):
         fault = processes.inject_fault(state, record.body)
@@ -61,7 +63,7 @@ def _concerned(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
     task = state.tasks.get(getattr(record.body, "task", 0))
-    if task is None or (isinstance(record.body, r.TaskProgressed) and not task.incident):
+    if task is None or (isinstance(record.body, _PROGRESS) and not task.incident):
         return []  # progress heals, and nothing else
     return [task]
 

@@ -5,7 +5,8 @@ names what is not there. A node that takes several tasks with it is one fault. O
 running processes counts, while a leader watched.
 
 A task stands for as long as it made no progress: the time between two told iterations, less what
-those between them take undisturbed.
+those between them take undisturbed. A command that goes on from its own checkpoint tells old ones
+again: what they take is part of it.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ def transition(state: ClusterState, task: Task) -> Transition:
                       stop_s=stop_s)
 
 
+def num_slots(task: Task) -> int:
+    """On how many it trains: a command on all that it was given."""
+    return len(task.members) if task.is_train else len(task.target)
+
+
 def stands(state: ClusterState, task: Task) -> None:
     """Fold: from its last told iteration on it stands, if it did not already."""
     if not task.is_train:
@@ -102,6 +108,28 @@ def stands(state: ClusterState, task: Task) -> None:
                                  void=bool(state.held))
     elif task.standing.since_s < 0:
         task.standing.since_s, task.standing.iteration = since_s, task.iteration
+
+
+def halts(state: ClusterState, task: Task) -> None:
+    """Fold: a command has no process any more. If it told of iterations it stands since the last.
+
+    With no slots it waits for others: that is no transition of its own.
+    """
+    logged = task.logged
+    if not task.target or logged is None:
+        task.standing = None
+    elif task.standing is None and task.phase == "training" and logged.round == task.rounds:
+        task.standing = Standing(
+            size=logged.size, since_s=task.progressed_s, iteration=task.iteration,
+            iteration_s=_iteration_s(task, logged.size) or task.step_s, void=bool(state.held))
+
+
+def goes_on(state: ClusterState, task: Task, iteration: int) -> None:
+    """Fold: a new round of a command tells of its first iterations."""
+    standing = task.standing
+    if standing is not None and not task.is_train:
+        _add(state, task, standing, iteration)
+        _keep(state, task, standing, num_slots(task))
 
 
 def steps_again(state: ClusterState, task: Task, iteration: int) -> None:
@@ -141,7 +169,7 @@ def void_standings(state: ClusterState) -> None:
 
 
 def _add(state: ClusterState, task: Task, standing: Standing, iteration: int) -> None:
-    num, size = iteration - standing.iteration, len(task.members) or standing.size
+    num, size = iteration - standing.iteration, num_slots(task) or standing.size
     iteration_s = _iteration_s(task, size)
     if not iteration_s and standing.iteration_s:
         iteration_s = standing.iteration_s * _times_slower(task, size, standing.size)

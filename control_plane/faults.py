@@ -75,8 +75,28 @@ class Incident(Struct, kw_only=True):
     closed_s: float = 0.0
 
 
+class Logged(Struct, kw_only=True):
+    """What a command's own log has told, of its newest round of processes that told anything."""
+
+    round: int
+    rank: int
+    """Who tells: whoever of the round was first."""
+    first: int
+    """The iteration that it told first."""
+    iterations: int
+    """How many there are to be; 0: not known."""
+    size: int
+    """Slots of the round."""
+    furthest: int
+    """The most that was done before the round, or when it was first heard of."""
+    global_batch: int = 0
+    """As last told; 0: not told."""
+    disturbed: bool = False
+    """A process of it stood still after the last report."""
+
+
 class Standing(Struct, kw_only=True):
-    """A training task on its way from one number of slots to another, or back to the same."""
+    """A task on its way from one number of slots to another, or back to the same."""
 
     size: int
     """Members before; 0: it had no slots."""

@@ -19,6 +19,7 @@ from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
+from .fold_logged import LOGGED
 from .fold_ranks import PROCESSES
 from .fold_requests import REQUESTS, acts_again, forget_requests
 from .folding import (
@@ -299,5 +300,5 @@ HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
-    r.RankFinished: _rank_finished, **PROCESSES, **COPIES, **REQUESTS, **DECISIONS,
+    r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **COPIES, **REQUESTS, **DECISIONS,
 }

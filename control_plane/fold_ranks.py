@@ -109,6 +109,8 @@ def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) 
     if task is None or rank is None or rank.suspended:
         return
     rank.suspended_s, rank.suspended_seq = record.at_s, record.seq
+    if task.logged is not None:
+        task.logged.disturbed = True
     await_continued(state, task, rank)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..events import reports as r
 from ..events.records import Record
-from ..events.spec import WEIGHT_RATIO_MAX
+from ..events.spec import WEIGHT_RATIO_MAX, JobSpec
 from .economics import void_standings
+from .model_flops import iteration_flops
 from .processes import inject_fault
 from .state import NUM_REQUESTS_MAX, ClusterState, Task
 
@@ -23,8 +24,13 @@ def forget_requests(state: ClusterState) -> None:
 def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
     state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
                                    submitted_s=record.at_s, since_s=record.at_s,
-                                   modelled=body.modelled)
+                                   modelled=body.modelled, iteration_flops=_flops(body.spec))
     state.replan = f"task {body.spec.name} submitted"
+
+
+def _flops(spec: JobSpec) -> float:
+    """Of one iteration, where the spec says so: training ranks tell it themselves."""
+    return iteration_flops(spec.model) if spec.model is not None else 0.0
 
 
 def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
-from .economics import stands, stood_to_leave, was_harmed
+from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import ORIGINS, Fault, Incident, Source
 from .severity import EXITED_ABNORMALLY, severity_of
 from .state import (
@@ -113,6 +113,8 @@ def settle_phase(state: ClusterState, task: Task) -> None:
         return
     if not task.is_train:
         if not task.ranks:
+            halts(state, task)
+            task.rate_flops = 0.0
             set_phase(state, task, "starting" if task.target else "idle")
         return
     if task.phase in ("training", "quiescing", "reconfiguring"):

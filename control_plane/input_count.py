@@ -10,14 +10,15 @@ from typing import Any
 
 from ..events import orders as o
 from ..events import reports as r
+from ..events.logged import IterationsLogged
 from .plan_input import is_pinned, is_whole
 from .state import ClusterState, Task
 
 _NEVER = frozenset((
-    r.TaskProgressed, r.LossNotFinite, r.CopyKept, r.CopiesLost, r.RankStarted, r.RankReady,
-    r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved, r.CheckpointPublished,
-    r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume, o.KeepCopies,
-    o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
+    r.TaskProgressed, IterationsLogged, r.LossNotFinite, r.CopyKept, r.CopiesLost, r.RankStarted,
+    r.RankReady, r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved,
+    r.CheckpointPublished, r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume,
+    o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
     o.OrderWithheld))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
 _OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))

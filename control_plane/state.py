@@ -15,7 +15,7 @@ from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, Throug
 from ..events.records import Record
 from ..events.reports import Policy
 from ..events.spec import JobSpec
-from .faults import Fault, Incident, Standing
+from .faults import Fault, Incident, Logged, Standing
 
 SCHEMA = "unicron-state-3"
 NUM_REQUESTS_MAX = 1024
@@ -216,13 +216,14 @@ class Task(Struct, kw_only=True):
     """DropCopies, while one of them has not answered."""
     iteration: int = 0
     """Iterations told as finished."""
+    logged: Logged | None = None
     furthest: int = 0
     """The most that `iteration` ever was: what is done again is no progress."""
     progressed_s: float = 0.0
     """When it last told of a finished iteration; 0: never."""
     iteration_flops: float = 0.0
     times_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    """By number of members: what the last undisturbed iterations took."""
+    """By number of members, of a command by slots: what the last undisturbed iterations took."""
     standing: Standing | None = None
     """The change that it is in."""
     stood_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])

@@ -84,7 +84,10 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
                   "sizes": list(spec.slots.sizes)},
         "layout": f"DP{len(living)}" if living else "", "generation": task.generation,
         "iteration": task.iteration,
-        "iterations": spec.train.iterations if spec.train is not None else 0,
+        "iterations": (spec.train.iterations if spec.train is not None
+                       else task.logged.iterations if task.logged is not None else 0),
+        "logged_batch": task.logged.global_batch if task.logged is not None else 0,
+        "model_batch": spec.model.global_batch if spec.model is not None else 0,
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
@@ -107,7 +110,8 @@ def _steps(task: Task) -> bool:
     """Whether nothing that is known keeps it from stepping."""
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
-    return task.phase == "training" and whole and not any(rank.suspended for rank in living)
+    going = living if task.is_train else task.ranks.values()
+    return task.phase == "training" and whole and not any(rank.suspended for rank in going)
 
 
 def _rank(rank: Rank) -> dict[str, Any]:

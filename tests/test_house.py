@@ -36,8 +36,9 @@ PURE = (
         "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run",
         "gpu_kinds", "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
         "best_layout", "economics", "spread", "groups", "constraints", "wishes", "state_bytes",
-        "floors", "spare")),
-    "workers/classify.py", "workers/monitor.py", "workers/training/ledger.py",
+        "floors", "spare", "fold_logged")),
+    "workers/agent/megatron_lines.py", "workers/classify.py", "workers/monitor.py",
+    "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
           "logging", "structlog", "aiohttp", "redis", "torch"}

@@ -1,0 +1,67 @@
+"""The fold of what a command's own log tells: how far it is, and how long its iterations take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events.logged import IterationsLogged
+from ..events.records import Record
+from ..events.reports import Body
+from ..events.spec import RATE_FLOPS_MAX
+from .calibration import batch_counts, keep_logged
+from .economics import goes_on, num_slots
+from .faults import Logged
+from .folding import earned, find
+from .state import ClusterState, Task
+
+ITERATIONS_MAX = 10**12
+"""More is absurd."""
+
+
+def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
+    """Of a round of processes whoever tells first is believed, and nobody else.
+
+    A command counts its iterations itself. After a restart it goes back to its own checkpoint; what
+    it did before it was first heard of is not counted as work. Earlier restarts are forgiven when
+    it is that much further than ever before.
+    """
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or task.is_train or task.phase == "ended":
+        return
+    if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:
+        return
+    logged = task.logged
+    if logged is None or logged.round != task.rounds:
+        task.logged = logged = Logged(round=task.rounds, rank=body.rank, first=body.iteration,
+                                      iterations=0, size=num_slots(task),
+                                      furthest=task.furthest or body.iteration)
+        goes_on(state, task, body.iteration)
+    elif logged.rank != body.rank:
+        return
+    if body.iteration < logged.first:
+        logged.first = body.iteration
+    logged.iterations = body.iterations if body.iterations >= body.iteration else 0
+    logged.global_batch = body.global_batch
+    keep_logged(state, task, body)
+    logged.disturbed = any(one.suspended for one in task.ranks.values())
+    _tell(state, task, body)
+    if body.iteration - logged.furthest >= state.policy.restart_iterations:
+        task.restarts.clear()
+
+
+def _tell(state: ClusterState, task: Task, body: IterationsLogged) -> None:
+    counts = batch_counts(task)
+    new = min(body.iteration - task.furthest, body.num_iterations)
+    earned(state, task, task.furthest + (new if counts else 0))
+    task.furthest = max(task.furthest, body.iteration)
+    task.iteration, task.progressed_s = body.iteration, state.at_s
+    task.loss, task.step_s = body.loss, body.step_s
+    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
+    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
+
+
+LOGGED: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    IterationsLogged: _iterations_logged,
+}
