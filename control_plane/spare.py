@@ -20,7 +20,7 @@ from .planner import Choice, Exact, Floats
 from .wishes import PlanInput, waf_of
 
 SPARELESS = "without a hot spare"
-WORK_NUM_MAX = 1 << 19
+WORK_NUM_MAX = 1 << 18
 """Tasks times all their sizes: below 200 ms. Above it no spare is priced."""
 FLOORED_WORK_NUM_MAX = 1 << 14
 """With floors, where each of the plans after a fault is a plan of its own."""

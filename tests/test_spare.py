@@ -29,6 +29,7 @@ def with_spares(draw: st.DrawFn) -> PlanInput:
     """As clusters are; or all full, faults frequent and changes dear, so that spares often pay."""
     asked, node = draw(inputs())
     asked = replace(asked, wishes=asked.wishes[:4], spare_slots=node,
+                    floor=draw(st.sampled_from([False, False, True])),
                     repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
     if draw(st.booleans()):
         return asked
@@ -128,6 +129,16 @@ def test_no_task_that_runs_stops_for_a_spare() -> None:
     assert choice.spare is not None
     assert choice.spare.saves_flop > choice.spare.cost_flop > 0
     assert (choice.spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
+
+
+def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
+    often = running(fixed(12 * 60.0), 4, 4, 0)
+    floored = replace(often, floor=True)
+    assert [spare.choose(one).plan.slots for one in (often, floored)] == [(4, 4, 0), (4, 4, 4)]
+    told = spare.choose(floored).spare
+    assert told is not None
+    assert told.verdict == "not kept"
+    assert told.saves_flop > told.cost_flop
 
 
 def test_what_is_idle_anyway_is_a_spare_at_no_cost() -> None:
