@@ -69,6 +69,17 @@ class Kept(Struct, frozen=True, kw_only=True):
         high = self.start - np.cumsum(np.minimum.reduceat(self.moves, firsts))
         return [(self.start, self.start), *zip(low.tolist(), high.tolist(), strict=True)]
 
+    def work(self) -> int:
+        """Candidates times the states that each row has, at most."""
+        if not self.num:
+            return 0
+        firsts, counts = np.array(self.starts[:-1]), np.diff(np.array(self.starts))
+        most, least = (edge.reduceat(self.moves, firsts) for edge in (np.maximum, np.minimum))
+        idle = self.budget // self.price if self.price else LOSS_NUM_MAX
+        low = np.maximum(self.start - np.cumsum(most), np.cumsum(least[::-1])[::-1])
+        high = np.minimum(self.start - np.cumsum(least), np.cumsum(most[::-1])[::-1] + idle)
+        return int((counts * np.maximum(high - low + 1, 1)).sum())
+
     def levels(self) -> tuple[int, ...] | None:
         """The sums of losses within the budget; None: they are many."""
         some = self.losses[self.losses > 0]

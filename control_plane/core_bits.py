@@ -6,12 +6,15 @@ candidates it has, as long as their sizes are few arithmetic progressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
 
 from .core import LOSS_NUM_MAX, Ints, Kept
+
+_FEW_NUM = 16
+"""States before a row from which its options are looked at all at once."""
 
 
 class _Run(Struct, frozen=True):
@@ -42,6 +45,8 @@ class Bits:
         self._place = {level: at for at, level in enumerate(levels)}
         self._reached = kept.reached()
         self._runs = _runs(kept)
+        self._losses = [{run.loss for run in runs} for runs in self._runs]
+        """By open row: the losses of its options."""
         self._after = self._backward()
         self._before = [_States(kept.start, (1, *[0] * (len(levels) - 1)))]
 
@@ -60,8 +65,7 @@ class Bits:
         told: set[int] = set()
         for level in self._levels:
             for i, row in enumerate(kept.rows):
-                part = kept.part(i)
-                for at in range(part.start, part.stop):
+                for at in self._likely(i, level):
                     candidate = int(kept.candidates[at])
                     if (candidate != vector[row] and candidate not in told
                             and self._joined(i, at, level) is not None):
@@ -89,12 +93,38 @@ class Bits:
                     break
         return chosen
 
+    def _likely(self, i: int, level: int) -> Iterable[int]:
+        """The options of open row i, ascending, without those of which few states are enough to
+        see that none leads to a sum of `level`."""
+        part = self._kept.part(i)
+        moves, before, after = self._kept.moves[part], self._at(i), self._after[i + 1]
+        most, num = int(moves[-1]), int(moves[-1] - moves[0]) + 1
+        found = 0
+        for b, bits in enumerate(before.bits):
+            if bits.bit_count() > _FEW_NUM:
+                return range(part.start, part.stop)
+            for a, targets in enumerate(after.bits):
+                loss = level - self._levels[b] - self._levels[a]
+                if not targets or loss not in self._losses[i]:
+                    continue
+                for place in _ones(bits):
+                    state = before.first + place
+                    found |= _shifted(targets, most - (state - after.first))
+        found &= (1 << num) - 1
+        held = np.unpackbits(np.frombuffer(found.to_bytes(-(-num // 8), "little"), np.uint8),
+                             bitorder="little")
+        options: list[int] = (part.start + np.flatnonzero(held[most - moves])).tolist()
+        return options
+
+    def _at(self, i: int) -> _States:
+        while len(self._before) <= i:
+            self._before.append(self._next_before())
+        return self._before[i]
+
     def _joined(self, i: int, at: int, level: int) -> tuple[int, int, int] | None:
         """(a state at open row i from which option `at` leads to a sum of `level`, the levels
         before it and after it), None if there is no such state."""
-        while len(self._before) <= i:
-            self._before.append(self._next_before())
-        before, after = self._before[i], self._after[i + 1]
+        before, after = self._at(i), self._after[i + 1]
         move, loss = int(self._kept.moves[at]), int(self._kept.losses[at])
         shift = after.first + move - before.first
         for b, bits in enumerate(before.bits):
@@ -109,7 +139,7 @@ class Bits:
         for row in range(i, kept.num):
             part, after = kept.part(row), self._after[row + 1]
             found: tuple[int, int] | None = None
-            for loss in dict.fromkeys(run.loss for run in self._runs[row]):
+            for loss in sorted(self._losses[row]):
                 left = self._place.get(self._levels[level] - loss)
                 if left is None:
                     continue
@@ -177,6 +207,14 @@ class Bits:
                     done += more
                 new[place] |= _shifted(bits, shift) & mask
         return _States(low, tuple(new))
+
+
+def _ones(bits: int) -> Iterator[int]:
+    """Which bits are set."""
+    while bits:
+        least = bits & -bits
+        yield least.bit_length() - 1
+        bits ^= least
 
 
 def _shifted(bits: int, shift: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -21,19 +20,23 @@ class Table(Struct, frozen=True):
         place = state - self.first
         return int(self.losses[place]) if 0 <= place < len(self.losses) else LOSS_NUM_MAX
 
+    def of(self, states: Ints) -> Ints:
+        """By state."""
+        if not len(self.losses):
+            return np.full(len(states), LOSS_NUM_MAX, dtype=np.int64)
+        places = states - self.first
+        there = (places >= 0) & (places < len(self.losses))
+        return np.where(there, self.losses[np.where(there, places, 0)], LOSS_NUM_MAX)
+
 
 class Sums:
     """The least loss by state, of the rows to come."""
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
-        self._options: list[list[int]] = []
-        self._moves: list[list[int]] = []
-        self._losses: list[list[int]] = []
-        for begin, end in pairwise(kept.starts):
-            self._options.append(kept.candidates[begin:end].tolist())
-            self._moves.append(kept.moves[begin:end].tolist())
-            self._losses.append(kept.losses[begin:end].tolist())
+        self._moves = [kept.moves[kept.part(i)] for i in range(kept.num)]
+        """By open row, ascending."""
+        self._losses = [kept.losses[kept.part(i)] for i in range(kept.num)]
         self._reached = kept.reached()
         self._after = self._backward()
         self._before: list[Table] = []
@@ -48,45 +51,42 @@ class Sums:
         return chosen
 
     def others(self, vector: Ints) -> Iterator[tuple[int, int, int]]:
+        kept = self._kept
         self._before = self._forward()
-        found: list[tuple[int, int, int]] = []
-        for i, row in enumerate(self._kept.rows):
-            for at, candidate in enumerate(self._options[i]):
-                if candidate != vector[row]:
-                    loss = int(self._joined(i, at)[1].min(initial=LOSS_NUM_MAX))
-                    if loss <= self._kept.budget:
-                        found.append((loss, row, candidate))
-        yield from sorted(found)
+        losses = np.concatenate([np.zeros(0, np.int64), *(
+            self._joined_all(i) for i in range(kept.num))])
+        rows = np.repeat(np.array(kept.rows, dtype=np.int64), np.diff(np.array(kept.starts)))
+        good = np.flatnonzero((losses <= kept.budget) & (kept.candidates != vector[rows]))
+        order = good[np.argsort(losses[good], kind="stable")]
+        yield from zip(losses[order].tolist(), rows[order].tolist(),
+                       kept.candidates[order].tolist(), strict=True)
 
     def through(self, row: int, candidate: int) -> Ints:
         kept = self._kept
         i = kept.rows.index(row)
-        at = self._options[i].index(candidate)
+        at = int(np.searchsorted(kept.candidates[kept.part(i)], candidate))
         first, losses = self._joined(i, at)
         state = first + int(losses.argmin())
         chosen = kept.picks.copy()
         chosen[row] = candidate
-        self._follow(chosen, i + 1, state - self._moves[i][at])
+        self._follow(chosen, i + 1, state - int(self._moves[i][at]))
         for back in range(i - 1, -1, -1):
-            want = self._before[back + 1].at(state)
-            for option in range(len(self._options[back]) - 1, -1, -1):
-                move, loss = self._moves[back][option], self._losses[back][option]
-                if self._before[back].at(state + move) + loss == want:
-                    chosen[kept.rows[back]] = self._options[back][option]
-                    state += move
-                    break
+            state += self._taken(chosen, back, self._before[back], state + self._moves[back],
+                                 self._before[back + 1].at(state))
         return chosen
 
     def _follow(self, chosen: Ints, i: int, state: int) -> None:
         """From open row `i` on: the least loss, the largest sizes first."""
         for row in range(i, self._kept.num):
-            want = self._after[row].at(state)
-            for option in range(len(self._options[row]) - 1, -1, -1):
-                move, loss = self._moves[row][option], self._losses[row][option]
-                if self._after[row + 1].at(state - move) + loss == want:
-                    chosen[self._kept.rows[row]] = self._options[row][option]
-                    state -= move
-                    break
+            state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
+                                 self._after[row].at(state))
+
+    def _taken(self, chosen: Ints, i: int, table: Table, states: Ints, want: int) -> int:
+        """The move of the largest candidate that makes the loss `want` with the rest, in `table`
+        by the state that each of the row's candidates leads to; it is put into `chosen`."""
+        option = int(np.flatnonzero(table.of(states) + self._losses[i] == want)[-1])
+        chosen[self._kept.rows[i]] = self._kept.candidates[self._kept.part(i)][option]
+        return int(self._moves[i][option])
 
     def _backward(self) -> list[Table]:
         """By open row, and after the last: what the rows from it on must lose."""
@@ -107,23 +107,32 @@ class Sums:
         table = Table(self._kept.start, np.zeros(1, np.int64))
         found = [table]
         for i in range(self._kept.num):
-            table = self._step(table, [-move for move in self._moves[i]], self._losses[i],
-                               self._reached[i + 1])
+            table = self._step(table, -self._moves[i], self._losses[i], self._reached[i + 1])
             found.append(table)
         return found
 
-    def _step(self, table: Table, moves: Sequence[int], losses: Sequence[int],
-              reached: tuple[int, int]) -> Table:
+    def _step(self, table: Table, moves: Ints, losses: Ints, reached: tuple[int, int]) -> Table:
         """One row more: from states to those `moves` above them."""
         first, known = table.first, table.losses
-        low = max(first + min(moves), reached[0])
-        high = min(first + len(known) + max(moves), reached[1] + 1)
+        low = max(first + int(moves.min()), reached[0])
+        high = min(first + len(known) + int(moves.max()), reached[1] + 1)
         new = np.full(max(high - low, 0), LOSS_NUM_MAX, dtype=np.int64)
-        for move, loss in zip(moves, losses, strict=True):
-            begin, end = max(first + move, low), min(first + len(known) + move, high)
-            if begin < end:
-                part = new[begin - low:end - low]
-                np.minimum(part, known[begin - move - first:end - move - first] + loss, out=part)
+        if len(new) < len(moves):
+            for place in range(len(new)):
+                new[place] = (table.of(low + place - moves) + losses).min()
+        elif len(known) < len(moves):
+            for place in range(len(known)):
+                to = first + place + moves - low
+                there = (to >= 0) & (to < len(new))
+                to = to[there]
+                new[to] = np.minimum(new[to], losses[there] + known[place])
+        else:
+            for move, loss in zip(moves.tolist(), losses.tolist(), strict=True):
+                begin, end = max(first + move, low), min(first + len(known) + move, high)
+                if begin < end:
+                    part = new[begin - low:end - low]
+                    np.minimum(part, known[begin - move - first:end - move - first] + loss,
+                               out=part)
         good = np.flatnonzero(new <= self._kept.budget)
         if not len(good):
             return Table(low, new[:0])
@@ -131,7 +140,7 @@ class Sums:
 
     def _joined(self, i: int, at: int) -> tuple[int, Ints]:
         """By state at open row `i`, from the first on: the least loss with its option `at`."""
-        before, after, move = self._before[i], self._after[i + 1], self._moves[i][at]
+        before, after, move = self._before[i], self._after[i + 1], int(self._moves[i][at])
         low = max(before.first, after.first + move)
         high = min(before.first + len(before.losses), after.first + move + len(after.losses))
         if high <= low:
@@ -139,3 +148,15 @@ class Sums:
         return low, (before.losses[low - before.first:high - before.first]
                      + after.losses[low - move - after.first:high - move - after.first]
                      + self._losses[i][at])
+
+    def _joined_all(self, i: int) -> Ints:
+        """By option of open row `i`: the least loss with it."""
+        before, moves = self._before[i], self._moves[i]
+        if len(before.losses) < len(moves):
+            found = np.full(len(moves), LOSS_NUM_MAX, dtype=np.int64)
+            for place, loss in enumerate(before.losses.tolist()):
+                after = self._after[i + 1].of(before.first + place - moves)
+                found = np.minimum(found, after + self._losses[i] + loss)
+            return found
+        return np.array([self._joined(i, at)[1].min(initial=LOSS_NUM_MAX)
+                         for at in range(len(moves))], dtype=np.int64)

@@ -25,6 +25,10 @@ Found = tuple[tuple[int, ...], int]
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
 """Candidates beside one of each row: where there are no more, one core is made, not several."""
+_ROUNDS_NUM = 16
+"""In which a vector is filled up."""
+_LIKELY_NUM, _SWAPS_NUM = 256, 8
+"""Candidates of each kind that are tried in pairs, and how many pairs are told."""
 _PRICE_BITS = 58
 """Price times size fits into 64 bits beside a gain."""
 _PARTS_NUM_MAX = 32
@@ -137,16 +141,17 @@ class Solved(Struct, frozen=True, kw_only=True):
         else:
             most = relaxed.bound - relaxed.parts * units.sums(
                 _filled(units, fits, units_num))[0]
-            cores = (_core(units, units_num, relaxed, budget)
+            cores = (_Core(_kept(units, units_num, relaxed, budget))
                      for budget in _budgets(relaxed, 0, most))
             vector = next(core for core in cores if core.is_enough).vector()
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
-    def runners_up(self, chosen: Sequence[int], num: int) -> Iterator[tuple[int, int, Found]]:
+    def runners_up(self, chosen: Sequence[int], num: int,
+                   work_num_max: int | None = None) -> Iterator[tuple[int, int, Found]]:
         """For each row and each size that is not `chosen`, the best vector with it; best first.
 
-        Quick for about the first `num` of them.
+        Quick for about the first `num` of them. It ends before more work than `work_num_max`.
         """
         if not self.rows.num:
             return
@@ -156,7 +161,10 @@ class Solved(Struct, frozen=True, kw_only=True):
         lost = relaxed.bound - relaxed.parts * self.gain
         most = self._budget(vector, num)
         for budget in (*_budgets(relaxed, lost, most), LOSS_NUM_MAX - 1):
-            core = _core(self.units, self.units_num, relaxed, budget)
+            kept = _kept(self.units, self.units_num, relaxed, budget)
+            if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
+                return
+            core = _Core(kept)
             for row, candidate in core.others(vector):
                 if (row, candidate) not in known:
                     known.add((row, candidate))
@@ -165,17 +173,54 @@ class Solved(Struct, frozen=True, kw_only=True):
                            (rows.slots(through), rows.sums(through)[0]))
 
     def _budget(self, vector: Ints, num: int) -> int:
-        """What a vector loses at most with `num` different changes of one row, each that fits."""
+        """What a vector loses at most with `num` different changes of one row, each that fits, or
+        of two."""
         rows, relaxed = self.rows, self.relaxed
         now = vector[rows.row_of]
         extra = rows.sizes - rows.sizes[now]
         gain, slots = rows.sums(vector)
-        left = self.capacity - slots
-        fits = (extra <= left) & (np.arange(len(now)) != now)
+        fits = (extra <= self.capacity - slots) & (np.arange(len(now)) != now)
         losses = np.sort((rows.gains[now] - rows.gains)[fits])
-        if len(losses) < num:
+        least = [int(losses[num - 1])] if len(losses) >= num else []
+        least += [gain - found[1] for found in self.swaps(rows.slots(vector))[num - 1:num]]
+        if not least:
             return LOSS_NUM_MAX - 1
-        return relaxed.bound - relaxed.parts * (gain - max(int(losses[num - 1]), 0))
+        return relaxed.bound - relaxed.parts * (gain - max(min(least), 0))
+
+    def swaps(self, chosen: Sequence[int]) -> list[Found]:
+        """Vectors in which two rows change, of the likeliest changes, best first: one for each
+        candidate that comes in."""
+        rows, vector = self.rows, self.rows.vector(chosen)
+        row_of, (gain, slots) = rows.row_of, rows.sums(vector)
+        at = self._likely(vector)
+        extra = rows.sizes[at] - rows.sizes[vector[row_of[at]]]
+        more = rows.gains[at] - rows.gains[vector[row_of[at]]]
+        fits = extra[:, None] + extra[None, :] <= self.capacity - slots
+        fits &= row_of[at][:, None] != row_of[at][None, :]
+        sums = np.where(fits, more[:, None] + more[None, :], -LOSS_NUM_MAX)
+        with_ = sums.argmax(axis=1) if len(at) else at
+        best = sums[np.arange(len(at)), with_]
+        found: list[Found] = []
+        for one in np.argsort(-best, kind="stable")[:_SWAPS_NUM].tolist():
+            if best[one] > -LOSS_NUM_MAX:
+                other = vector.copy()
+                for candidate in (at[one], at[with_[one]]):
+                    other[row_of[candidate]] = candidate
+                found.append((rows.slots(other), gain + int(best[one])))
+        return found
+
+    def _likely(self, vector: Ints) -> Ints:
+        """Candidates that are likely to come in: those beside the ones that are there, and those
+        that give least away; not those of `vector`."""
+        row_of, losses = self.rows.row_of, self.relaxed.losses
+        beside = np.zeros(len(row_of), dtype=np.bool_)
+        for step in (-1, 1):
+            near = np.clip(vector + step, 0, len(row_of) - 1)
+            beside[near[row_of[near] == np.arange(self.rows.num)]] = True
+        beside[vector] = False
+        rest = ~beside
+        rest[vector] = False
+        return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
 
 
 class _Core:
@@ -211,9 +256,18 @@ class _Core:
                 else self._core.vector())
 
 
-def _core(rows: Rows, capacity: int, relaxed: Relaxed, budget: int) -> _Core:
-    return _Core(Kept.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
-                         capacity=capacity, price=relaxed.price, budget=budget))
+def _least(numbers: Ints, losses: Ints) -> Ints:
+    """_LIKELY_NUM of these candidates, or all: those that lose least, of equal ones the first."""
+    if len(numbers) <= _LIKELY_NUM:
+        return numbers
+    most = np.partition(losses[numbers], _LIKELY_NUM)[_LIKELY_NUM]
+    under, tied = numbers[losses[numbers] < most], numbers[losses[numbers] == most]
+    return np.concatenate((under, tied[:_LIKELY_NUM - len(under)]))
+
+
+def _kept(rows: Rows, capacity: int, relaxed: Relaxed, budget: int) -> Kept:
+    return Kept.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
+                   capacity=capacity, price=relaxed.price, budget=budget)
 
 
 def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
@@ -293,15 +347,22 @@ def _at(rows: Rows, capacity: int, row_of: Ints, parts: int, price: int) -> Rela
 
 
 def _filled(rows: Rows, vector: Ints, capacity: int) -> Ints:
-    """A vector that fits, and on top of it the largest single gains, while one fits."""
-    row_of, vector = rows.row_of, vector.copy()
+    """A vector that fits, and on top of it, in a few rounds, the largest gains that fit."""
+    row_of, firsts, vector = rows.row_of, rows.starts[:-1], vector.copy()
+    numbers = np.arange(len(row_of))
     left = capacity - rows.sums(vector)[1]
-    while True:
+    for _ in range(_ROUNDS_NUM):
         now = vector[row_of]
         extra = rows.sizes - rows.sizes[now]
         more = np.where(extra <= left, rows.gains - rows.gains[now], 0)
-        most = int(np.argmax(more))
-        if more[most] <= 0:
-            return vector
-        left -= int(extra[most])
-        vector[row_of[most]] = most
+        most = np.maximum.reduceat(more, firsts)
+        gaining = np.flatnonzero(most > 0)
+        if not len(gaining):
+            break
+        order = gaining[np.argsort(-most[gaining], kind="stable")]
+        to = np.minimum.reduceat(np.where(more == most[row_of], numbers, len(numbers)), firsts)
+        taken = np.cumsum(extra[to[order]])
+        fits = int(np.searchsorted(np.maximum.accumulate(taken), left, side="right"))
+        vector[order[:fits]] = to[order[:fits]]
+        left -= int(taken[fits - 1])
+    return vector

@@ -27,6 +27,10 @@ LIMITLESS = "without moves_max, quotas and priorities"
 FLOORLESS = "without floors"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
+NEAREST = "the best found that changes two tasks"
+"""Where the next best would take too long to be found."""
+RUNNERS_WORK_NUM_MAX = 1 << 24
+"""Candidates times states, to find the next best: about a twentieth of a second."""
 _SUM_BITS = 52
 Floats = NDArray[np.float64]
 
@@ -75,9 +79,15 @@ class Exact(Struct, frozen=True, kw_only=True):
     def rows(self, shift: int) -> tuple[Rows, Ints]:
         """The rows, and what each candidate earns before what it costs; both times 2^shift.
 
-        Rounded by slot: throughput that is linear in slots stays so, to the last bit.
+        Rounded by slot: throughput that is linear in slots stays so, to the last bit; and what
+        earns as much as a size less stays so too.
         """
+        new = np.ones(len(self.sizes), dtype=np.bool_)
+        new[1:] = self.earned[1:] != self.earned[:-1]
+        new[self.starts[:-1]] = True
+        first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
         earned = scaled(self.earned / np.maximum(self.sizes, 1), shift) * self.sizes
+        earned = earned[first]
         gains = earned - scaled(self.losses, shift)
         return Rows(sizes=self.sizes, gains=gains, starts=self.starts), earned
 
@@ -196,7 +206,9 @@ def _decide(asked: PlanInput, rows: Rows, earned: Ints, known: Found | None = No
         found = constraints.best(rows, num_slots, limits)
         assert found is not None, "0 slots for each, and the floors, are within every quota"
         free = plan_of(wishes, found)
-    fits = _within(held(wishes, rows), num_slots, limits)
+    still = held(wishes, rows)
+    nobody = limits is None and len(still.sizes) == len(rows.sizes)
+    fits = (free.slots, free.objective) if nobody else _within(still, num_slots, limits)
     is_steady = fits is not None
     if fits is None and floors.are_asked(asked):
         fits = _least_moved(asked, rows)
@@ -272,14 +284,15 @@ def _next(wishes: Sequence[Wish], solved: Solved,
     """The next best plan, and as many more as make NUM_BEATEN_MIN that were beaten."""
     chosen, *others = dict.fromkeys(plan.slots for plan in known if plan is not None)
     found: list[tuple[str, Plan | None]] = []
-    for place, (i, size, vector) in enumerate(solved.runners_up(chosen, NUM_BEATEN_MIN + 1)):
+    told = solved.runners_up(chosen, NUM_BEATEN_MIN + 1, RUNNERS_WORK_NUM_MAX)
+    for place, (i, size, vector) in enumerate(told):
         if place and len(others) >= NUM_BEATEN_MIN:
             break
         what = f"the best with {wishes[i].name} on {size}" if place else "the next best"
         found.append((what, plan_of(wishes, vector)))
         if vector[0] not in others:
             others.append(vector[0])
-    return found
+    return found or [(NEAREST, plan_of(wishes, vector)) for vector in solved.swaps(chosen)[:1]]
 
 
 def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:

@@ -80,6 +80,13 @@ def test_what_is_linear_in_slots_stays_linear_to_the_last_bit() -> None:
         assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
 
 
+def test_a_size_that_earns_no_more_gains_no_more() -> None:
+    """A third of it for each slot is no integer."""
+    found = [_wish(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
+    for row in pairs(planner.gains(asking(found, 7))):
+        assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
+
+
 @given(wishes())
 @settings(max_examples=200, deadline=None)
 def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
@@ -123,6 +130,25 @@ def test_two_beaten_plans_are_told_where_there_are_two() -> None:
     assert [(x.what, x.slots, x.waf) for x in choice.alternatives] == [
         ("the next best", ((1, 4), (2, 0)), 5.0),
         ("the best with t1 on 0", ((1, 0), (2, 2)), 2.5)]
+
+
+def test_where_the_next_best_would_take_too_long_a_near_one_is_told_as_that(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_wish(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
+                             for size in range(1, 12)}) for task in range(1, 9)]
+    exact = {other.what: other for other in _choose(found, 40).alternatives}
+    monkeypatch.setattr(planner, "RUNNERS_WORK_NUM_MAX", 0)
+    choice = _choose(found, 40)
+    told = {other.what: other for other in choice.alternatives}
+    assert "the next best" in exact
+    assert "the next best" not in told
+    near = told[planner.NEAREST]
+    slots = tuple(x for _, x in near.slots)
+    assert sum(slots) <= 40
+    assert sum(x != y for x, y in zip(slots, choice.plan.slots, strict=True)) == 2
+    assert near.objective <= exact["the next best"].objective
+    assert near.objective == sum(dict(row)[x] for row, x in zip(
+        pairs(planner.gains(asking(found, 40))), slots, strict=True))
 
 
 def test_a_small_gain_changes_no_healthy_task() -> None:
