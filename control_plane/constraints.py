@@ -58,16 +58,17 @@ def best(rows: Rows, capacity: int, limits: Limits) -> Found | None:
     Where no plan moves so few, the fewest moves with which one fits. Of equal plans always the same
     one.
     """
-    found = _found(rows, capacity, limits)
+    found = within(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
-        few = _found(_moves_as_losses(rows, limits), capacity,
+        few = within(_moves_as_losses(rows, limits), capacity,
                      replace(limits, moves_max=None, priorities=()))
         if few is not None:
-            found = _found(rows, capacity, replace(limits, moves_max=-few[1]))
+            found = within(rows, capacity, replace(limits, moves_max=-few[1]))
     return found
 
 
-def _found(rows: Rows, capacity: int, limits: Limits) -> Found | None:
+def within(rows: Rows, capacity: int, limits: Limits) -> Found | None:
+    """The same, but None where no plan moves so few."""
     slots = _Search(rows, capacity, limits).slots()
     return None if slots is None else (slots, rows.sums(rows.vector(slots))[0])
 
@@ -119,11 +120,11 @@ class _Search:
             if quota is None:
                 options = self._options(team[0])
             else:
-                within = self._empty(min(quota // self._unit, self._capacity))
+                inner_values = self._empty(min(quota // self._unit, self._capacity))
                 for row in reversed(team):
-                    within, layer = _add(within, self._options(row))
+                    inner_values, layer = _add(inner_values, self._options(row))
                     inner.append(layer)
-                options = _useful(within)
+                options = _useful(inner_values)
             values, layer = _add(values, options)
             layers.append((layer, inner[::-1]))
         if values[0, -1, -1] <= IMPOSSIBLE // 2:
@@ -138,11 +139,11 @@ class _Search:
             option = layer.options[int(layer.choices[moves, left])]
             if quota is None:
                 found[team[0]] = option.size * self._unit
-            within = option.moves, option.size
+            at = option.moves, option.size
             for row, one in zip(team, inner, strict=False):
-                own = one.options[int(one.choices[within])]
+                own = one.options[int(one.choices[at])]
                 found[row] = own.size * self._unit
-                within = within[0] - own.moves, within[1] - own.size
+                at = at[0] - own.moves, at[1] - own.size
             moves, left = moves - option.moves, left - option.size
         return tuple(found)
 

@@ -9,6 +9,7 @@ from ..events.logged import IterationsLogged
 from ..events.orders import Slot, TaskPlaced
 from ..events.records import Record
 from . import (
+    barring,
     calibration,
     explain,
     floors,
@@ -78,12 +79,14 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         yield from _place(state, open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)
     short = floors.short(ground.asked, choice.plan.slots)
+    idle = choice.spare.num_slots if choice.spare and choice.spare.verdict == "kept" else 0
+    bars = barring.barred(ground.asked, choice.plan.slots, min(idle, ground.asked.num_slots))
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # held, whom the plan gives nothing trains on
             continue
         if count == 0:
             yield from waiting.wait(state, task, len(ground.slots), told.get(task.id),
-                                    short.get(task.id, 0))
+                                    short.get(task.id, 0), bars.get(task.id))
         elif state.held:  # it has no seats yet
             yield from waiting.wait_for_healing(state, task)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from . import floors
+from . import constraints, floors
+from .constraints import Limits
+from .knapsack import Found, Rows
 from .planner import Plan, gains, held, plan_of
 from .tables import IMPOSSIBLE, Others
 from .wishes import PlanInput
@@ -17,6 +19,11 @@ WORK_NUM_MAX = 1 << 24
 """Candidates times slots: about a tenth of a second, and 256 MB."""
 VECTORS_NUM_MAX = 1 << 14
 """Tasks that are told a price times all tasks: about as long again."""
+
+LIMITED_WORK_NUM_MAX = 1 << 24
+"""States times candidates of all searches under limits that prices may take: some 30 ms."""
+CANDIDATE_NUM = 8192
+"""States that take as long as all else that a search does with a candidate."""
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -37,10 +44,12 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
     O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
-    very many wait, only the first of them, by VECTORS_NUM_MAX. Nor under limits or floors, nor
-    where a hot spare may be kept: there no single weight says it.
+    very many wait, only the first of them, by VECTORS_NUM_MAX; under limits those for which
+    LIMITED_WORK_NUM_MAX is enough. None under floors, where priorities differ, nor where a hot
+    spare may be kept: there no single weight says it.
     """
-    if asked.limits is not None or asked.spare_slots or floors.are_asked(asked):
+    if (asked.limits is not None and asked.limits.priorities) or (
+            asked.spare_slots or floors.are_asked(asked)):
         return {}
     num_slots = asked.num_slots
     after = tuple(replace(wish, now=slots, hurt=False)
@@ -54,6 +63,8 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
                and (sizes := [x for x in pairs[begin:end] if 0 < x[0] <= num_slots and x[1] > 0])}
     if not options:
         return {}
+    if asked.limits is not None:
+        return _limited(replace(asked, wishes=after), rows, plan, options)
     options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
     free, steady = Others(rows, num_slots), Others(held(after, rows), num_slots)
     found: dict[int, Price] = {}
@@ -69,6 +80,51 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
             times=_times(sizes, num_slots, asked.gain_min, free=free.beside(i),
                          steady=steady.beside(i)))
     return found
+
+
+def _limited(after: PlanInput, rows: Rows, plan: Plan,
+             options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
+    """The same under limits: the best of all others beside each size, by a search for each.
+
+    None of a task that no weight lets run.
+    """
+    limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
+    assert limits is not None
+    same = held(after.wishes, rows)
+    for i, sizes in options.items():
+        left -= 2 * (len(sizes) + 1) * limited_work(after)
+        if left < 0:
+            break
+        free, steady = (_beside(of, i, sizes, after.num_slots, limits) for of in (rows, same))
+        runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
+        if not runs:
+            continue
+        value, slots = max(runs)
+        best, num = plan_of(after.wishes, (slots, value)), after.num_slots
+        gain_of = {0: 0, **dict(sizes)}
+        rest, rest_held = ({num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
+                            for size, one in every.items()} for every in (free, steady))
+        found[after.wishes[i].task] = Price(
+            cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
+            times=_times(sizes, num, after.gain_min, free=rest.__getitem__,
+                         steady=rest_held.__getitem__))
+    return found
+
+
+def _beside(rows: Rows, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
+            limits: Limits) -> dict[int, Found | None]:
+    """By size of a row, 0 too: the best plan that gives it so many."""
+    return {size: constraints.within(
+        rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
+        for size in (0, *(size for size, _ in sizes))}
+
+
+def limited_work(asked: PlanInput) -> int:
+    """States times candidates of one search under limits, with what a candidate costs besides."""
+    num = sum(len(wish.sizes) + 1 for wish in asked.wishes)
+    num_moves = min(asked.moves_max or 0, len(asked.wishes)) + 1
+    num_priorities = len({wish.priority for wish in asked.wishes})
+    return num * (CANDIDATE_NUM + (asked.num_slots + 1) * num_moves * num_priorities)
 
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, gain_min: float, *,

@@ -7,6 +7,8 @@ from decimal import ROUND_CEILING, Context, Decimal
 
 from ..events.orders import TaskWaiting
 from ..events.reports import Body
+from ..events.spec import WEIGHT_RATIO_MAX
+from .barring import Bar
 from .pricing import Price
 from .spare import SPARELESS
 from .state import ClusterState, Task
@@ -15,11 +17,11 @@ _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
 def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
-         floor: int = 0) -> Iterator[Body]:
+         floor: int = 0, bar: Bar | None = None) -> Iterator[Body]:
     """Tell of a task that the last plan gives nothing; nothing if it was told already.
 
     `num_slots`: what that plan had to give. `floor`: of a task that asks for one, and for which
-    there was no room.
+    there was no room. `bar`: of a plan under limits.
     """
     low = _smallest(task)
     cost_waf = weight_from = 0.0
@@ -33,24 +35,51 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif 0 < floor <= num_slots:
         why, needs = _no_room(state, task, floor)
-    elif price is None and low <= num_slots:
-        why, needs = _unpriced(state, task)
-    elif price is None:
+    elif low <= num_slots:
+        why, needs = _not_chosen(state, task, price, bar or Bar())
+        if price is not None:
+            cost_waf, weight_from = price.cost_waf, _weight_from(task, price)
+    else:
         num_out = sum(len(node.slots_out) for node in state.nodes.values())
         away = [f"{num_out} out"] if num_out else []
         drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
         away += [f"{' '.join(drained)} drained"] if drained else []
         out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
         why, needs = "not enough slots", f"{_slots(low)}; there are {num_slots}{out}"
-    else:
-        cost_waf, weight_from = price.cost_waf, task.weight * price.times
-        why = _who_earns_more(state, task, price)
-        needs = (f"{low} free slot{'s' * (low != 1)}, or weight "
-                 f"{_SHOWN.create_decimal(Decimal(weight_from)).normalize():f}")
     if (task.why, task.needs, task.cost_waf, task.weight_from) != (
             why, needs, cost_waf, weight_from):
         yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
                           weight_from=weight_from)
+
+
+def _not_chosen(state: ClusterState, task: Task, price: Price | None, bar: Bar) -> tuple[str, str]:
+    """Why the plan gives its slots to others, and what would let the task run."""
+    if _is_spared(state, task):
+        return "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare"
+    low = _smallest(task)
+    why, needs = bar.why, bar.needs
+    if not why:
+        why = ("the plan has better use for the slots" if price is None
+               else _who_earns_more(state, task, price))
+        within = f" within {bar.within}" if bar.within else ""
+        needs = ("more slots, or more weight" if state.policy.hot_spare  # which may stay idle
+                 else f"{low} free slot{'s' * (low != 1)}{within}")
+    if price is not None and (weight := _weight_from(task, price)):
+        needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
+    return why, needs
+
+
+def _is_spared(state: ClusterState, task: Task) -> bool:
+    """Whether it would run on the slots that are kept idle."""
+    plan = state.plan
+    return plan is not None and plan.spare is not None and plan.spare.verdict == "kept" and any(
+        (task.id, 0) not in other.slots for other in plan.alternatives if other.what == SPARELESS)
+
+
+def _weight_from(task: Task, price: Price) -> float:
+    """The weight above which it runs, 0 where there is none that a task may have."""
+    weight = task.weight * price.times
+    return weight if weight <= WEIGHT_RATIO_MAX else 0.0
 
 
 def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -75,17 +104,6 @@ def _smallest(task: Task) -> int:
     table = task.throughput
     pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
-
-
-def _unpriced(state: ClusterState, task: Task) -> tuple[str, str]:
-    """Where no single weight says when it would run: under limits, or with hot spares."""
-    plan = state.plan
-    if plan is not None and plan.spare is not None and plan.spare.verdict == "kept" and any(
-            (task.id, 0) not in other.slots for other in plan.alternatives
-            if other.what == SPARELESS):
-        return "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare"
-    return "the plan has better use for the slots", (
-        "more slots, or more weight" if state.policy.hot_spare else "more slots, or fewer limits")
 
 
 def _slots(num: int) -> str:

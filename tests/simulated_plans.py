@@ -203,11 +203,13 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
                 transition=economics.transition(state, task),
                 sizes=tuple(size for size, _ in found),
-                wafs=tuple(own * rate for _, rate in found)))
+                wafs=tuple(own * rate for _, rate in found), team=task.spec.team,
+                priority=task.spec.priority))
         policy = state.policy
         choice = planner.choose(PlanInput(
             wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
-            gain_min=policy.gain_min))  # without limits: under them no price is told
+            gain_min=policy.gain_min, moves_max=policy.moves_max,
+            quotas=tuple(sorted(policy.quotas.items()))))
         slots = next(x.slots for x in choice.allocations if x.task == body.task)
         if bool(slots) != runs:
             return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "

@@ -193,7 +193,8 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     assert planner.LIMITLESS in plan.why
     d.submit(spec(name="beta", team="red"))
     beta = task_of(d, max(d.state.tasks))
-    assert "limit" in beta.needs
+    assert beta.why == "held back by the quota of team red, 2 slots"
+    assert beta.needs == "a larger quota, or weight 1.01"
     assert len(task_of(d, task).target) == 2
 
 

@@ -33,7 +33,7 @@ PURE = (
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
         "calibration", "pricing", "knapsack", "core", "core_bits", "core_sums", "tables",
         "foreseen", "waiting", "withhold",
-        "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run",
+        "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run", "barring",
         "gpu_kinds", "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
         "best_layout", "economics", "spread", "groups", "constraints", "wishes", "state_bytes",
         "floors", "spare", "fold_logged")),
