@@ -68,7 +68,8 @@ def _joined(body: Plain) -> str:
 def _submitted(body: Plain) -> str:
     spec = body["spec"]
     slots, train = spec["slots"], spec.get("train")
-    what = f"{train['iterations']} iterations" if train else " ".join(spec["command"])
+    what = f"{train['iterations']} iterations" if train else " ".join(
+        " ".join(spec["command"]).split())
     return f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}"
 
 

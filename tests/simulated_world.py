@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from simulated_chaos import Chaos
 from simulated_log import AgentDoor, LeaderLog, Server, WitnessedLog
 from simulated_witness import Witness
+from unicron.control_plane.best_layout import modelled
 from unicron.control_plane.coordinator import Coordinator
 from unicron.control_plane.state import ClusterState, Task, state_hash
 from unicron.events import spec
@@ -27,6 +28,10 @@ from unicron.events.reports import (
 )
 from unicron.workers.simulated import PaperCluster
 from unicron.workers.simulated_link import CALM, PaperLink
+
+MODEL = {"gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
+         "vocabulary": 128, "global_batch": 8}
+"""What some commands say that they train."""
 
 START_S = 1_700_000_000.0
 PEACE_S_MAX = 1_500.0
@@ -197,6 +202,8 @@ class World:
                                   for x in range(low, high + 1)}
         if rng.random() < 0.12 and not self.only_leaders:
             data["command"] = ["sleep", "10"]
+            if random.Random(f"{self.seed} model {number}").random() < 0.6:
+                data["model"] = MODEL
         else:
             micro = rng.randint(1, 2)
             data["train"] = {
@@ -205,7 +212,9 @@ class World:
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
                 "copy_every": rng.choice([0, 1, 2, 5]),
             }
-        return TaskSubmitted(spec=spec.parse(data))
+        parsed = spec.parse(data)
+        return TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
+                             if parsed.model is not None else None)
 
     # --- a whole life ----------------------------------------------------------------------------
     async def live(self) -> list[Record]:

@@ -10,9 +10,14 @@ import structlog
 from simulated_script import OneRank
 from simulated_world import World
 from simulation import quiet, simulate
+from unicron.control_plane.model_flops import iteration_flops
 from unicron.events import codec
-from unicron.events.orders import IncidentClosed, StartRank, StopRank
+from unicron.events.model_spec import MegatronModel
+from unicron.events.orders import IncidentClosed, StartRank, StopRank, TaskPlaced, ThroughputSet
 from unicron.events.records import Record
+from unicron.events.reports import TaskSubmitted
+from unicron.events.spec import JobSpec
+from unicron.workers.simulated_command import STEP_S
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
 """A share of what `make simulation` runs."""
@@ -61,6 +66,31 @@ def test_a_dead_control_plane_hurts_nobody(seed: int) -> None:
     assert not [r for r in records if isinstance(r.body, StopRank) or r.kind == "IncidentOpened"]
     starts = [(r.body.task, r.body.rank) for r in records if isinstance(r.body, StartRank)]
     assert len(starts) == len(set(starts)), "a healthy rank was started again"
+
+
+def test_commands_are_measured_by_what_they_print() -> None:
+    """Through faults and restarts no measured rate is off from what they really achieve."""
+    num_measured = 0
+    for seed in range(60):
+        seats: dict[int, int] = {}
+        for record in simulate(lambda seed=seed: World(seed))[1]:
+            match record.body:
+                case TaskSubmitted(spec=JobSpec(model=MegatronModel() as model)):
+                    seats[record.seq] = 0
+                case TaskPlaced() as body if body.task in seats:
+                    seats[body.task] = len(body.seats)
+                case ThroughputSet(origin="measured") as body if body.task in seats:
+                    size = seats[body.task]
+                    rate = body.rates_flops[body.sizes.index(size)]
+                    step_s = iteration_flops(model) / rate * size
+                    assert STEP_S[0] <= step_s * 1.000001, f"seed {seed} seq {record.seq}"
+                    assert step_s <= STEP_S[1] * 1.000001, f"seed {seed} seq {record.seq}"
+                    num_measured += 1
+                case _:
+                    pass
+        if num_measured >= 5:
+            return
+    raise AssertionError(f"{num_measured} measurements in 60 worlds")
 
 
 @pytest.mark.parametrize("seed", range(5))

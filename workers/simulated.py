@@ -36,6 +36,7 @@ from ..events.reports import (
     RankStarted,
     RankSuspended,
 )
+from .simulated_command import PaperLines
 from .simulated_rank import PaperNet, PaperRank, Tempo
 
 RESEND_S = 0.5
@@ -47,12 +48,13 @@ LOOK_S = (0.001, 0.2)
 
 
 class PaperProcess(Struct):
-    """What runs on a slot: a training rank, or a command of which only the end is known."""
+    """What runs on a slot: a training rank, or a command, of which the last rank prints."""
 
     order: StartRank
     pid: int
     rank: PaperRank | None = None
     end: asyncio.TimerHandle | None = None
+    lines: PaperLines | None = None
     stopping: bool = False
     is_suspended: bool = False
     """As last told."""
@@ -285,6 +287,8 @@ class PaperAgent:
         if order.spec.train is None:
             process.end = self.net.later(
                 self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
+            if order.rank == order.num_seats - 1:
+                process.lines = PaperLines(self.net, order, self.say)
         else:
             process.rank = PaperRank(
                 self.net, order, self.node, process.pid, self.say,
@@ -330,6 +334,8 @@ class PaperAgent:
         del self.processes[process.order.slot.index]
         if process.end:
             process.end.cancel()
+        if process.lines:
+            process.lines.end()
         if process.rank:
             process.rank.die()
 

@@ -63,6 +63,8 @@ class PaperNet:
         self.keepers = PaperKeepers()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}
         """output -> generation, order and path of what was published last."""
+        self.printed: dict[int, int] = {}
+        """Task -> iterations in the checkpoint of a command's own."""
         self.gone_on: dict[int, list[tuple[int, int]]] = {}
         """Task -> each generation that was resumed, and the step it went on from."""
         self.violations: list[str] = []
