@@ -9,6 +9,7 @@ by `knapsack` alone, and a plan that keeps the limits by itself is taken as it i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -92,7 +93,8 @@ class _Layer(Struct, frozen=True):
     """One unit added to those after it: which of its options each state takes; moves x slots."""
 
     options: list[_Option]
-    choices: NDArray[np.int32]
+    choices: NDArray[np.unsignedinteger[Any]]
+    """Of the smallest type that counts the options; 0 too for states that nothing reaches."""
 
 
 class _Search:
@@ -167,7 +169,7 @@ def _most(rows: Rows) -> int:
 def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
     """One unit before the others: for each state the best option, of equal ones the last."""
     found = np.full_like(values, IMPOSSIBLE)
-    choices = np.full(values.shape[1:], -1, dtype=np.int32)
+    choices = np.zeros(values.shape[1:], dtype=np.min_scalar_type(max(len(options) - 1, 0)))
     _, num_moves, num_slots = values.shape
     for number, option in enumerate(options):
         if option.moves >= num_moves or option.size >= num_slots:
@@ -177,7 +179,7 @@ def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
         known = found[:, option.moves:, option.size:]
         better = _at_least(offered, known)
         np.copyto(known, offered, where=better)
-        np.copyto(choices[option.moves:, option.size:], np.int32(number), where=better)
+        np.copyto(choices[option.moves:, option.size:], choices.dtype.type(number), where=better)
     return found, _Layer(options, choices)
 
 
