@@ -39,8 +39,22 @@ def part(state: ClusterState, body: r.Body) -> tuple[Any, ...]:
         return (state.policy, _nodes(state, name),
                 *(_task(state, task) for task in state.tasks.values()))
     task = state.tasks.get(number)
+    if task is not None and isinstance(body, o.StartRank):
+        return _begun(state, task, body.rank)
     found = _task(state, task) if task is not None else ()
     return (found, _nodes(state)) if kind in _OF_NODES else (found,)
+
+
+def _begun(state: ClusterState, task: Task, number: int) -> tuple[Any, ...]:
+    """What a start can change: thousands come at once, so no other process is looked at.
+
+    Its slot is one of the target. The first process makes a command whole; one in place of another
+    that has gone farther, or on a silent node, may change what the task is held to be.
+    """
+    rank = task.ranks.get(number)
+    node = state.nodes.get(rank.slot.node) if rank is not None else None
+    return (bool(task.ranks) or task.is_train, rank is not None and rank.state != "ordered",
+            node is not None and node.silent)
 
 
 def _nodes(state: ClusterState, name: str = "") -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ def node_slots(state: ClusterState) -> int:
 def is_pinned(state: ClusterState, task: Task) -> bool:
     """It has ranks on a node that is silent: nothing is known of it, so nothing is changed.
 
-    Asked with every start of a rank: as many steps as it has ranks, or as there are nodes.
+    As many steps as it has ranks, or as there are nodes.
     """
     if len(task.ranks) > len(state.nodes) and not any(
             node.silent for node in state.nodes.values()):

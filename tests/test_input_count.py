@@ -54,3 +54,16 @@ def test_a_change_that_is_taken_back_counts_twice() -> None:
     d.tell("operator/2", r.TaskWeightSet(task=task, weight=1.0))
     assert plan_input(d.state) == ground
     assert d.state.num_inputs == count + 2
+
+
+def test_starts_change_nothing_however_many() -> None:
+    counts: list[int] = []
+    for slots in (2, 16):
+        for job in (spec(slots={"min": slots, "max": slots},
+                         train={"iterations": 9, "output": "/tmp/o",
+                                "batch": {"global": 32, "micro": 2}}),
+                    spec(train=None, command=["true"], slots={"min": slots, "max": slots})):
+            d = Driver(nodes=4, slots=4)
+            d.submit(job)
+            counts.append(d.state.num_inputs)
+    assert counts[:2] == counts[2:]
