@@ -116,6 +116,8 @@ def _where(task: Plain) -> list[str]:
     for one in task["ranks"]:
         nodes[one["node"]] = nodes.get(one["node"], 0) + 1
     places = " ".join(f"{node} x{num}" for node, num in nodes.items())
+    if task["tier"] != "train":
+        return labelled("where", places)
     batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
              if task["micro_batches"] else "")
     generation = task["generation"]

@@ -257,6 +257,7 @@ def test_the_screens_say_how_far_it_is(d: Driver) -> None:
     seen = view(d.state)
     shown = next(one for one in seen["tasks"] if one["id"] == task)
     lines = screen_task.task_status(seen, shown, history(map(to_plain, d.log)), now_s=d.now_s)
+    assert "where      n1 x2 n2 x2" in lines
     assert "progress   40 of 1,000, loss 2.5000, as it prints" in lines
     assert any(line.startswith("pace       1.0 s an iteration; ") for line in lines)
     assert any(line.startswith("finish ") for line in lines)

@@ -27,6 +27,11 @@ MOE = (b" [2026-01-02 03:04:05.123456] iteration      311/  500000 | consumed sa
        b" | skipped samples:            8 | elapsed time per iteration (ms): 179.8 | mem usages:"
        b" 0.8131 | global batch size:     1 | load_balancing_loss: 1.01E+00 |"
        b" lm loss: 7.220541E+00 | loss scale: 1.0 |")
+PRIMUS = (b"[20251023 12:39:12][rank-63/64][INFO ] [--------trainer.py:2382] :  iteration      424/"
+          b"   40000 | consumed samples:        27136 | elapsed time per iteration (ms): "
+          b"16601.3/17219.3 | hip mem usage/free/total/usage_ratio: 253.38GB/2.60GB/255.98GB/98.98%"
+          b" | throughput per GPU (TFLOP/s/GPU): 11.9/11.5 | learning rate: 9.997254E-06 |"
+          b" global batch size:    64 | lm loss: 4.440000E+00 | loss scale: 1.0 |")
 
 
 @pytest.mark.parametrize(("line", "told"), [
@@ -34,6 +39,7 @@ MOE = (b" [2026-01-02 03:04:05.123456] iteration      311/  500000 | consumed sa
     (DEEPSPEED, Line(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
     (NEOX, Line(10, 50, 19.9876, 7.123456, 0, 0, 0)),
     (MOE, Line(311, 500000, 0.1798, 7.220541, 1, 0, 0)),
+    (PRIMUS, Line(424, 40000, 16.6013, 4.44, 64, 0, 0)),
     (b"==> iteration        8/      25 | elapsed time per iteration (ms): 548.5 |",
      Line(8, 25, 0.5485, None, 0, 0, 0)),
     (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: INF |",
@@ -68,7 +74,8 @@ def test_what_is_no_such_line(line: bytes) -> None:
 
 
 NOISE = st.lists(st.one_of(
-    st.sampled_from([CORE, DEEPSPEED, NEOX, MOE, b"\n", b"\r", b"\n\n", b" iteration 8/25 |",
+    st.sampled_from([CORE, DEEPSPEED, NEOX, MOE, PRIMUS, b"\n", b"\r", b"\n\n",
+                     b" iteration 8/25 |",
                      b"elapsed time per iteration (ms): 5.0 |", b"x" * LINE_BYTES_MAX,
                      b"elapsed time per iteration (" * 3, b"\x00\xff\xfe"]),
     st.binary(max_size=40)), max_size=12).map(b"".join)
@@ -138,6 +145,14 @@ def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> 
     found = [told.take() for _ in range(5)]
     assert [one and (one.iteration, one.num) for one in found] == [
         (1, 0), (2, 1), (3, 1), (2, 0), (4, 2)]
+
+
+def test_what_several_ranks_print_into_one_log_counts_once() -> None:
+    told = Stretches()
+    for iteration in (1, 1, 1, 2, 2, 2, 3, 3, 3):
+        told.add(line(iteration, 1.0))
+    found = [told.take() for _ in range(3)]
+    assert [one and (one.iteration, one.num) for one in found] == [(1, 0), (3, 2), None]
 
 
 def test_what_waits_is_bounded() -> None:

@@ -137,6 +137,39 @@ def test_what_one_look_reads_is_bounded() -> None:
     assert progress.share(10_000) == progress.RANK_BYTES_MIN
 
 
+FLOOD = """
+import sys, time
+junk = b"0123456789abcdef" * 4000 + b"\\n"
+for i in range(1, 31):
+    for _ in range(16):
+        sys.stdout.buffer.write(junk)
+    sys.stdout.buffer.write(b" iteration %d/30 | elapsed time per iteration (ms): 100.0 |\\n" % i)
+    sys.stdout.buffer.flush()
+    time.sleep(0.1)
+"""
+
+
+def test_a_command_that_floods_its_log_is_followed_all_the_same(tmp_path: Path) -> None:
+    """10 MB/s: most is passed over, what is told is right, and the agent does all else."""
+    memory = MemoryLog(time.monotonic)
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(python(FLOOD))
+            (exited,) = await one.leader.wait(RankExited)
+            assert exited.exit_code == 0
+            told = one.leader.all(IterationsLogged)
+            assert told[-1].iteration == 30
+            assert {round(body.step_s, 9) for body in told} == {0.1}
+            assert sum(body.num_iterations for body in told) == 30 - told[0].iteration
+            assert (tmp_path / "logs/1-job/rank-0.attempt-1.log").stat().st_size > 30_000_000
+
+    try:
+        go(test)
+    finally:
+        assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+
+
 def test_the_agent_tells_what_a_command_prints(tmp_path: Path) -> None:
     """Also what it printed last, before its end is told."""
     memory = MemoryLog(time.monotonic)

@@ -5,8 +5,8 @@
 
 Read are `iteration N/M |` and `elapsed time per iteration (ms)` or `(s)`; where they are there, the
 global batch, the loss, and how many iterations were skipped or NaN since the line before. So are
-lines with something before them (torchrun's `[default7]:`), and those of Megatron-DeepSpeed and
-GPT-NeoX.
+lines with something before them (torchrun's `[default7]:`), and those of Megatron-DeepSpeed,
+GPT-NeoX and Primus, which prints `16601.3/17219.3`: of this interval, and of the whole run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _WAITING_NUM_MAX = 8
 _MARK = b"elapsed time per iteration ("
 _NUMBER = rb"[0-9]{1,15}(?:\.[0-9]{0,15})?(?:[eE][+-]?[0-9]{1,3})?"
 _ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9]{1,12})[ \t]*\|")
-_STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)[ \t]*(?:\||$)" % _NUMBER)
+_STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (
+    _NUMBER, _NUMBER))
 _LOSS = re.compile(rb"\|[ \t]*(?:(?:lm|total)[ _])?loss:[ \t]*(-?%s)[ \t]*(?:\||$)" % _NUMBER)
 _COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % name) for name in (
     rb"global batch size", rb"number of skipped iterations", rb"number of nan iterations"))
@@ -132,7 +133,10 @@ class Stretches:
         self._waiting: deque[Stretch] = deque(maxlen=_WAITING_NUM_MAX)
 
     def add(self, line: Line) -> None:
-        """The next line. One that goes back is as the first of a process."""
+        """The next line. One that goes back is as the first of a process; one that was told already
+        (by several ranks under one launcher) is passed over."""
+        if line.iteration == self._last:
+            return
         num = line.iteration - self._last if 0 < self._last < line.iteration else 0
         self._last = line.iteration
         one = Stretch(line.iteration, line.iterations, num, *line[2:])
