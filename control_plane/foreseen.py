@@ -22,10 +22,12 @@ from . import floors, planner
 from .core import LOSS_NUM_MAX, Ints
 from .knapsack import Found, Rows, Solved, best
 from .planner import Exact
-from .tables import added
+from .tables import followed, suffixes
 from .wishes import PlanInput, waf_of
 
 Bools = NDArray[np.bool_]
+REST_NUM_MAX = 1 << 24
+"""Tasks that are not held times slots: 128 MB."""
 What = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
@@ -103,8 +105,9 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
         if num <= asked.num_slots and asked.wishes:
-            outlooks |= {Event(what=what, task=asked.wishes[i].task): outlook for i, outlook in
-                         hurt(replace(asked, num_slots=asked.num_slots - num))}
+            left = _Left(replace(asked, num_slots=asked.num_slots - num))
+            outlooks |= {Event(what=what, task=wish.task): left.hurt(i)
+                         for i, wish in enumerate(asked.wishes) if wish.now}
     if asked.wishes:
         left = _Left(asked)
         outlooks |= {Event(what="task ended", task=wish.task): left.ended(i)
@@ -132,11 +135,11 @@ def _by_choice(then: PlanInput) -> Outlook:
     return _limited(then, _best(planner.gains(then), then.num_slots))
 
 
-def hurt(asked: PlanInput) -> Iterator[tuple[int, Outlook]]:
+def plans_hurt(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Each task that has slots, by its place, and what is planned if a worker of it failed and
-    `asked.num_slots` are left; without limits."""
+    `asked.num_slots` are left; without limits and floors."""
     left = _Left(asked)
-    yield from ((i, left.hurt(i)) for i, wish in enumerate(asked.wishes) if wish.now)
+    yield from ((i, left.plan_hurt(i)) for i, wish in enumerate(asked.wishes) if wish.now)
 
 
 def _limited(then: PlanInput, optimum: Found) -> Outlook:
@@ -148,8 +151,12 @@ def _limited(then: PlanInput, optimum: Found) -> Outlook:
 def _by_itself(then: PlanInput) -> Outlook:
     exact = planner.exact(then.wishes, then.running_s)
     rows, earned = exact.rows(planner.shift_of(exact.most()))
-    steady = best(planner.held(then.wishes, rows), then.num_slots)
-    return _outlook(then, lambda: (rows, earned), _best(rows, then.num_slots), steady and steady[1])
+    return _outlook(then, lambda: (rows, earned), _best(rows, then.num_slots), _steady(then, rows))
+
+
+def _steady(then: PlanInput, rows: Rows) -> Found | None:
+    """The best with the healthy as they are, None: it cannot be."""
+    return best(planner.held(then.wishes, rows), then.num_slots)
 
 
 def _best(rows: Rows, num_slots: int) -> Found:
@@ -159,20 +166,19 @@ def _best(rows: Rows, num_slots: int) -> Found:
 
 
 def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Found,
-             steady: int | None) -> Outlook:
-    """As `choose` would. `steady`: the most with the healthy as they are; None: it cannot be."""
-    if steady is not None and (then.gain_min > 0 or optimum[1] == steady):
-        rows, earned = made()
-        held = _best(planner.held(then.wishes, rows), then.num_slots)
-        if planner.stays(then, rows, earned, optimum, held):
-            return Outlook(optimum=optimum, plan=held)
+             held: Found | None) -> Outlook:
+    """As `choose` would. `held`: the best with the healthy as they are; None: it cannot be."""
+    if held is not None and (then.gain_min > 0 or optimum[1] == held[1]) and planner.stays(
+            then, *made(), optimum, held):
+        return Outlook(optimum=optimum, plan=held)
     return Outlook(optimum=optimum, plan=optimum)
 
 
 class _Scale:
     """The input's own optimum on one scale, and what the events on that scale share."""
 
-    def __init__(self, exact: Exact, shift: int, num_slots: int, at: Ints, stays: Bools) -> None:
+    def __init__(self, exact: Exact, shift: int, num_slots: int, at: Ints, stays: Bools,
+                 num_free: int) -> None:
         self.shift = shift
         self.rows, self.earned = exact.rows(shift)
         solved = Solved.of(self.rows, num_slots)
@@ -183,20 +189,37 @@ class _Scale:
         losses[at[at >= 0]] = LOSS_NUM_MAX
         self.others: Ints = np.minimum.reduceat(losses, exact.starts[:-1])
         """By row: what a vector loses against the bound, at least, without what the task has."""
-        self._num_slots, self._stays = num_slots, stays
+        self._stays, self._num_free = stays, num_free
+        self._shared: dict[int, list[int]] = {}
         self.held_gain = int(self.rows.gains[at[stays]].sum())
 
     def is_less(self, i: int, gain: int) -> bool:
         """Whether without what task i has every plan gains less than this."""
         return self.relaxed.bound - int(self.others[i]) < self.relaxed.parts * gain
 
+    @property
+    def is_held_small(self) -> bool:
+        """Whether `rest` is no burden: where few tasks run and very many wait, it would be."""
+        return self.free.num * self._num_free <= REST_NUM_MAX
+
+    @cached_property
+    def free(self) -> Rows:
+        """The tasks that `held` does not hold."""
+        of_free = ~self._stays[self.rows.row_of]
+        counts = np.diff(self.rows.starts)[~self._stays]
+        return Rows(sizes=self.rows.sizes[of_free], gains=self.rows.gains[of_free],
+                    starts=np.cumsum([0, *counts.tolist()], dtype=np.int64))
+
     @cached_property
     def rest(self) -> Ints:
-        """[j]: what the tasks that `held` does not hold make of j slots."""
-        found = np.zeros(self._num_slots + 1, dtype=np.int64)
-        for row in np.flatnonzero(~self._stays).tolist()[::-1]:
-            found = added(self.rows, row, found)
-        return found
+        """[r, j]: what those from the r-th on make of j slots, of as many as they may ever have."""
+        return suffixes(self.free, self._num_free)
+
+    def shared(self, left: int) -> list[int]:
+        """What each of them has of so many slots, at best; the first most."""
+        if left not in self._shared:
+            self._shared[left] = followed(self.free, self.rest, left)
+        return self._shared[left]
 
 
 class _Left:
@@ -219,20 +242,42 @@ class _Left:
         self._held_num = int(self._now[self._stays].sum())
         self._scales: dict[int, _Scale] = {}
 
-    def hurt(self, i: int) -> Outlook:
-        """A worker of task i failed."""
+    def plan_hurt(self, i: int) -> tuple[int, ...]:
+        """The plan of `hurt`. Its optimum is not searched for where even that of nobody hurt would
+        gain too little for the healthy to be changed."""
+        scale, ours = self._hurt(i)
+        if scale is not None and scale.is_held_small:
+            held = self._held(scale, i, self._sizes(i), ours)
+            if held is not None and planner.stays(self._asked, scale.rows, scale.earned,
+                                                  (scale.slots, scale.gain), held):
+                return held[0]
+        return self.hurt(i).plan[0]
+
+    def _sizes(self, i: int) -> Ints:
+        return self._exact.sizes[self._exact.starts[i]:self._exact.starts[i + 1]]
+
+    def _hurt(self, i: int) -> tuple[_Scale | None, Ints]:
+        """The scale if a worker of task i failed, and on it the gains of the task's candidates."""
         wish, at = self._asked.wishes[i], int(self._at[i])
         begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
-        then = replace(self._asked, wishes=(
-            *self._asked.wishes[:i], replace(wish, hurt=True), *self._asked.wishes[i + 1:]))
         losses = self._exact.losses[begin:end].copy()
         if self._stays[i]:  # else it pays already, or has what earns nothing
             losses[at - begin] = waf_of(wish, wish.now) * wish.transition.same_s
         most = float((np.abs(self._exact.earned[begin:end]) + losses).max())
         scale = self._scale([*self._most[:i], most, *self._most[i + 1:]])
         if scale is None:
+            return None, np.zeros(0, dtype=np.int64)
+        return scale, scale.earned[begin:end] - planner.scaled(losses, scale.shift)
+
+    def hurt(self, i: int) -> Outlook:
+        """A worker of task i failed."""
+        wishes, at = self._asked.wishes, int(self._at[i])
+        then = replace(self._asked, wishes=(
+            *wishes[:i], replace(wishes[i], hurt=True), *wishes[i + 1:]))
+        scale, ours = self._hurt(i)
+        if scale is None:
             return _by_itself(then)
-        ours = scale.earned[begin:end] - planner.scaled(losses, scale.shift)
+        begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
         less = int(scale.rows.gains[at] - ours[at - begin]) if self._stays[i] else 0
 
         def made() -> tuple[Rows, Ints]:
@@ -248,8 +293,8 @@ class _Left:
             optimum = _best(made()[0], then.num_slots)
         if not self._changes(optimum[0], i):
             return Outlook(optimum=optimum, plan=optimum)
-        return _outlook(then, made, optimum,
-                        self._steady(scale, i, self._exact.sizes[begin:end], ours))
+        return _outlook(then, made, optimum, self._held(scale, i, self._sizes(i), ours) if (
+            scale.is_held_small) else _steady(then, made()[0]))
 
     def ended(self, i: int) -> Outlook:
         """Task i is there no more."""
@@ -275,11 +320,12 @@ class _Left:
 
         if not self._changes((*optimum[0][:i], 0, *optimum[0][i:]), i):
             return Outlook(optimum=optimum, plan=optimum)
-        if self._stays[i]:
+        if self._stays[i] and scale.is_held_small:
             none = np.zeros(1, dtype=np.int64)
-            return _outlook(then, made, optimum, self._steady(scale, i, none, none))
-        steady = best(planner.held(wishes, made()[0]), then.num_slots)
-        return _outlook(then, made, optimum, steady and steady[1])
+            held = self._held(scale, i, none, none)
+            return _outlook(then, made, optimum, held and (
+                (*held[0][:i], *held[0][i + 1:]), held[1]))
+        return _outlook(then, made, optimum, _steady(then, made()[0]))
 
     def _scale(self, most: Sequence[float]) -> _Scale | None:
         """That of these largest gains; None: on it, ours would be too large."""
@@ -287,8 +333,10 @@ class _Left:
         if shift > self._shift + 1:
             return None
         if shift not in self._scales:
-            self._scales[shift] = _Scale(self._exact, shift, self._asked.num_slots, self._at,
-                                         self._stays)
+            largest = int(self._now[self._stays].max(initial=0))
+            self._scales[shift] = _Scale(
+                self._exact, shift, self._asked.num_slots, self._at, self._stays,
+                max(self._asked.num_slots - self._held_num + largest, 0))
         return self._scales[shift]
 
     def _changes(self, slots: tuple[int, ...], i: int) -> bool:
@@ -296,13 +344,27 @@ class _Left:
         changed = self._stays & (np.array(slots, dtype=np.int64) != self._now)
         return int(changed.sum()) > int(changed[i])
 
-    def _steady(self, scale: _Scale, i: int, sizes: Ints, gains: Ints) -> int | None:
-        """The most with the other healthy tasks as they are, and task i on any of these sizes."""
+    def _held(self, scale: _Scale, i: int, sizes: Ints, gains: Ints) -> Found | None:
+        """The best with the other healthy tasks as they are, and task i on any of these sizes; of
+        all that are as good, that in which the first task has most."""
         left, gain = self._asked.num_slots - self._held_num, scale.held_gain
         if not self._stays[i]:
-            return gain + int(scale.rest[left]) if left >= 0 else None
+            return (self._with_rest(scale, left), gain + int(scale.rest[0, left])) if (
+                left >= 0) else None
         left, gain = left + int(self._now[i]), gain - int(scale.rows.gains[self._at[i]])
-        fits = sizes <= left
-        if not fits.any():
+        fits = sizes[sizes <= left]
+        if not len(fits):
             return None
-        return gain + int((gains[fits] + scale.rest[left - sizes[fits]]).max())
+        made = gains[sizes <= left] + scale.rest[0, left - fits]
+        return max(self._with_rest(scale, left - x, (i, x)) for x in
+                   fits[made == made.max()].tolist()), gain + int(made.max())
+
+    def _with_rest(self, scale: _Scale, left: int,
+                   own: tuple[int, int] | None = None) -> tuple[int, ...]:
+        """What each has, with the best of so many slots for those that are not held; `own`: a task
+        and what it has instead."""
+        slots = self._now.copy()
+        slots[~self._stays] = scale.shared(left)
+        if own is not None:
+            slots[own[0]] = own[1]
+        return tuple(slots.tolist())

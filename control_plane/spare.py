@@ -108,7 +108,7 @@ def _then(asked: PlanInput, slots: Sequence[int]) -> _Then:
 def _lost(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Each task that has slots, by its place, and the plan if a node of it is lost."""
     if not _is_bound(asked):
-        yield from ((i, outlook.plan[0]) for i, outlook in foreseen.hurt(asked))
+        yield from foreseen.plans_hurt(asked)
         return
     for i, wish in enumerate(asked.wishes):
         if wish.now:

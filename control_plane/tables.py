@@ -17,13 +17,6 @@ IMPOSSIBLE = -(1 << 60)
 """Below half of it: no vector fits."""
 
 
-def added(rows: Rows, row: int, rest: Ints) -> Ints:
-    """[j]: the most of one candidate's gain and of what is left of j slots for the rest."""
-    found = np.empty_like(rest)
-    _add(rows, row, rest, found)
-    return found
-
-
 def suffixes(rows: Rows, capacity: int) -> Ints:
     """[r, j]: the best of rows r.. with j slots; (rows + 1) x (capacity + 1)."""
     found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
-from unicron.control_plane import foreseen, knapsack, planner
+from unicron.control_plane import floors, foreseen, knapsack, planner
 from unicron.control_plane.foreseen import Event, after, foresee
 from unicron.control_plane.wishes import PlanInput, Transition, Wish
 
@@ -50,12 +51,25 @@ def holds(asked: PlanInput, gpus_per_node: int) -> None:
         known = table.known(then)
         assert known == outlook.optimum
         assert planner.choose(then, known) == choice
+    if gpus_per_node <= asked.num_slots and asked.limits is None and not floors.are_asked(asked):
+        left = replace(asked, num_slots=asked.num_slots - gpus_per_node)
+        assert {asked.wishes[i].task: slots for i, slots in foreseen.plans_hurt(left)} == {
+            event.task: outlook.plan[0] for event, outlook in table.outlooks.items()
+            if event.what == "node lost"}
 
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
 def test_every_plan_looked_up_is_the_plan_made_on_demand(given_: tuple[PlanInput, int]) -> None:
     holds(*given_)
+
+
+@given(inputs())
+@settings(max_examples=100, deadline=None)
+def test_so_it_is_where_too_many_wait_for_a_table_of_them(given_: tuple[PlanInput, int]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(foreseen, "REST_NUM_MAX", 0)
+        holds(*given_)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.005]))
