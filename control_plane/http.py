@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from ..events.errors import LogError, SpecError, UsageError
 from ..events.log import ReaderPort
 from ..events.reports import Body
 from . import dry_run, requests
+from .aside import aside
 from .coordinator import Check, Coordinator
 from .requests import Refusal
 from .state import ClusterState, encode_state
@@ -131,7 +133,7 @@ class Http:
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
             if ahead is not None:
-                await asyncio.to_thread(ahead, body)
+                await aside(partial(ahead, body))
             async with self._writing:
                 state = await self._coordinator.settled()
                 seq = self._coordinator.answer(key)
@@ -172,7 +174,7 @@ class Http:
             if check is not None:
                 check(state)
             data = encode_state(state)
-            return await asyncio.to_thread(call, data)
+            return await aside(partial(call, data))
 
     async def _join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
+from .aside import aside
 from .foreseen import Foreseen, foresee
 from .knapsack import Found
 from .plan_input import node_slots, plan_input
@@ -57,5 +59,5 @@ class Lookout:
                     self._talk.info("too many tasks to foresee plans", tasks=len(asked.wishes))
                 told = True
             else:
-                self.table = await asyncio.to_thread(foresee, asked, node_slots(state) or 1)
+                self.table = await aside(partial(foresee, asked, node_slots(state) or 1))
 
