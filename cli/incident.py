@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ..control_plane.fairness import OTHERS_WAIT_NUM
 from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident
@@ -219,6 +220,10 @@ def _by(beaten: Plain, plan: Plain) -> str:
     """What spoke against a plan that was beaten: its WAF, what its changes cost, or nothing."""
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
+    if plan.get("alpha"):
+        return ("others wait" if beaten["objective"] == OTHERS_WAIT_NUM else
+                f"is worth {'less' if beaten['objective'] < plan['objective'] else 'more'} "
+                f"by alpha-fairness {plan['alpha']:g}")
     if beaten["waf"] < plan["waf"]:
         return f"earns less{hidden(beaten['waf'], plan['waf'])}"
     if beaten["objective"] > plan["objective"]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..control_plane.fairness import OTHERS_WAIT_NUM
 from ..control_plane.planner import FLOORLESS, LIMITLESS
 from ..control_plane.spare import SPARELESS
 from .figures import (
@@ -170,6 +171,8 @@ def _beaten(plan: Plain) -> list[str]:
     """The plan and those that it beat, the nearest first."""
     worth = plan["objective_flop"]
     rows = [["1", "this plan", _waf(plan["waf"]), "chosen"]]
+    if plan.get("alpha"):
+        return _by_alpha(plan, rows)
     others = sorted(plan["alternatives"], key=lambda other: other["behind_flop"])
     for place, other in enumerate(others, 2):
         behind = other["behind_flop"]
@@ -179,6 +182,20 @@ def _beaten(plan: Plain) -> list[str]:
                 + BREAKS.get(other["what"], ", below gain_min"))
         if behind > 0 and other["waf"] > plan["waf"]:
             told += ": its changes cost more than they earn"
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+
+
+def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
+    """The same where fairness decides: by how much slower each task would have to run to be as
+    badly off."""
+    others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
+    for place, other in enumerate(others, 2):
+        behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
+        told = "others wait" if other["objective"] == OTHERS_WAIT_NUM else "is worth as much"
+        if behind:
+            told = f"{'loses' if behind > 0 else 'gains'} {_percent(abs(behind))}{by}" + (
+                "" if behind > 0 else BREAKS.get(other["what"], ", below gain_min"))
         rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 

@@ -63,7 +63,7 @@ def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[in
 def _lifted(asked: PlanInput) -> list[str]:
     """The kinds of limits that there are."""
     limits = asked.limits
-    kinds = {"floor": floors.are_asked(asked)}
+    kinds = {"floor": floors.are_set(asked)}
     if limits is not None:
         kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
                   "priority": bool(limits.priorities)}

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from . import floors
 from .plan_input import Ground
-from .planner import FLOORLESS, LIMITLESS, Choice, gains, ideal_waf
+from .planner import ALPHALESS, FLOORLESS, LIMITLESS, Choice, gains, ideal_waf
 from .spare import SPARELESS
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
@@ -21,8 +21,8 @@ NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
 SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
-UNBOUND = (LIMITLESS, FLOORLESS, SPARELESS)
-"""Plans that were not to be had, whatever they are worth."""
+UNBOUND = (LIMITLESS, FLOORLESS, SPARELESS, ALPHALESS)
+"""Plans that were not to be had, whatever they are worth, or not looked for."""
 
 
 def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
@@ -39,7 +39,7 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
         why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
-        short=tuple(floors.short(asked, plan.slots)), spare=choice.spare)
+        short=tuple(floors.short(asked, plan.slots)), spare=choice.spare, alpha=asked.alpha)
 
 
 def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
@@ -63,8 +63,9 @@ def beaten(asked: PlanInput, choice: Choice, objective: float) -> tuple[Alternat
 
 def paid_back_s(asked: PlanInput, choice: Choice) -> float:
     """How long until what the changes of healthy tasks earn has paid for them, 0 where nothing is
-    to be paid; against the best plan without them, which is among the beaten ones."""
-    if leaves_healthy(asked, choice.plan.slots):
+    to be paid; against the best plan without them, which is among the beaten ones. Not told with
+    alpha: its changes are not made to earn more."""
+    if asked.alpha or leaves_healthy(asked, choice.plan.slots):
         return 0.0
     steady = [(other.objective, other.waf, slots) for other in choice.alternatives
               if other.what not in UNBOUND
@@ -131,7 +132,8 @@ def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: 
     names = {wish.task: wish.name for wish in asked.wishes}
     short = [names[task] for task in floors.short(asked, choice.plan.slots)]
     room = f"; no room for the floor of {_listed(short)}" if short else ""
-    return f"{_moves(choice.allocations, names)}: {_reason(asked, choice, others, bound)}{room}"
+    reason = f"{_reason(asked, choice, others, bound)}{_price_of_alpha(choice, others)}{room}"
+    return f"{_moves(choice.allocations, names)}: {reason}"
 
 
 def _moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
@@ -153,7 +155,7 @@ def _listed(told: Sequence[str]) -> str:
 
 def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
             bound: Binding) -> str:
-    plan = choice.plan
+    plan, by = choice.plan, f" by alpha-fairness {asked.alpha:g}" if asked.alpha else ""
     if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
         return "there is nothing that could earn anything"
     if bound == "spare" and choice.spare is not None:
@@ -164,11 +166,11 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     if bound in ("limits", "floor"):
         what = LIMITLESS if bound == "limits" else FLOORLESS
         most = next(other for other in others if other.what == what)
-        return (f"{most.what} it would be worth {_share(-most.behind_flop, asked, plan.waf)} more")
+        return f"{most.what} it would be worth {_apart(most, asked, plan.waf)} more{by}"
     others = [other for other in others if other.what not in UNBOUND]
     if bound == "gain_min":
         most = max(others, key=lambda other: other.objective)
-        return (f"to change healthy tasks would gain {_share(-most.behind_flop, asked, plan.waf)}, "
+        return (f"to change healthy tasks would gain {_apart(most, asked, plan.waf)}{by}, "
                 f"below the {100 * asked.gain_min:g} % that gain_min asks for")
     if not others:
         return "there is no other plan"
@@ -177,8 +179,24 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
         f" ({nearest.what})" if nearest.what != "the next best" else "")
     if nearest.objective == plan.objective:
         return f"{runner_up} is worth as much, and a tie goes to the first task"
-    less = f"{runner_up} is worth {_share(nearest.behind_flop, asked, plan.waf)} less"
-    return f"{less}: its changes cost more than they earn" if nearest.waf > plan.waf else less
+    less = f"{runner_up} is worth {_apart(nearest, asked, plan.waf)} less{by}"
+    return (f"{less}: its changes cost more than they earn"
+            if nearest.waf > plan.waf and not asked.alpha else less)
+
+
+def _price_of_alpha(choice: Choice, others: Sequence[Alternative]) -> str:
+    """What it costs that the plan is not the one that earns most."""
+    for other in others:
+        if other.what == ALPHALESS and other.waf > choice.plan.waf > 0:
+            return (f"; {ALPHALESS}, would earn "
+                    f"{_percent(100 * (other.waf / choice.plan.waf - 1))} more")
+    return ""
+
+
+def _apart(other: Alternative, asked: PlanInput, waf: float) -> str:
+    """How far another plan's objective is from the chosen one's, as a share."""
+    return (_percent(100 * abs(other.behind_share)) if asked.alpha
+            else _share(abs(other.behind_flop), asked, waf))
 
 
 def _share(flop: float, asked: PlanInput, waf: float) -> str:
@@ -186,7 +204,10 @@ def _share(flop: float, asked: PlanInput, waf: float) -> str:
     earned = waf * asked.running_s
     if earned <= 0:
         return f"{flop:.3g} weighted FLOP"
-    percent = 100 * flop / earned
+    return _percent(100 * flop / earned)
+
+
+def _percent(percent: float) -> str:
     if percent < SHARE_PERCENT_MIN:
         return f"under {SHARE_PERCENT_MIN:g} %"
     return f"{percent:.2g} %" if percent < 100 else f"{percent:.0f} %"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .knapsack import Rows
-from .wishes import PlanInput, Wish
+from .wishes import PlanInput, Wish, waf_of
 
 
 def are_asked(asked: PlanInput) -> bool:
@@ -21,20 +21,32 @@ def are_asked(asked: PlanInput) -> bool:
     return any(asks(asked, wish) for wish in asked.wishes)
 
 
+def are_set(asked: PlanInput) -> bool:
+    """Whether any of them is asked for by a job or the policy, and not by alpha alone."""
+    return are_asked(replace(asked, alpha=0.0))
+
+
+def is_plain(asked: PlanInput) -> bool:
+    """Whether the plan is of the most WAF, without floors."""
+    return not asked.alpha and not are_asked(asked)
+
+
 def asks(asked: PlanInput, wish: Wish) -> tuple[int, ...]:
     """The floors that a task would have, the one that it asks for first; most have none or one.
 
     Where its own does not fit, it is given the smallest size that earns anything, if the policy
-    gives each task that. A task that earns nothing on any size has none.
+    gives each task that, or with nothing it would be worth minus infinity. A task that earns
+    nothing on any size has none.
     """
-    levels = (*([wish.floor] if wish.floor else []), *([0] if asked.floor else []))
+    least = asked.floor or asked.alpha >= 1
+    levels = (*([wish.floor] if wish.floor else []), *([0] if least else []))
     found = (next((size for size, waf in zip(wish.sizes, wish.wafs, strict=True)
                    if waf > 0 and size >= level), 0) for level in levels)
     return tuple(dict.fromkeys(floor for floor in found if floor))
 
 
 def without(asked: PlanInput) -> PlanInput:
-    """The same with no floor asked for."""
+    """The same with no floor asked for but by alpha."""
     return replace(asked, floor=False, wishes=tuple(
         replace(wish, floor=0) if wish.floor else wish for wish in asked.wishes))
 
@@ -60,10 +72,19 @@ def _place(wish: Wish) -> tuple[int, float, int]:
 
 
 def kept(asked: PlanInput, rows: Rows) -> NDArray[np.bool_]:
-    """By candidate: whether the floors leave it."""
-    least = np.array(given(asked), dtype=np.int64)
-    found: NDArray[np.bool_] = rows.sizes >= least[rows.row_of]
+    """By candidate: whether the floors leave it. From alpha 1 on, who has none has no slots."""
+    least, row_of = np.array(given(asked), dtype=np.int64), rows.row_of
+    found: NDArray[np.bool_] = rows.sizes >= least[row_of]
+    if asked.alpha >= 1:
+        earns = np.array([bool(asks(asked, wish)) for wish in asked.wishes], dtype=np.bool_)
+        found &= (rows.sizes == 0) | (least > 0)[row_of] | ~earns[row_of]
     return found
+
+
+def starved(asked: PlanInput, slots: Sequence[int]) -> tuple[int, ...]:
+    """Tasks that could earn something, and do not."""
+    return tuple(wish.task for wish, x in zip(asked.wishes, slots, strict=True)
+                 if not waf_of(wish, x) and any(wish.wafs))
 
 
 def short(asked: PlanInput, slots: Sequence[int]) -> dict[int, int]:

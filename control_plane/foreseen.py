@@ -97,7 +97,7 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     """The table: a lost GPU and a lost node of each task that has slots, each task's end, and a
     node more. At least the time of a few plans; at most that of one for each event.
     """
-    if floors.are_asked(asked):
+    if not floors.is_plain(asked):
         return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks={
             event: _by_choice(after(asked, event, gpus_per_node))
             for event in _events(asked, gpus_per_node)})
@@ -131,7 +131,7 @@ def _events(asked: PlanInput, gpus_per_node: int) -> Iterator[Event]:
 
 
 def _by_choice(then: PlanInput) -> Outlook:
-    """With floors, which fit or do not, each event is a plan of its own."""
+    """With floors, which fit or do not, or alpha each event is a plan of its own."""
     return _limited(then, _best(planner.gains(then), then.num_slots))
 
 

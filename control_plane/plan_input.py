@@ -49,11 +49,13 @@ def plan_input(state: ClusterState) -> Ground:
     policy = state.policy
     every = {task.id: _wish(state, task, usable)
              for task in live_tasks(state) if not task.ending}
+    spares = policy.hot_spare and not policy.alpha  # they are priced by what is earned alone
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
                       mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
                       moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())),
-                      floor=policy.floor, repair_s=policy.repair_s if policy.hot_spare else 0.0,
-                      spare_slots=node_slots(state) if policy.hot_spare else 0)
+                      floor=policy.floor, alpha=policy.alpha,
+                      repair_s=policy.repair_s if spares else 0.0,
+                      spare_slots=node_slots(state) if spares else 0)
     return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
         node.num_slots for node in state.nodes.values() if node.health != "left"))
 

@@ -1,9 +1,10 @@
 """The plan: which task gets how many slots, exactly, and what was beaten.
 
 A multiple-choice knapsack over the candidate sizes of each task, maximising the sum of G (our
-reading of the paper, section 4). What a slot earns is scaled by a power of two and rounded to an
-integer, and so is what a change costs: every way of computing the optimum gives the same one, and
-what earns alike by slot is alike. Ties: the first task, by id, gets most.
+reading of the paper, section 4), or of utilities where fairness is asked for. What a slot earns is
+scaled by a power of two and rounded to an integer, and so is what a change costs: every way of
+computing the optimum gives the same one, and what earns alike by slot is alike. Ties: the first
+task, by id, gets most.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative, HotSpare
-from . import constraints, floors
+from . import constraints, fairness, floors
 from .constraints import Limits
 from .core import Ints
+from .fairness import OTHERS_WAIT_NUM
 from .knapsack import Found, Rows, Solved, best
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
 LIMITLESS = "without moves_max, quotas and priorities"
 FLOORLESS = "without floors"
+ALPHALESS = "the best by WAF, without alpha"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 NEAREST = "the best found that changes two tasks"
@@ -53,9 +56,10 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def gains(asked: PlanInput) -> Rows:
-    """G(t, x) of each task and each size that its floor leaves, 0 too; integers on one scale."""
-    every, _ = _rows(asked)
-    return every.only(floors.kept(asked, every)) if floors.are_asked(asked) else every
+    """G(t, x) of each task and each size that its floor leaves, 0 too; integers on one scale.
+
+    With alpha: what it is worth by that."""
+    return _floored(asked, *_rows(asked))[0]
 
 
 class Exact(Struct, frozen=True, kw_only=True):
@@ -67,12 +71,16 @@ class Exact(Struct, frozen=True, kw_only=True):
     losses: Floats
     """What the change costs."""
     starts: Ints
+    shares: Floats | None = None
+    """With alpha: what running faster by a share is worth by that share of. Else `earned`."""
 
     def most(self) -> list[float]:
         """No |G| of the task is larger."""
         if len(self.starts) == 1:
             return []
         parts = np.abs(self.earned) + self.losses
+        if self.shares is not None:
+            parts = np.maximum(np.abs(self.earned), self.shares) + self.losses
         most: list[float] = np.maximum.reduceat(parts, self.starts[:-1]).tolist()
         return most
 
@@ -80,8 +88,13 @@ class Exact(Struct, frozen=True, kw_only=True):
         """The rows, and what each candidate earns before what it costs; both times 2^shift.
 
         Rounded by slot: throughput that is linear in slots stays so, to the last bit; and what
-        earns as much as a size less stays so too.
+        earns as much as a size less stays so too. With alpha nothing is linear, and the second are
+        the shares.
         """
+        if self.shares is not None:
+            gains = scaled(self.earned, shift) - scaled(self.losses, shift)
+            return (Rows(sizes=self.sizes, gains=gains, starts=self.starts),
+                    scaled(self.shares, shift))
         new = np.ones(len(self.sizes), dtype=np.bool_)
         new[1:] = self.earned[1:] != self.earned[:-1]
         new[self.starts[:-1]] = True
@@ -105,30 +118,49 @@ def scaled(values: Floats, shift: int) -> Ints:
 
 def _rows(asked: PlanInput) -> tuple[Rows, Ints]:
     """Of every candidate, whatever floors leave."""
-    found = exact(asked.wishes, asked.running_s)
+    found = exact(asked.wishes, asked.running_s, alpha=asked.alpha)
     return found.rows(shift_of(found.most()))
 
 
-def exact(wishes: Sequence[Wish], running_s: float, *, free: bool = False) -> Exact:
+def _floored(asked: PlanInput, every: Rows, earned: Ints) -> tuple[Rows, Ints]:
+    """Of the candidates that floors leave."""
+    if not floors.are_asked(asked):
+        return every, earned
+    kept = floors.kept(asked, every)
+    return every.only(kept), earned[kept]
+
+
+def exact(wishes: Sequence[Wish], running_s: float, *, free: bool = False,
+          alpha: float = 0.0) -> Exact:
     """`free`: changes cost nothing."""
     counts = [len(wish.sizes) + 1 for wish in wishes]
     starts = np.cumsum([0, *counts], dtype=np.int64)
     sizes = np.array([size for wish in wishes for size in (0, *wish.sizes)], dtype=np.int64)
-    wafs = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
+    worth = shares = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
     now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
     hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
-    return Exact(sizes=sizes, starts=starts, earned=wafs * running_s, losses=(
-        np.zeros(len(sizes)) if free else _losses(wishes, sizes, now, hurt, counts)))
+    if alpha:
+        weights = np.repeat(np.array([wish.weight for wish in wishes]), counts)
+        rates = fairness.in_units(shares / weights)
+        worth = weights * fairness.utility(rates, alpha)
+        shares = weights * fairness.marginal(rates, alpha)
+    first: list[int] = starts[:-1].tolist()
+    has = [float(shares[begin + 1 + wish.sizes.index(wish.now)]) if wish.now in wish.sizes else 0.0
+           for begin, wish in zip(first, wishes, strict=True)]
+    return Exact(sizes=sizes, starts=starts, earned=worth * running_s,
+                 losses=np.zeros(len(sizes)) if free else _losses(wishes, has, sizes, now, hurt,
+                                                                  counts),
+                 shares=shares * running_s if alpha else None)
 
 
-def _losses(wishes: Sequence[Wish], sizes: Ints, now: Ints, hurt: NDArray[np.bool_],
-            counts: Sequence[int]) -> NDArray[np.float64]:
-    """By candidate: what the change to it costs."""
+def _losses(wishes: Sequence[Wish], has: Sequence[float], sizes: Ints, now: Ints,
+            hurt: NDArray[np.bool_], counts: Sequence[int]) -> NDArray[np.float64]:
+    """By candidate: what the change to it costs. `has`: what a second of each task is worth now."""
     charged = np.array([
         (0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
-        ((waf := waf_of(wish, wish.now)) * (kinds := wish.transition).same_s,
-         waf * kinds.shrink_s, waf * kinds.grow_s, waf * kinds.stop_s, 0.0)
-        for wish in wishes]).reshape(-1)
+        (worth * (kinds := wish.transition).same_s, worth * kinds.shrink_s, worth * kinds.grow_s,
+         worth * kinds.stop_s, 0.0)
+        for wish, worth in zip(wishes, has, strict=True)]).reshape(-1)
     kind = np.where(sizes < now, np.where(sizes == 0, 3, 1),
                     np.where(sizes > now, 2, np.where(hurt, 0, 4)))
     rows = np.repeat(np.arange(len(wishes)), counts)
@@ -144,11 +176,13 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     """
     wishes, limits = asked.wishes, asked.limits
     every, earned = _rows(asked)
-    made, rows = _floored(asked, every, earned, known)
+    rows, left = _floored(asked, every, earned)
+    made = _decide(asked, rows, left, known)
     plan, others = made.plan, _named(wishes, rows, asked.num_slots, limits)
     if made.plan is not made.free:
         others.append((f"the optimum, which changes healthy tasks for less than "
-                       f"{100 * asked.gain_min:g} % of the WAF", made.free))
+                       f"{100 * asked.gain_min:g} %{' of the WAF' * (not asked.alpha)}",
+                       made.free))
     elif made.steady is not None:
         others.append(("healthy tasks stay as they are" if made.is_steady else
                        "healthy tasks change for the floors alone", made.steady))
@@ -158,25 +192,29 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
         others += [(what, other) for what, other in
                    _next(wishes, made.solved, [plan, *(other for _, other in others)])
                    if limits is None or other is None or limits.allow(other.slots)]
-    if floors.are_asked(asked):
-        others.append((FLOORLESS, _decide(floors.without(asked), every, earned).plan))
+    if floors.are_set(asked):
+        bare = floors.without(asked)
+        bare_plan = _decide(bare, *_floored(bare, every, earned)).plan
+        others.append((FLOORLESS, _as_here(asked, every, plan, bare_plan)))
+    if asked.alpha:
+        most = replace(asked, alpha=0.0)
+        most_plan = _decide(most, *_floored(most, *_rows(most))).plan
+        others.append((ALPHALESS, _as_here(asked, every, plan, most_plan)))
+    share = int(earned[every.vector(plan.slots)].sum()) if asked.alpha else 0
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
-                  alternatives=_alternatives(wishes, plan, others))
+                  alternatives=_alternatives(wishes, plan, others, share))
+
+
+def _as_here(asked: PlanInput, every: Rows, plan: Plan, other: Plan) -> Plan:
+    """A plan that was made for another objective, by this one, where the two compare."""
+    if asked.alpha >= 1 and floors.starved(asked, plan.slots) != floors.starved(asked, other.slots):
+        return replace(other, objective=OTHERS_WAIT_NUM)
+    return replace(other, objective=every.sums(every.vector(other.slots))[0])
 
 
 def plan(asked: PlanInput) -> Plan:
     """The plan that `choose` chooses, without what it beat."""
-    return _floored(asked, *_rows(asked))[0].plan
-
-
-def _floored(asked: PlanInput, every: Rows, earned: Ints,
-             known: Found | None = None) -> tuple[_Made, Rows]:
-    """What is decided upon within the floors, and the rows that they leave."""
-    if not floors.are_asked(asked):
-        return _decide(asked, every, earned, known), every
-    kept = floors.kept(asked, every)
-    rows = every.only(kept)
-    return _decide(asked, rows, earned[kept], known), rows
+    return _decide(asked, *_floored(asked, *_rows(asked))).plan
 
 
 class _Made(Struct, frozen=True, kw_only=True):
@@ -228,7 +266,7 @@ def _least_moved(asked: PlanInput, rows: Rows) -> Found | None:
     wishes = asked.wishes
     healthy = np.array([wish.now > 0 and not wish.hurt for wish in wishes], dtype=np.bool_)
     bits = int(healthy.sum()).bit_length() + 2
-    found = exact(wishes, asked.running_s)
+    found = exact(wishes, asked.running_s, alpha=asked.alpha)
     coarse = found.rows(shift_of(found.most()) - bits)[0]
     coarse = coarse.only(floors.kept(asked, coarse))
     moves = (healthy[rows.row_of] & ~_same(wishes, rows)).astype(np.int64)
@@ -341,7 +379,9 @@ def _allocations(wishes: Sequence[Wish], plan: Plan) -> tuple[Allocation, ...]:
 
 
 def _alternatives(wishes: Sequence[Wish], plan: Plan,
-                  others: Sequence[tuple[str, Plan | None]]) -> tuple[Alternative, ...]:
+                  others: Sequence[tuple[str, Plan | None]],
+                  share: int) -> tuple[Alternative, ...]:
+    """`share`: of the plan, where others are to be told how far behind they are."""
     found: list[Alternative] = []
     seen = [plan.slots]
     for what, other in others:
@@ -349,6 +389,7 @@ def _alternatives(wishes: Sequence[Wish], plan: Plan,
             continue
         seen.append(other.slots)
         slots = tuple((wish.task, x) for wish, x in zip(wishes, other.slots, strict=True))
-        found.append(Alternative(what=what, slots=slots, waf=other.waf,
-                                 objective=other.objective))
+        behind = plan.objective - other.objective if other.objective != OTHERS_WAIT_NUM else 0
+        found.append(Alternative(what=what, slots=slots, waf=other.waf, objective=other.objective,
+                                 behind_share=behind / share if share > 0 else 0.0))
     return tuple(found)

@@ -45,11 +45,11 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
     O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
     very many wait, only the first of them, by VECTORS_NUM_MAX; under limits those for which
-    LIMITED_WORK_NUM_MAX is enough. None under floors, where priorities differ, nor where a hot
-    spare may be kept: there no single weight says it.
+    LIMITED_WORK_NUM_MAX is enough. None under floors or alpha, where priorities differ, nor where a
+    hot spare may be kept: there no single weight says it.
     """
     if (asked.limits is not None and asked.limits.priorities) or (
-            asked.spare_slots or floors.are_asked(asked)):
+            asked.spare_slots or not floors.is_plain(asked)):
         return {}
     num_slots = asked.num_slots
     after = tuple(replace(wish, now=slots, hurt=False)

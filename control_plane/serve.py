@@ -39,6 +39,7 @@ from ..events.reports import Policy
 from ..events.spec import refused
 from ..events.talk import Talk
 from .coordinator import Coordinator
+from .fairness import ALPHAS
 from .http import Address, Http
 
 CONNECT_S_MAX = 5.0
@@ -46,7 +47,7 @@ SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
 ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s",
                 "calibrate_iterations", "calibrate_min", "mtbf_faults",
-                "moves_max", "quotas")
+                "moves_max", "quotas", "alpha")
 """Fields of the policy that may be 0; all others are at least 1 ms."""
 NOT_IN_FILES = ("observe", "allow_inject")
 
@@ -115,6 +116,13 @@ def read_policy(path: Path) -> Policy:
     if policy.gain_min >= 1:
         raise UsageError(f"{path}: gain_min: {policy.gain_min:g} is not below 1",
                          "it is a share of what the cluster earns: 0.05 is 5 %")
+    if policy.alpha not in ALPHAS:
+        raise UsageError(f"{path}: alpha: {policy.alpha:g} is not one of "
+                         f"{', '.join(f'{alpha:g}' for alpha in ALPHAS)}",
+                         "0 is the most WAF, 1 proportional fairness, 2 nearer to equal")
+    if policy.alpha and policy.hot_spare:
+        raise UsageError(f"{path}: hot_spare: a spare is priced by WAF alone, and alpha "
+                         f"{policy.alpha:g} plans by another measure", "leave one of them out")
     return policy
 
 

@@ -60,6 +60,8 @@ class PlanInput(Struct, frozen=True, kw_only=True):
     """Team, and how many slots its tasks have at most together."""
     floor: bool = False
     """Each task asks for no fewer slots than it earns anything with."""
+    alpha: float = 0.0
+    """Of alpha-fairness (fairness.py); 0: the sum of what all earn."""
     spare_slots: int = 0
     """Slots of a node: whether so many stay idle is decided beside the plan (spare.py); 0: no."""
     repair_s: float = 0.0

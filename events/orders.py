@@ -172,6 +172,9 @@ class Alternative(Struct, frozen=True):
     kept it out."""
     transition_flop: float = 0.0
     """What its changes cost, in weighted FLOP."""
+    behind_share: float = 0.0
+    """With alpha: how far its objective is below the chosen plan's, as if each task ran by this
+    share slower; 0 also where other tasks wait (objective -2^53)."""
 
 
 Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "spare", "nothing"]
@@ -221,6 +224,9 @@ class PlanChosen(Body, frozen=True):
     paid_back_s: float = 0.0
     """After so long it has earned what it costs beyond the best plan that leaves healthy tasks as
     they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
+    alpha: float = 0.0
+    """Of alpha-fairness; above 0 `objective` is the sum of utilities, and `waf`, `objective_flop`
+    and all else in FLOP is what the plan earns by that."""
     short: tuple[int, ...] = ()
     """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
     spare: HotSpare | None = None

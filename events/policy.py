@@ -43,6 +43,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     floor: bool = False
     """Whether a plan gives each task at least the fewest slots with which it earns anything, where
     those of all fit together; by priority, weight and age where they do not."""
+    alpha: float = 0.0
+    """What plans maximise: 0 the sum of what all tasks earn (WAF); 0.5, 1 (proportional fairness)
+    or 2 the sum of the alpha-fair utilities of their FLOP/s, the larger the more equal."""
     hot_spare: bool = False
     """Keep the slots of one node idle where that earns more at the next fault than it costs."""
     repair_s: float = 355.0 * 60

@@ -16,11 +16,14 @@ from unicron.events.orders import PlanChosen, TaskWaiting
 NUM_TASKS_MAX = 4
 NUM_SLOTS_MAX = 8
 CLOSE_RATIO = 1e-9
+RATE_FLOPS = 1e9
+"""The unit of rates where fairness is asked for."""
 
 
 class Option(Struct, frozen=True):
     """One task on one number of slots: G of the paper, what of that it earns before the change is
-    paid, and whether it stays as it is."""
+    paid, and whether it stays as it is. With alpha: its utility, and what a share of its rate is
+    worth."""
 
     slots: int
     gain: float
@@ -52,9 +55,9 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
         return ""  # sums of several priorities are not compared here
     rows = _options(state, body)
     floors = _floors(state, body)
-    vectors = [vector for vector in itertools.product(*rows)
-               if _fits(state, body, vector) and all(
-                   option.slots >= floor for option, floor in zip(vector, floors, strict=True))]
+    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
+               and all(_may_have(option, floor, row, state.policy.alpha)
+                       for option, floor, row in zip(vector, floors, rows, strict=True))]
     fewest = min(map(_num_moves, vectors))
     most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
     free = steady = -math.inf
@@ -128,12 +131,18 @@ def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
         room = min(_num_given(body) - sum(found.values()),
                    state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0))
         levels = [task.spec.slots.floor] if task.spec.slots.floor else []
-        levels += [1] if state.policy.floor else []
+        levels += [1] if state.policy.floor or state.policy.alpha >= 1 else []
         wanted = [min((x for x, rate in rates.items() if rate > 0 and x >= level), default=0)
                   for level in levels]
         found[task.id] = next((x for x in wanted if 0 < x <= room), 0)
         of_team[team] = of_team.get(team, 0) + found[task.id]
     return [found[task.id] for task in tasks]
+
+
+def _may_have(option: Option, floor: int, row: list[Option], alpha: float) -> bool:
+    """From alpha 1 on, nothing is without measure worse: who has no floor waits."""
+    starves = alpha >= 1 and not floor and any(one.earned for one in row)
+    return option.slots >= floor and not (starves and option.slots)
 
 
 def _is_steady(vector: tuple[Option, ...], floors: list[int], fewest: int) -> bool:
@@ -154,16 +163,31 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
         rates = _rates(state, given.task)
         hurt = wishes[given.task].hurt
         now = given.slots_before
-        old = task.weight * rates.get(now, 0.0)
+        old = task.weight * _marginal(rates.get(now, 0.0), state.policy.alpha)
         row: list[Option] = []
         for slots in sorted({0, *rates}):
-            earned = task.weight * rates.get(slots, 0.0) * state.mtbf_gpu_s / max(body.num_slots, 1)
+            times = task.weight * state.mtbf_gpu_s / max(body.num_slots, 1)
+            rate = rates.get(slots, 0.0)
+            earned = times * _marginal(rate, state.policy.alpha)
+            made = times * _utility(rate, state.policy.alpha)
             lost = old * _stood_s(state, task, now, slots) if hurt or slots != now else 0.0
             held = hurt or now == 0 or now not in rates or slots == now
-            row.append(Option(slots, earned - lost, earned, held,
+            row.append(Option(slots, made - lost, earned, held,
                               now > 0 and not hurt and slots != now))
         rows.append(row)
     return rows
+
+
+def _utility(rate: float, alpha: float) -> float:
+    """U(T) of T in GFLOP/s; of a task with nothing 0, where that is told apart."""
+    rate /= RATE_FLOPS if alpha else 1.0
+    return (0.0 if not rate else math.log(rate) if alpha == 1 else
+            rate**(1 - alpha) / (1 - alpha))
+
+
+def _marginal(rate: float, alpha: float) -> float:
+    """T U'(T)."""
+    return (rate / (RATE_FLOPS if alpha else 1.0))**(1 - alpha) if rate else 0.0
 
 
 def _stood_s(state: ClusterState, task: Task, now: int, slots: int) -> float:

@@ -73,7 +73,8 @@ class World:
         most = max(6, sum(self.nodes.values()) // 2)
         self.policy = replace(
             self.policy, moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
-            quotas={"red": most} if len(self._teams) > 1 else {}, floor=rng.random() < 0.2)
+            quotas={"red": most} if len(self._teams) > 1 else {}, floor=rng.random() < 0.2,
+            alpha=rng.choice([0.5, 1.0, 2.0]) if rng.random() < 0.25 else 0.0)
 
     def _spare(self, rng: random.Random) -> None:
         """In some worlds a node's slots may stay idle: faults are due soon, and changes dear."""

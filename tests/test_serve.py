@@ -210,8 +210,8 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     assert (read_policy(path).silence_s_max, read_policy(path).gain_min) == (3.0, 0.001)
     path.write_text("moves_max: 0\nquotas: {red: 8, blue: 0}\n")
     assert (read_policy(path).moves_max, read_policy(path).quotas) == (0, {"red": 8, "blue": 0})
-    path.write_text("floor: true\n")
-    assert read_policy(path).floor
+    path.write_text("floor: true\nalpha: 0.5\n")
+    assert (read_policy(path).floor, read_policy(path).alpha) == (True, 0.5)
     path.write_text('{"silence_s_max": 4}')
     assert read_policy(path).silence_s_max == 4.0
     for text in ("", "# nothing", "observe: false"):
@@ -240,6 +240,9 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),
     ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
     ("gain_min: 1990-13-01", "month must be in 1..12", "Policy: its fields"),
+    ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 proportional fairness"),
+    ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
+    ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF alone", "leave one"),
     ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
     ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
 ])
