@@ -43,7 +43,12 @@ from .state import (
     Node,
     Rank,
     Task,
+    live_tasks,
 )
+
+_PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "gain_min", "moves_max", "quotas",
+               "floor", "alpha", "hot_spare", "repair_s")
+"""Of the policy: what a plan follows from."""
 
 
 def fold(state: ClusterState, record: Record) -> None:
@@ -72,7 +77,10 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
-    held, state.policy = state.held, body.policy
+    old, held, state.policy = state.policy, state.held, body.policy
+    if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
+                                 for name in _PLANNED_BY):
+        state.replan = "the policy was set"
     state.mtbf_gpu_s = 0.0  # the prior may be another
     settle_mtbf(state)
     if held and not state.held:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from heart_driver import Driver, at_rest, spec, task_of
+from heart_driver import Driver, at_rest, only, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from unicron.control_plane import constraints, knapsack, planner
 from unicron.control_plane.constraints import Limits
 from unicron.control_plane.knapsack import rows_of
 from unicron.control_plane.wishes import PlanInput, Transition, Wish
+from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.policy import Policy
 
@@ -248,3 +249,14 @@ def test_the_choice_is_the_best_within_the_limits(asked: PlanInput) -> None:
     assert worth in (best, steady)
     if not asked.gain_min:
         assert worth == best
+
+
+def test_a_policy_that_plans_follow_from_is_planned_by_at_once(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 4}, team="red"))
+    seats = task_of(d, task).target
+    told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0)))
+    assert not only(o.PlanChosen, told), "no plan follows from it"
+    told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
+    assert [plan.body.trigger for plan in only(o.PlanChosen, told)] == ["the policy was set"]
+    assert len(seats) == 4
+    assert len(task_of(d, task).target) == 2
