@@ -115,7 +115,7 @@ def _logged(body: Plain) -> str:
     of = f" of {count(body['iterations'])}" if body["iterations"] else ""
     loss = "" if body.get("loss") is None else f" loss {body['loss']:.4f}"
     each = f"{span(body['step_s'])} each"
-    num = f" (of {count(body['num_iterations'])})" if body["num_iterations"] else " (first line)"
+    num = f" (of {count(body['num_iterations'])})" if body["num_iterations"] else " (warming up)"
     batch = f", global batch {count(body['global_batch'])}" if body.get("global_batch") else ""
     lost = "".join(f", {count(body[key])} {key}" for key in ("skipped", "nan") if body.get(key))
     return f"{_who(body)} iteration {count(body['iteration'])}{of}{loss}, {each}{num}{batch}{lost}"

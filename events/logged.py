@@ -19,8 +19,7 @@ class IterationsLogged(Body, frozen=True):
     iterations: int
     """How many there are to be; 0: not known."""
     num_iterations: int
-    """Iterations of which `step_s` is the mean; 0: the first line of a process, which does not say
-    of how many it is."""
+    """Iterations of which `step_s` is the mean; 0: not known, or it is of a process warming up."""
     step_s: float
     loss: float | None = None
     """None: not printed, or not finite."""

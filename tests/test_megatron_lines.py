@@ -147,6 +147,18 @@ def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> 
         (1, 0), (2, 1), (3, 1), (2, 0), (4, 2)]
 
 
+@pytest.mark.parametrize(("iterations", "nums"), [
+    ((1, 10, 20, 30), (0, 0, 20)), ((51, 60, 70), (0, 0, 10)), ((1, 2, 3), (0, 2)),
+    ((10, 20, 30), (0, 20)), ((1, 3, 6), (0, 0, 3)), ((60, 120, 51, 60, 120), (0, 60, 0, 0, 60))])
+def test_the_first_iteration_is_in_the_mean_of_the_line_after_it_too(
+        iterations: tuple[int, ...], nums: tuple[int, ...]) -> None:
+    """Where it is printed on its own, measuring goes on."""
+    told = Stretches()
+    for iteration in iterations:
+        told.add(line(iteration, 1.0))
+    assert [one.num for one in iter(told.take, None) if one is not None] == list(nums)
+
+
 def test_what_several_ranks_print_into_one_log_counts_once() -> None:
     told = Stretches()
     for iteration in (1, 1, 1, 2, 2, 2, 3, 3, 3):

@@ -69,13 +69,13 @@ def test_only_its_own_output_and_each_line_once(log: Path, reader: Progress) -> 
 
 def test_a_log_that_grows_too_fast_is_read_at_its_end(
         log: Path, reader: Progress, capsys: pytest.CaptureFixture[str]) -> None:
-    write(log, line(1))
-    reader.look()
-    write(log, line(2) + os.urandom(300_000) + b"\n" + line(3, 100.0))
+    write(log, line(1) + line(2))
+    assert [told and told.iteration for told in (reader.look(), reader.look())] == [1, 2]
+    write(log, line(3) + os.urandom(300_000) + b"\n" + line(4, 100.0))
     told = reader.look(1000)
     assert told is not None
-    assert (told.iteration, told.num_iterations, told.step_s) == (3, 2, 0.1)
-    write(log, b"x" * 5000 + line(4))
+    assert (told.iteration, told.num_iterations, told.step_s) == (4, 2, 0.1)
+    write(log, b"x" * 5000 + line(5))
     assert reader.look(1000) is None, "the beginning of its line was left out"
     assert capsys.readouterr().out.count("faster than it is read") == 1
 
@@ -161,7 +161,7 @@ def test_a_command_that_floods_its_log_is_followed_all_the_same(tmp_path: Path) 
             told = one.leader.all(IterationsLogged)
             assert told[-1].iteration == 30
             assert {round(body.step_s, 9) for body in told} == {0.1}
-            assert sum(body.num_iterations for body in told) == 30 - told[0].iteration
+            assert 0 < sum(body.num_iterations for body in told) <= 30 - told[0].iteration
             assert (tmp_path / "logs/1-job/rank-0.attempt-1.log").stat().st_size > 30_000_000
 
     try:

@@ -55,8 +55,7 @@ class Stretch(NamedTuple):
     iteration: int
     iterations: int
     num: int
-    """Iterations of which `step_s` is the mean; 0: the first line of a process, which does not say
-    of how many it is."""
+    """Iterations of which `step_s` is the mean; 0: not known, or it is of a process warming up."""
     step_s: float
     loss: float | None
     global_batch: int
@@ -125,11 +124,18 @@ def _found(data: bytes) -> Iterator[Line]:
 
 
 class Stretches:
-    """The lines of one process, joined where they follow each other with one global batch."""
+    """The lines of one process, joined where they follow each other with one global batch.
+
+    The first line does not say of how many iterations it is. Newer Megatron prints the very first
+    iteration besides and measures on, so that the mean of the line after it has the first iteration
+    in it too: its number is no multiple of the distance (1, then 10: of 10 iterations, not of 9).
+    """
 
     def __init__(self) -> None:
         self._last = 0
         """The newest iteration; 0: none."""
+        self._is_first = False
+        """Whether that was a first line."""
         self._waiting: deque[Stretch] = deque(maxlen=_WAITING_NUM_MAX)
 
     def add(self, line: Line) -> None:
@@ -137,8 +143,11 @@ class Stretches:
         (by several ranks under one launcher) is passed over."""
         if line.iteration == self._last:
             return
-        num = line.iteration - self._last if 0 < self._last < line.iteration else 0
-        self._last = line.iteration
+        follows = 0 < self._last < line.iteration
+        num = line.iteration - self._last if follows else 0
+        if self._is_first and follows and line.iteration % num:
+            num = 0
+        self._last, self._is_first = line.iteration, not follows
         one = Stretch(line.iteration, line.iterations, num, *line[2:])
         before = self._waiting[-1] if self._waiting else None
         if before is not None and num and before.num and before.global_batch == one.global_batch:
