@@ -14,6 +14,8 @@ from ..events.errors import UnicronError, UsageError
 from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
+DRY_RUN_S_MAX = 120.0
+"""A dry run of the largest job on 100,000 slots more takes ten seconds, under limits more."""
 
 
 class Refused(UsageError):
@@ -62,12 +64,12 @@ class Client:
         with self._open("GET", path, query=query) as answer:
             return _json(answer)
 
-    def post(self, path: str, body: object) -> Any:
+    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
         """The JSON answer of a POST; repeated once, under the same key, when the line broke."""
         key = secrets.token_hex(16)
         for last in (False, True):
             try:
-                with self._open("POST", path, body=body, key=key) as answer:
+                with self._open("POST", path, body=body, key=key, limit_s=limit_s) as answer:
                     return _json(answer)
             except (Interrupted, Unreachable):
                 if last:

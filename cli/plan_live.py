@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ..events.errors import UsageError
 from . import job_file, say, screen_plan
-from .client import Client, Refused, connect
+from .client import DRY_RUN_S_MAX, Client, Refused, connect
 from .followed import followed_by, plan_lines
 from .operate import pick_node, reason_or_user
 from .operator_commands import WEIGHT, WEIGHT_HINT
@@ -69,7 +69,7 @@ def plan(state: StateDir, url: str | None, asked: Asked, *, as_json: bool) -> No
     if asked.apply:
         _apply(state, client, asked, change, as_json=as_json)
         return
-    found = client.post("/v1/plan/dry-run", change)
+    found = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
     _print(found, screen_plan.dry_run(found, asked.typed, option=option), as_json)
 
 
@@ -83,7 +83,8 @@ def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
     before: Plain = client.get("/v1/state")
     try:
         answer = client.post("/v1/plan/apply", {
-            "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)})
+            "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)},
+            DRY_RUN_S_MAX)
     except Refused as error:
         if error.status != CHANGED_CODE:
             raise

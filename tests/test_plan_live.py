@@ -43,7 +43,7 @@ class Told:
             return plain_of(dry_run.present(encode_state(self.driver.state)))
         return seen(self.driver)
 
-    def post(self, path: str, body: Plain) -> Plain:
+    def post(self, path: str, body: Plain, limit_s: float = 10.0) -> Plain:
         self.posted.append((path, body))
         data = encode_state(self.driver.state)
         if path == "/v1/plan/dry-run":
