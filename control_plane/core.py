@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 LOSS_NUM_MAX = 1 << 61
 """More than any loss: no vector."""
-_LEVELS_NUM_MAX = 6
+_LEVELS_NUM_MAX = 8
 """Sums of losses for which states are held as bits."""
 
 

@@ -135,12 +135,12 @@ class Solved(Struct, frozen=True, kw_only=True):
         found = _relax(units, units_num)
         if found is None:
             return None
-        relaxed, fits = found
+        relaxed, *starts = found
         if known is not None:
             vector = rows.vector(known[0])
         else:
-            most = relaxed.bound - relaxed.parts * units.sums(
-                _filled(units, fits, units_num))[0]
+            most = relaxed.bound - relaxed.parts * max(
+                units.sums(_filled(units, start, units_num))[0] for start in starts)
             cores = (_Core(_kept(units, units_num, relaxed, budget))
                      for budget in _budgets(relaxed, 0, most))
             vector = next(core for core in cores if core.is_enough).vector()
@@ -282,9 +282,9 @@ def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
     yield most
 
 
-def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints] | None:
-    """(at the price at which the bound is lowest, or near it; a vector that fits), None if nothing
-    fits.
+def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
+    """(at the price at which the bound is lowest, or near it; two vectors that fit, the second with
+    as many of the rows as fit at what they would have with more), None if nothing fits.
 
     Newton's way down a convex function of straight pieces: the price at which what is too much and
     what fits gain alike is asked next. A row's pick lies between those of the two prices around.
@@ -298,7 +298,7 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints] | None:
     over_at, found = _picked(rows, np.arange(len(row_of)), rows.starts[:-1], 0, capacity)
     over = rows.sums(over_at)
     if over[1] <= capacity:
-        return _at(rows, capacity, row_of, 1, 0), over_at
+        return _at(rows, capacity, row_of, 1, 0), over_at, over_at
     price = 0
     while True:
         inner = np.flatnonzero((rows.sizes >= rows.sizes[fits_at][row_of])
@@ -322,7 +322,10 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints] | None:
         common = math.gcd(gain, slots)
         if slots // common <= _PARTS_NUM_MAX and gain // common <= price_max:
             parts, exact = slots // common, gain // common
-    return _at(rows, capacity, row_of, parts, exact), vector
+    grown = np.cumsum(rows.sizes[over_at] - rows.sizes[vector])
+    more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
+    return (_at(rows, capacity, row_of, parts, exact), vector,
+            np.where(more, over_at, vector))
 
 
 def _picked(rows: Rows, inner: Ints, firsts: Ints, price: int,
