@@ -15,10 +15,12 @@ from .planner import Plan, gains, held, plan_of
 from .tables import IMPOSSIBLE, Others
 from .wishes import PlanInput
 
-WORK_NUM_MAX = 1 << 24
-"""Candidates times slots: about a tenth of a second, and 256 MB."""
-VECTORS_NUM_MAX = 1 << 14
-"""Tasks that are told a price times all tasks: about as long again."""
+WORK_NUM_MAX = 5 << 22
+"""Candidates times slots, as `prices` counts them: about a tenth of a second, and 100 MB."""
+_SLOTS_NUM, _SIZES_NUM = 1 << 12, 4
+"""What a candidate takes beside its slots, in slots; what a row's memory takes, in candidates."""
+VECTORS_NUM_MAX = 1 << 13
+"""Tasks that are told a price times all tasks: half as long again."""
 
 LIMITED_WORK_NUM_MAX = 1 << 24
 """States times candidates of all searches under limits that prices may take: some 30 ms."""
@@ -55,7 +57,8 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     after = tuple(replace(wish, now=slots, hurt=False)
                   for wish, slots in zip(asked.wishes, plan.slots, strict=True))
     rows = gains(replace(asked, wishes=after))
-    if len(rows.sizes) * num_slots > WORK_NUM_MAX:
+    work = len(rows.sizes) * (num_slots + _SLOTS_NUM) + _SIZES_NUM * rows.num * num_slots
+    if work > WORK_NUM_MAX:
         return {}
     pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))

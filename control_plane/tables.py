@@ -15,6 +15,8 @@ from .knapsack import Rows
 
 IMPOSSIBLE = -(1 << 60)
 """Below half of it: no vector fits."""
+_FEW_NUM = 8
+"""Sizes that are looked at one by one before all of them are."""
 
 
 def suffixes(rows: Rows, capacity: int) -> Ints:
@@ -58,7 +60,10 @@ def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
     """The largest size with which the row and the rest make `want` of `left` slots."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     sizes = rows.sizes[begin:end]
-    sizes = sizes[:int(np.searchsorted(sizes, left, side="right"))]
+    sizes = sizes[:int(sizes.searchsorted(left, side="right"))]
+    for at in range(len(sizes) - 1, max(len(sizes) - 1 - _FEW_NUM, -1), -1):
+        if rest[left - sizes[at]] + rows.gains[begin + at] == want:
+            return int(sizes[at])
     totals = rest[left - sizes] + rows.gains[begin:begin + len(sizes)]
     return int(sizes[np.flatnonzero(totals == want)[-1]])
 
