@@ -144,7 +144,7 @@ def plans_hurt(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 def _limited(then: PlanInput, optimum: Found) -> Outlook:
     """Under limits the plan is another matter than the optimum."""
-    plan = planner.choose(then, optimum).plan
+    plan = planner.planned(then, optimum)
     return Outlook(optimum=optimum, plan=(plan.slots, plan.objective))
 
 

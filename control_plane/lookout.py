@@ -8,6 +8,7 @@ from functools import partial
 
 import structlog
 
+from . import floors
 from .aside import aside
 from .foreseen import Foreseen, foresee
 from .knapsack import Found
@@ -16,7 +17,12 @@ from .state import ClusterState
 from .wishes import PlanInput
 
 WORK_NUM_MAX = 1 << 21
-"""Tasks times all their sizes: about two seconds of a thread. Above it there is no table."""
+"""Of `work_num`: about two seconds of a thread. Above it there is no table."""
+_PLAN_NUM, _SIZE_NUM = 1 << 11, 3
+"""A plan that is made for one event alone, and for each of its sizes."""
+_STATES_NUM, _SLOTS_NUM = 1 << 9, 1 << 11
+"""States of a search under limits that take as long as one size; and what each size takes beside
+its slots, in slots."""
 
 
 class Lookout:
@@ -52,8 +58,7 @@ class Lookout:
                 continue
             seen = (state, state.num_inputs)
             asked = plan_input(state).asked
-            work = len(asked.wishes) * sum(len(wish.sizes) for wish in asked.wishes)
-            if work > WORK_NUM_MAX:
+            if work_num(asked) > WORK_NUM_MAX:
                 self.table = None
                 if not told:
                     self._talk.info("too many tasks to foresee plans", tasks=len(asked.wishes))
@@ -61,3 +66,24 @@ class Lookout:
             else:
                 self.table = await aside(partial(foresee, asked, node_slots(state) or 1))
 
+
+
+def work_num(asked: PlanInput) -> int:
+    """What a table of this input takes at most, in microseconds or so.
+
+    By itself a pass over all sizes for each task. With floors or alpha each event is a plan of its
+    own, and with limits a search over slots, moves and priorities, in which a team's quota is as
+    many sizes as it has slots.
+    """
+    num, limits = len(asked.wishes), asked.limits
+    sizes = sum(len(wish.sizes) + 1 for wish in asked.wishes)
+    work = num * sizes
+    events = 3 * num + 1
+    if limits is not None or not floors.is_plain(asked):
+        work += events * (_PLAN_NUM + _SIZE_NUM * sizes)
+    if limits is not None:
+        moves = min(limits.moves_max or 0, num) + 1
+        options = sizes + sum(min(quota, asked.num_slots) * moves for _, quota in limits.teams)
+        states = (asked.num_slots + _SLOTS_NUM) * moves * len(set(limits.priorities) | {0})
+        work += events * options * states // _STATES_NUM
+    return work

@@ -197,9 +197,7 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
         bare_plan = _decide(bare, *_floored(bare, every, earned)).plan
         others.append((FLOORLESS, _as_here(asked, every, plan, bare_plan)))
     if asked.alpha:
-        most = replace(asked, alpha=0.0)
-        most_plan = _decide(most, *_floored(most, *_rows(most))).plan
-        others.append((ALPHALESS, _as_here(asked, every, plan, most_plan)))
+        others.append((ALPHALESS, _as_here(asked, every, plan, planned(replace(asked, alpha=0.0)))))
     share = int(earned[every.vector(plan.slots)].sum()) if asked.alpha else 0
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
                   alternatives=_alternatives(wishes, plan, others, share))
@@ -215,6 +213,11 @@ def _as_here(asked: PlanInput, every: Rows, plan: Plan, other: Plan) -> Plan:
 def plan(asked: PlanInput) -> Plan:
     """The plan that `choose` chooses, without what it beat."""
     return _decide(asked, *_floored(asked, *_rows(asked))).plan
+
+
+def planned(asked: PlanInput, known: Found | None = None) -> Plan:
+    """The plan of `choose` alone, without those that it beat."""
+    return _decide(asked, *_floored(asked, *_rows(asked)), known).plan
 
 
 class _Made(Struct, frozen=True, kw_only=True):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 
 import pytest
+from msgspec.structs import replace
+from planner_cases import case
 from test_coordinator import joined, told
 from unicron.control_plane import lookout
 from unicron.control_plane.coordinator import Coordinator
@@ -78,6 +81,22 @@ def test_what_was_foreseen_is_looked_up_and_is_the_plan_that_would_be_made() -> 
         assert verdict.recomputed["PlanChosen"] == len(plans)
 
     asyncio.run(main())
+
+
+def test_what_binds_a_plan_counts_for_the_size_of_a_table() -> None:
+    """Each event is then a search of its own."""
+    large, small = case(100, 4096), case(12, 256)
+    assert lookout.work_num(large) < lookout.WORK_NUM_MAX
+    for asked, more in ((large, operator.gt), (small, operator.lt)):
+        wishes = asked.wishes
+        for bound in (
+                replace(asked, moves_max=4), replace(asked, floor=True),
+                replace(asked, wishes=tuple(replace(wish, priority=i % 3)
+                                            for i, wish in enumerate(wishes))),
+                replace(asked, wishes=tuple(replace(wish, team="red") for wish in wishes),
+                        quotas=(("red", asked.num_slots // 2),))):
+            assert lookout.work_num(asked) < lookout.work_num(bound)
+            assert more(lookout.work_num(bound), lookout.WORK_NUM_MAX)
 
 
 def test_above_a_size_there_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
