@@ -53,13 +53,14 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     if (asked.limits is not None and asked.limits.priorities) or (
             asked.spare_slots or not floors.is_plain(asked)):
         return {}
-    num_slots = asked.num_slots
+    num_slots, num_rows = asked.num_slots, len(asked.wishes)
+    num_sizes = sum(len(wish.sizes) + 1 for wish in asked.wishes)
+    work = num_sizes * (num_slots + _SLOTS_NUM) + _SIZES_NUM * num_rows * num_slots
+    if work > WORK_NUM_MAX:
+        return {}
     after = tuple(replace(wish, now=slots, hurt=False)
                   for wish, slots in zip(asked.wishes, plan.slots, strict=True))
     rows = gains(replace(asked, wishes=after))
-    work = len(rows.sizes) * (num_slots + _SLOTS_NUM) + _SIZES_NUM * rows.num * num_slots
-    if work > WORK_NUM_MAX:
-        return {}
     pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
                if plan.slots[i] == 0
