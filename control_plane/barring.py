@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from . import floors
-from .planner import plan
+from .planner import planned
 from .pricing import LIMITED_WORK_NUM_MAX, limited_work
 from .wishes import PlanInput, Wish
 
@@ -40,7 +40,7 @@ def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[in
     waits = [i for i, x in enumerate(slots) if x == 0 and asked.wishes[i].sizes]
     if not waits:
         return {}
-    without = plan(_without(asked, lifted)).slots
+    without = planned(_without(asked, lifted)).slots
     work = limited_work(asked) * NUM_SOLVES
     most = LIMITED_WORK_NUM_MAX // max(work, 1)
     plans: dict[str, Sequence[int]] = {}
@@ -94,7 +94,7 @@ def _alone(asked: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, Se
         team = asked.wishes[row].team if kind == "quota" else ""
         key = f"{kind} {team}"
         if key not in plans and len(plans) < most:
-            plans[key] = plan(_without(asked, [kind], team)).slots
+            plans[key] = planned(_without(asked, [kind], team)).slots
         if key in plans and plans[key][row]:
             found.append(kind)
     return found

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
-import numpy as np
 from msgspec.structs import replace
 
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from . import floors
 from .plan_input import Ground
-from .planner import ALPHALESS, FLOORLESS, LIMITLESS, Choice, gains, ideal_waf
+from .planner import ALPHALESS, FLOORLESS, LIMITLESS, Choice, ideal_waf, wanted
 from .spare import SPARELESS
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
@@ -113,10 +111,7 @@ def binding(asked: PlanInput, choice: Choice,
         best = max(others, key=lambda other: other.objective)
         left = [task for (task, x), have in zip(best.slots, plan.slots, strict=True) if x != have]
         return "gain_min", tuple(left)
-    rows = gains(asked)
-    wanted = [int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
-              for begin, end in pairwise(rows.starts.tolist())]
-    if sum(wanted) > asked.num_slots:
+    if sum(wanted(asked)) > asked.num_slots:
         left_over = asked.num_slots - sum(plan.slots)
         tasks = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
                  if x == 0 and wish.sizes and wish.sizes[0] > left_over > 0]

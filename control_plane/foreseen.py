@@ -18,12 +18,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from . import floors, planner
+from . import floors, planner, worth
 from .core import LOSS_NUM_MAX, Ints
 from .knapsack import Found, Rows, Solved, best
-from .planner import Exact
 from .tables import followed, suffixes
 from .wishes import PlanInput, waf_of
+from .worth import Exact
 
 Bools = NDArray[np.bool_]
 REST_NUM_MAX = 1 << 24
@@ -149,8 +149,8 @@ def _limited(then: PlanInput, optimum: Found) -> Outlook:
 
 
 def _by_itself(then: PlanInput) -> Outlook:
-    exact = planner.exact(then.wishes, then.running_s)
-    rows, earned = exact.rows(planner.shift_of(exact.most()))
+    exact = worth.exact(then.wishes, then.running_s, then.num_slots)
+    rows, earned = exact.rows(worth.shift_of(exact.most()))
     return _outlook(then, lambda: (rows, earned), _best(rows, then.num_slots), _steady(then, rows))
 
 
@@ -226,9 +226,10 @@ class _Left:
     """One number of slots, and the events that leave so many."""
 
     def __init__(self, asked: PlanInput) -> None:
-        self._asked, self._exact = asked, planner.exact(asked.wishes, asked.running_s)
+        self._asked = asked
+        self._exact = worth.exact(asked.wishes, asked.running_s, asked.num_slots)
         self._most = self._exact.most()
-        self._shift = planner.shift_of(self._most)
+        self._shift = worth.shift_of(self._most)
         wishes, exact = asked.wishes, self._exact
         row_of = np.repeat(np.arange(len(wishes)), np.diff(exact.starts))
         self._now: Ints = np.array([wish.now for wish in wishes], dtype=np.int64)
@@ -261,13 +262,14 @@ class _Left:
         wish, at = self._asked.wishes[i], int(self._at[i])
         begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
         losses = self._exact.losses[begin:end].copy()
-        if self._stays[i]:  # else it pays already, or has what earns nothing
+        if self._stays[i] and wish.now <= self._asked.num_slots:
+            # else it pays already, has what earns nothing, or cannot have it any more
             losses[at - begin] = waf_of(wish, wish.now) * wish.transition.same_s
         most = float((np.abs(self._exact.earned[begin:end]) + losses).max())
         scale = self._scale([*self._most[:i], most, *self._most[i + 1:]])
         if scale is None:
             return None, np.zeros(0, dtype=np.int64)
-        return scale, scale.earned[begin:end] - planner.scaled(losses, scale.shift)
+        return scale, scale.earned[begin:end] - worth.scaled(losses, scale.shift)
 
     def hurt(self, i: int) -> Outlook:
         """A worker of task i failed."""
@@ -329,7 +331,7 @@ class _Left:
 
     def _scale(self, most: Sequence[float]) -> _Scale | None:
         """That of these largest gains; None: on it, ours would be too large."""
-        shift = planner.shift_of(most)
+        shift = worth.shift_of(most)
         if shift > self._shift + 1:
             return None
         if shift not in self._scales:

@@ -103,7 +103,8 @@ class Relaxed(Struct, frozen=True, kw_only=True):
     price: int
     bound: int
     losses: Ints
-    """By candidate: what it gives away against its row's best at this price, at least 0."""
+    """By candidate: what it gives away against its row's best at this price, at least 0;
+    LOSS_NUM_MAX where it does not fit even alone."""
     picks: Ints
     """By row: the smallest candidate that gives nothing away."""
 
@@ -114,7 +115,8 @@ class Solved(Struct, frozen=True, kw_only=True):
     rows: Rows
     capacity: int
     units: Rows
-    """The rows by the greatest number of slots that divides all sizes; so is `relaxed`."""
+    """The rows by the greatest number of slots that divides all sizes that fit; so is `relaxed`.
+    Other sizes are rounded up: they do not fit either way."""
     units_num: int
     """That fit."""
     relaxed: Relaxed
@@ -130,8 +132,8 @@ class Solved(Struct, frozen=True, kw_only=True):
             relaxed = Relaxed(parts=1, price=0, bound=0, losses=none, picks=none)
             return cls(rows=rows, capacity=capacity, units=rows, units_num=capacity,
                        relaxed=relaxed, vector=none, gain=0)
-        unit = max(int(np.gcd.reduce(rows.sizes)), 1)
-        units, units_num = replace(rows, sizes=rows.sizes // unit), capacity // unit
+        unit = max(int(np.gcd.reduce(rows.sizes[rows.sizes <= capacity])), 1)
+        units, units_num = replace(rows, sizes=-(-rows.sizes // unit)), capacity // unit
         found = _relax(units, units_num)
         if found is None:
             return None
@@ -290,21 +292,20 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
     what fits gain alike is asked next. A row's pick lies between those of the two prices around.
     """
     row_of = rows.row_of
-    price_max = (1 << _PRICE_BITS) // max(int(rows.sizes.max()), capacity, 1)
+    price_max = (1 << _PRICE_BITS) // max(capacity, 1)
     vector = fits_at = rows.starts[:-1]
-    fits = rows.sums(vector)
-    if fits[1] > capacity:
+    if (rows.sizes[vector] > capacity).any() or rows.sums(vector)[1] > capacity:
         return None
-    over_at, found = _picked(rows, np.arange(len(row_of)), rows.starts[:-1], 0, capacity)
+    fits = rows.sums(vector)
+    inner, firsts = _inner(rows, rows.sizes <= capacity)
+    over_at, found = _picked(rows, inner, firsts, 0, capacity)
     over = rows.sums(over_at)
     if over[1] <= capacity:
         return _at(rows, capacity, row_of, 1, 0), over_at, over_at
     price = 0
     while True:
-        inner = np.flatnonzero((rows.sizes >= rows.sizes[fits_at][row_of])
+        inner, firsts = _inner(rows, (rows.sizes >= rows.sizes[fits_at][row_of])
                                & (rows.sizes <= rows.sizes[over_at][row_of]))
-        counts = np.bincount(row_of[inner], minlength=rows.num)
-        firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1]))
         asked = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
         picks, bound = _picked(rows, inner, firsts, asked, capacity)
         sums = rows.sums(picks)
@@ -328,6 +329,13 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
             np.where(more, over_at, vector))
 
 
+def _inner(rows: Rows, some: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """(these candidates, where each row begins among them); every row must have one."""
+    inner = np.flatnonzero(some)
+    counts = np.bincount(rows.row_of[inner], minlength=rows.num)
+    return inner, np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1]))
+
+
 def _picked(rows: Rows, inner: Ints, firsts: Ints, price: int,
             capacity: int) -> tuple[Ints, int]:
     """(the smallest best candidate of each row at this price, the bound), of `inner` alone, in
@@ -340,10 +348,11 @@ def _picked(rows: Rows, inner: Ints, firsts: Ints, price: int,
 
 
 def _at(rows: Rows, capacity: int, row_of: Ints, parts: int, price: int) -> Relaxed:
-    left = parts * rows.gains - price * rows.sizes
-    firsts = rows.starts[:-1]
+    fits, firsts = rows.sizes <= capacity, rows.starts[:-1]
+    left = np.where(fits, parts * rows.gains - price * np.minimum(rows.sizes, capacity),
+                    -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)
-    losses = most[row_of] - left
+    losses = np.where(fits, most[row_of] - left, LOSS_NUM_MAX)
     numbers = np.where(losses == 0, np.arange(len(row_of)), len(row_of))
     return Relaxed(parts=parts, price=price, bound=int(most.sum()) + price * capacity,
                    losses=losses, picks=np.minimum.reduceat(numbers, firsts))

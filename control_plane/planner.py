@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -18,12 +19,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative, HotSpare
-from . import constraints, fairness, floors
+from . import constraints, floors
 from .constraints import Limits
 from .core import Ints
 from .fairness import OTHERS_WAIT_NUM
 from .knapsack import Found, Rows, Solved, best
 from .wishes import PlanInput, Wish, charged_s, waf_of
+from .worth import SUM_BITS, exact, shift_of
 
 LIMITLESS = "without moves_max, quotas and priorities"
 FLOORLESS = "without floors"
@@ -34,8 +36,6 @@ NEAREST = "the best found that changes two tasks"
 """Where the next best would take too long to be found."""
 RUNNERS_WORK_NUM_MAX = 1 << 24
 """Candidates times states, to find the next best: about a twentieth of a second."""
-_SUM_BITS = 52
-Floats = NDArray[np.float64]
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -62,63 +62,18 @@ def gains(asked: PlanInput) -> Rows:
     return _floored(asked, *_rows(asked))[0]
 
 
-class Exact(Struct, frozen=True, kw_only=True):
-    """G before it is scaled, of each task's sizes and 0; `knapsack.Rows` of floats."""
-
-    sizes: Ints
-    earned: Floats
-    """Before what the change costs; 0 where the size is 0."""
-    losses: Floats
-    """What the change costs."""
-    starts: Ints
-    shares: Floats | None = None
-    """With alpha: what running faster by a share is worth by that share of. Else `earned`."""
-
-    def most(self) -> list[float]:
-        """No |G| of the task is larger."""
-        if len(self.starts) == 1:
-            return []
-        parts = np.abs(self.earned) + self.losses
-        if self.shares is not None:
-            parts = np.maximum(np.abs(self.earned), self.shares) + self.losses
-        most: list[float] = np.maximum.reduceat(parts, self.starts[:-1]).tolist()
-        return most
-
-    def rows(self, shift: int) -> tuple[Rows, Ints]:
-        """The rows, and what each candidate earns before what it costs; both times 2^shift.
-
-        Rounded by slot: throughput that is linear in slots stays so, to the last bit; and what
-        earns as much as a size less stays so too. With alpha nothing is linear, and the second are
-        the shares.
-        """
-        if self.shares is not None:
-            gains = scaled(self.earned, shift) - scaled(self.losses, shift)
-            return (Rows(sizes=self.sizes, gains=gains, starts=self.starts),
-                    scaled(self.shares, shift))
-        new = np.ones(len(self.sizes), dtype=np.bool_)
-        new[1:] = self.earned[1:] != self.earned[:-1]
-        new[self.starts[:-1]] = True
-        first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-        earned = scaled(self.earned / np.maximum(self.sizes, 1), shift) * self.sizes
-        earned = earned[first]
-        gains = earned - scaled(self.losses, shift)
-        return Rows(sizes=self.sizes, gains=gains, starts=self.starts), earned
-
-
-def shift_of(most: Sequence[float]) -> int:
-    """The scale on which the largest gains add up to less than 2^53."""
-    total = math.fsum(most)
-    return _SUM_BITS - 1 - math.frexp(total)[1] if total > 0 else 0
-
-
-def scaled(values: Floats, shift: int) -> Ints:
-    """Rounded to integers on the scale 2^shift."""
-    return np.rint(np.ldexp(values, shift)).astype(np.int64)
+def wanted(asked: PlanInput) -> tuple[int, ...]:
+    """What would suit each task best, were there slots for all."""
+    most = max((wish.sizes[-1] for wish in asked.wishes if wish.sizes), default=0)
+    found = exact(asked.wishes, asked.running_s, most, alpha=asked.alpha)
+    rows = _floored(asked, *found.rows(shift_of(found.most())))[0]
+    return tuple(int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
+                 for begin, end in pairwise(rows.starts.tolist()))
 
 
 def _rows(asked: PlanInput) -> tuple[Rows, Ints]:
     """Of every candidate, whatever floors leave."""
-    found = exact(asked.wishes, asked.running_s, alpha=asked.alpha)
+    found = exact(asked.wishes, asked.running_s, asked.num_slots, alpha=asked.alpha)
     return found.rows(shift_of(found.most()))
 
 
@@ -128,44 +83,6 @@ def _floored(asked: PlanInput, every: Rows, earned: Ints) -> tuple[Rows, Ints]:
         return every, earned
     kept = floors.kept(asked, every)
     return every.only(kept), earned[kept]
-
-
-def exact(wishes: Sequence[Wish], running_s: float, *, free: bool = False,
-          alpha: float = 0.0) -> Exact:
-    """`free`: changes cost nothing."""
-    counts = [len(wish.sizes) + 1 for wish in wishes]
-    starts = np.cumsum([0, *counts], dtype=np.int64)
-    sizes = np.array([size for wish in wishes for size in (0, *wish.sizes)], dtype=np.int64)
-    worth = shares = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
-    now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
-    hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
-    if alpha:
-        weights = np.repeat(np.array([wish.weight for wish in wishes]), counts)
-        rates = fairness.in_units(shares / weights)
-        worth = weights * fairness.utility(rates, alpha)
-        shares = weights * fairness.marginal(rates, alpha)
-    first: list[int] = starts[:-1].tolist()
-    has = [float(shares[begin + 1 + wish.sizes.index(wish.now)]) if wish.now in wish.sizes else 0.0
-           for begin, wish in zip(first, wishes, strict=True)]
-    return Exact(sizes=sizes, starts=starts, earned=worth * running_s,
-                 losses=np.zeros(len(sizes)) if free else _losses(wishes, has, sizes, now, hurt,
-                                                                  counts),
-                 shares=shares * running_s if alpha else None)
-
-
-def _losses(wishes: Sequence[Wish], has: Sequence[float], sizes: Ints, now: Ints,
-            hurt: NDArray[np.bool_], counts: Sequence[int]) -> NDArray[np.float64]:
-    """By candidate: what the change to it costs. `has`: what a second of each task is worth now."""
-    charged = np.array([
-        (0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
-        (worth * (kinds := wish.transition).same_s, worth * kinds.shrink_s, worth * kinds.grow_s,
-         worth * kinds.stop_s, 0.0)
-        for wish, worth in zip(wishes, has, strict=True)]).reshape(-1)
-    kind = np.where(sizes < now, np.where(sizes == 0, 3, 1),
-                    np.where(sizes > now, 2, np.where(hurt, 0, 4)))
-    rows = np.repeat(np.arange(len(wishes)), counts)
-    losses: NDArray[np.float64] = charged[5 * rows + kind]
-    return losses
 
 
 def choose(asked: PlanInput, known: Found | None = None) -> Choice:
@@ -208,11 +125,6 @@ def _as_here(asked: PlanInput, every: Rows, plan: Plan, other: Plan) -> Plan:
     if asked.alpha >= 1 and floors.starved(asked, plan.slots) != floors.starved(asked, other.slots):
         return replace(other, objective=OTHERS_WAIT_NUM)
     return replace(other, objective=every.sums(every.vector(other.slots))[0])
-
-
-def plan(asked: PlanInput) -> Plan:
-    """The plan that `choose` chooses, without what it beat."""
-    return _decide(asked, *_floored(asked, *_rows(asked))).plan
 
 
 def planned(asked: PlanInput, known: Found | None = None) -> Plan:
@@ -269,11 +181,11 @@ def _least_moved(asked: PlanInput, rows: Rows) -> Found | None:
     wishes = asked.wishes
     healthy = np.array([wish.now > 0 and not wish.hurt for wish in wishes], dtype=np.bool_)
     bits = int(healthy.sum()).bit_length() + 2
-    found = exact(wishes, asked.running_s, alpha=asked.alpha)
+    found = exact(wishes, asked.running_s, asked.num_slots, alpha=asked.alpha)
     coarse = found.rows(shift_of(found.most()) - bits)[0]
     coarse = coarse.only(floors.kept(asked, coarse))
     moves = (healthy[rows.row_of] & ~_same(wishes, rows)).astype(np.int64)
-    few = best(replace(coarse, gains=coarse.gains - (moves << _SUM_BITS + 1 - bits)),
+    few = best(replace(coarse, gains=coarse.gains - (moves << SUM_BITS + 1 - bits)),
                asked.num_slots)
     return None if few is None else (few[0], rows.sums(rows.vector(few[0]))[0])
 
@@ -338,7 +250,7 @@ def _next(wishes: Sequence[Wish], solved: Solved,
 
 def ideal_waf(wishes: Sequence[Wish], num_slots: int) -> float:
     """What the best plan of all would earn on `num_slots`, were changes free."""
-    every = exact(wishes, 1.0 / max(num_slots, 1), free=True)
+    every = exact(wishes, 1.0 / max(num_slots, 1), num_slots, free=True)
     found = best(every.rows(shift_of(every.most()))[0], num_slots)
     return plan_of(wishes, found).waf if found is not None else 0.0
 

@@ -14,10 +14,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ..events.orders import Alternative, HotSpare
-from . import floors, foreseen, planner
+from . import floors, foreseen, planner, worth
+from .fairness import Floats
 from .knapsack import Found
-from .planner import Choice, Exact, Floats
+from .planner import Choice
 from .wishes import PlanInput, waf_of
+from .worth import Exact
 
 SPARELESS = "without a hot spare"
 WORK_NUM_MAX = 1 << 18
@@ -87,9 +89,9 @@ class _Then(Struct, frozen=True):
     def total(self, num_slots: int, shift: int) -> int:
         """What is expected, times 2^shift and `num_slots`, of which each fails as likely."""
         wishes, rows = self.asked.wishes, self.exact.rows(shift)[0]
-        back = planner.scaled(self.back, shift).tolist()
+        back = worth.scaled(self.back, shift).tolist()
         num_idle = num_slots - sum(wish.now for wish in wishes)
-        total = num_idle * rows.sums(rows.vector(planner.plan(self.asked).slots))[0]
+        total = num_idle * rows.sums(rows.vector(planner.planned(self.asked).slots))[0]
         for i, slots in _lost(self.asked):
             value = rows.sums(rows.vector(slots))[0]
             value -= back[i] if slots[i] == wishes[i].now else 0
@@ -101,8 +103,9 @@ def _then(asked: PlanInput, slots: Sequence[int]) -> _Then:
     after = replace(asked, num_slots=max(asked.num_slots - asked.spare_slots, 0), wishes=tuple(
         replace(wish, now=x, hurt=False) for wish, x in zip(asked.wishes, slots, strict=True)))
     stands_s = min(asked.repair_s, after.running_s)
-    return _Then(after, planner.exact(after.wishes, stands_s), np.array(
-        [waf_of(wish, wish.now) * wish.transition.same_s for wish in after.wishes]))
+    return _Then(after, worth.exact(after.wishes, stands_s, after.num_slots), np.array(
+        [waf_of(wish, wish.now) * wish.transition.same_s if wish.now <= after.num_slots else 0.0
+         for wish in after.wishes]))
 
 
 def _lost(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -114,14 +117,16 @@ def _lost(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
         if wish.now:
             then = replace(asked, wishes=(*asked.wishes[:i], replace(wish, hurt=True),
                                           *asked.wishes[i + 1:]))
-            yield i, planner.plan(then).slots
+            yield i, planner.planned(then).slots
 
 
 def _compared(asked: PlanInput, free: Sequence[int], kept: Sequence[int]) -> tuple[bool, HotSpare]:
     """Whether it pays to have the plan `kept`, with the spare, rather than `free`; in integers."""
-    exact, num = planner.exact(asked.wishes, asked.running_s), asked.num_slots
+    num = asked.num_slots
+    exact = worth.exact(asked.wishes, asked.running_s, num)
     thens = [_then(asked, slots) for slots in (free, kept)]
-    shift = min(map(planner.shift_of, (exact.most(), *(one.most for one in thens))))
+    most = [found for found in (exact.most(), *(one.most for one in thens)) if any(found)]
+    shift = min(map(worth.shift_of, most), default=0)
     rows = exact.rows(shift)[0]
     cost = rows.sums(rows.vector(free))[0] - rows.sums(rows.vector(kept))[0]
     without, with_it = (one.total(num, shift) for one in thens)

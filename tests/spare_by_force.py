@@ -9,6 +9,7 @@ from fractions import Fraction
 from msgspec.structs import replace
 from unicron.control_plane import floors, planner
 from unicron.control_plane.wishes import PlanInput, Wish
+from unicron.control_plane.worth import exact, shift_of
 
 CLOSE_RATIO = Fraction(1, 10**9)
 
@@ -18,8 +19,8 @@ def plan_by_force(asked: PlanInput) -> tuple[int, ...]:
     elsewhere."""
     if asked.limits is not None or floors.are_asked(asked):
         return planner.choose(asked).plan.slots
-    exact = planner.exact(asked.wishes, asked.running_s)
-    rows, earned = exact.rows(planner.shift_of(exact.most()))
+    every = exact(asked.wishes, asked.running_s, asked.num_slots)
+    rows, earned = every.rows(shift_of(every.most()))
     ends = rows.starts.tolist()
     options = [list(zip(*(found[begin:end].tolist() for found in (rows.sizes, rows.gains, earned)),
                         strict=True)) for begin, end in itertools.pairwise(ends)]

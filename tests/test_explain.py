@@ -36,9 +36,10 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
     objective = explain.objective_flop(asked, choice.plan.slots)
     rows = planner.gains(asked)
     whole = [math.fsum([waf_of(one, x) * asked.running_s, -explain.cost_flop(one, x)])
-             for one in asked.wishes for x in (0, *one.sizes)]
+             for one in asked.wishes for x in (0, *one.sizes) if x <= asked.num_slots]
+    gains = rows.gains[rows.sizes <= asked.num_slots].tolist()
     # Integers on one scale: what one unit of it is comes from the largest of each.
-    unit = max((abs(flop / number) for flop, number in zip(whole, rows.gains.tolist(), strict=True)
+    unit = max((abs(flop / number) for flop, number in zip(whole, gains, strict=True)
                 if abs(number) > 1 << 40), default=0.0)
     assert objective == pytest.approx(choice.plan.objective * unit, rel=1e-9,
                                       abs=unit * 2 * len(asked.wishes)) or not unit

@@ -163,3 +163,15 @@ def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(famil
 def test_no_row_is_no_plan_to_make() -> None:
     assert knapsack.best(rows_of([]), 5) == ((), 0)
     assert knapsack.best(rows_of([[(6, 1)]]), 5) is None
+
+
+@pytest.mark.parametrize("size", [5, 1 << 40, 1 << 62])
+def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
+    """Nor does the unit of all others' sizes follow it."""
+    pairs = [(0, 0), (2, 4), (4, 6), (size, 100)]
+    solved = Solved.of(rows_of([pairs] * 3), 4)
+    assert solved is not None
+    assert (solved.gain, solved.rows.slots(solved.vector), solved.units_num) == (8, (2, 2, 0), 2)
+    told = [(row, x) for row, x, _ in solved.runners_up((2, 2, 0), 9)]
+    assert sorted(told) == sorted((row, x) for row, had in enumerate((2, 2, 0))
+                                  for x in (0, 2, 4) if x != had)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_cli import refused, unicron
 from unicron.cli import plan_file, plan_offline, plan_told
@@ -84,6 +84,9 @@ def worth(file: dict[str, Any], slots: tuple[int, ...]) -> float:
 
 
 @given(files())
+@example({"gpus": 2, "mtbf_gpu_s": 100.0, "tasks": [
+    {"name": "t0", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
+     "flops": {1: 1.0, 2: 0.0, 3: 2.88e15}}]})
 @settings(max_examples=300, deadline=None)
 def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     offline = plan_file.parse(file)

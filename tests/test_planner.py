@@ -87,6 +87,15 @@ def test_a_size_that_earns_no_more_gains_no_more() -> None:
         assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+def test_a_size_that_cannot_be_had_makes_no_other_too_small_to_count(alpha: float) -> None:
+    """Not even where it is what the task has: a node was lost."""
+    for now in (0, 3):
+        found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
+                 _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
+        assert planner.choose(replace(asking(found, 2), alpha=alpha)).plan.slots == (1, 1)
+
+
 @given(wishes())
 @settings(max_examples=200, deadline=None)
 def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
