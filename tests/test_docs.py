@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 from unicron.cli import job_file
+from unicron.control_plane.serve import read_policy
+from unicron.events.policy import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 Rule = Callable[[Path], list[str]]
@@ -161,3 +163,14 @@ def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
         path = tmp_path / f"{at}.yaml"
         path.write_text(block, encoding="utf-8")
         assert job_file.load(path).name
+
+
+def test_every_policy_shown_in_a_page_is_a_policy(tmp_path: Path) -> None:
+    shown = [block for _, text in pages(ROOT)
+             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+             if "moves_max" in block]
+    assert len(shown) >= 1
+    for at, block in enumerate(shown):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(block, encoding="utf-8")
+        assert read_policy(path) != Policy()
