@@ -18,6 +18,7 @@ from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
 from .achieved import Planned, Waf, Work, over_time
 from .on_purpose import OnPurpose
+from .record_line import PROGRESS
 
 Plain = dict[str, Any]
 
@@ -142,7 +143,7 @@ class History(Struct):
         """Read the next record."""
         self.seq, self.at_s = record["seq"], record["at_s"]
         kind, body = record["kind"], record["body"]
-        if record["source"] != "heart" and kind not in ("TaskProgressed", "IterationsLogged"):
+        if record["source"] != "heart" and kind not in PROGRESS:
             self.stamps[record["seq"]] = (record["at_s"], record["occurred_s"])
         for incident in self.open.values():
             _count_slots(self, incident, record["at_s"])
@@ -206,13 +207,13 @@ def _logged(told: History, task: TaskHistory, record: Plain) -> None:
     body = record["body"]
     to, num = body["iteration"], body["num_iterations"]
     new = min(to - task.furthest, num)
-    if new > 0 and body["global_batch"] in (0, task.model_batch):
+    if new > 0 and task.iteration_flops and body["global_batch"] in (0, task.model_batch):
         told.work.append(Work(record["at_s"] - new * body["step_s"], record["at_s"],
                               new * task.iteration_flops * task.weight))
-    task.furthest = max(task.furthest, to)
+    if to > task.furthest:  # else it is done again, or another rank prints it too
+        task.furthest, task.skipped = to, task.skipped + body["skipped"]
     if body["loss"] is not None:
         task.losses[to] = body["loss"]
-    task.skipped += body["skipped"]
 
 
 def told_to(progressed: Plain) -> int:

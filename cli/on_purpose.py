@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from .record_line import essentials
+from .record_line import PROGRESS, essentials
 
 Plain = dict[str, Any]
 
@@ -78,5 +78,5 @@ def _is_over(one: Fault, record: Plain) -> bool:
         return False
     if kind == "RankExited":
         return bool(body["rank"] == one.rank and body["attempt"] >= one.attempt)
-    return kind == "TaskEnded" or (kind == "TaskProgressed" and one.goes_on_s is not None
+    return kind == "TaskEnded" or (kind in PROGRESS and one.goes_on_s is not None
                                    and record["at_s"] > one.goes_on_s)

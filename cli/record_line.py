@@ -199,6 +199,8 @@ def _fault(body: Plain) -> str:
     return f"stop {who} for {span(body['stop_s']) if body['stop_s'] else 'good'}"
 
 
+PROGRESS = ("TaskProgressed", "IterationsLogged")
+"""Kinds that tell of finished iterations, again and again."""
 ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
     "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "

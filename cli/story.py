@@ -13,6 +13,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from .history import IncidentHistory, told_to
+from .record_line import PROGRESS
 
 Plain = dict[str, Any]
 Other = Literal["moves", "leaves", "done"]
@@ -110,19 +111,19 @@ class Story(Struct, kw_only=True):
             self.before[task] = [self.ordered[task], record]
 
     def _is_old_progress(self, record: Plain, task: int) -> bool:
-        """Follow whether the task steps: only its first progress after a Resume counts."""
+        """Follow whether the task steps: only its first progress after it began anew counts."""
         kind, body = record["kind"], record["body"]
         if kind == "Reconfigured":
             self.settled[task] = body["step_version"]
-        elif kind == "Resume":
+        elif kind == "Resume" or (kind == "StartRank" and body["host"]):  # a command has no Resume
             self.resumed.add(task)
-        steps = kind == "TaskProgressed" and task in self.resumed and (
-            told_to(body) > self.settled.get(task, 0))
+        steps = task in self.resumed and (kind == "IterationsLogged" or (
+            kind == "TaskProgressed" and told_to(body) > self.settled.get(task, 0)))
         if steps:
             self.resumed.discard(task)
         if (steps or kind == "TaskEnded") and task in self.others:
             self.others[task] = "done"
-        return kind == "TaskProgressed" and not steps
+        return kind in PROGRESS and not steps
 
     def _is_own(self, record: Plain) -> bool:
         number = self.incident.id

@@ -11,6 +11,7 @@ from test_described import KNOWN, job
 from unicron.cli import record_line, screen_task
 from unicron.cli.history import History, history, waf
 from unicron.cli.screens import status
+from unicron.cli.story import story
 from unicron.control_plane import economics
 from unicron.control_plane.fold_logged import ITERATIONS_MAX
 from unicron.control_plane.model_flops import iteration_flops
@@ -269,3 +270,51 @@ def test_the_screens_say_how_far_it_is(d: Driver) -> None:
         "global batch 24")
     d.now_s += 1.0
     assert view(d.state)["tasks"][0]["waf"] == pytest.approx(FLOPS)
+
+
+# --- pages of incidents -------------------------------------------------------------------------
+def test_the_page_of_an_incident_has_no_line_for_each_line_that_is_printed(d: Driver) -> None:
+    """Not of the hurt command; of one that moves the first that it prints anew, and no more."""
+    task = begin(d)
+    measured(d, task)
+    d.tell("operator/freeze", r.HealingFrozen(reason="a look at it"))
+    d.exit(task, 1)
+    for iteration in range(50, 90, 10):
+        printed(d, task, iteration)
+    d.obey(d.tell("operator/go", r.HealingResumed()))
+    told = story(next(iter(history(map(to_plain, d.log)).incidents.values())),
+                 map(to_plain, d.log))
+    assert "StartRank" in [record["kind"] for record in told.records]
+    assert "IterationsLogged" not in [record["kind"] for record in told.records]
+
+    told.incident.closed_seq, told.records, told.others = 0, [], {99: "moves"}
+    for kind in ("IterationsLogged", "StartRank", *3 * ["IterationsLogged"]):
+        told.add({"seq": d.state.seq + 1, "cause": 1, "incident": 0, "kind": kind,
+                  "body": {"task": 99, "host": "n1"}})
+    assert [record["kind"] for record in told.records] == ["StartRank", "IterationsLogged"]
+    assert told.others == {99: "done"}
+
+
+def test_a_fault_on_purpose_is_over_where_a_command_prints_on(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=r.Policy(allow_inject=True)))
+    task = begin(d)
+    printed(d, task, 10, 0)
+    d.tell("operator/c", r.FaultRequested(what="stop", task=task, rank=2, stop_s=2.0,
+                                          reason="by ops"))
+    told = history(map(to_plain, d.log))
+    assert [one.over_seq for one in told.on_purpose.faults] == [0]
+    d.now_s += 5
+    seq = printed(d, task, 20)[0].seq
+    told = history(map(to_plain, d.log))
+    assert [one.over_seq for one in told.on_purpose.faults] == [seq]
+
+
+def test_skipped_iterations_count_once(d: Driver) -> None:
+    task = begin(d)
+    printed(d, task, 10, 0, skipped=3)
+    printed(d, task, 20, skipped=1)
+    printed(d, task, 20, rank=2, skipped=1)
+    restart(d, task)
+    printed(d, task, 20, 0, skipped=1)
+    printed(d, task, 30, skipped=2)
+    assert history(map(to_plain, d.log)).tasks[task].skipped == 6
