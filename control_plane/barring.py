@@ -51,7 +51,7 @@ def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[in
         quota = dict(asked.quotas).get(wish.team)
         if quota is not None and quota < wish.sizes[0]:
             found[wish.task] = Bar(why=_quota(wish.team, quota),
-                                   needs=f"a quota of {wish.sizes[0]} slots or more")
+                                   needs=f"a quota of {_slots(wish.sizes[0])} or more")
         elif not without[i]:
             found[wish.task] = Bar(within=_within(asked, wish, slots))
         else:
@@ -117,7 +117,11 @@ def _bar(asked: PlanInput, wish: Wish, kinds: Sequence[str], *, alone: bool) -> 
 
 
 def _quota(team: str, quota: int) -> str:
-    return f"the quota of team {team}, {quota} slot{'s' * (quota != 1)}"
+    return f"the quota of team {team}, {_slots(quota)}"
+
+
+def _slots(num: int) -> str:
+    return f"{num} slot{'s' * (num != 1)}"
 
 
 def _within(asked: PlanInput, wish: Wish, slots: Sequence[int]) -> str:

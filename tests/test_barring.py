@@ -82,7 +82,8 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanInput) -> None:
         if x:
             assert one.task not in bars
         elif quota < one.sizes[0]:
-            assert bar.needs == f"a quota of {one.sizes[0]} slots or more"
+            least = "1 slot" if one.sizes[0] == 1 else f"{one.sizes[0]} slots"
+            assert bar.needs == f"a quota of {least} or more"
         else:
             assert bool(bar.why) == (run > 0)
         if not bar.why or quota < one.sizes[0]:
@@ -91,9 +92,9 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanInput) -> None:
         if bar.why.startswith("held back by the limits of the plan: "):
             continue
         for kind in named:
-            at = replace(lifted[kind], quotas=tuple(
-                (team, num) for team, num in asked.quotas
-                if team != one.team)) if kind == "quota" else lifted[kind]
+            at = lifted[kind]
+            if kind == "quota" and one.team in dict(asked.quotas):  # else all of others are
+                at = replace(at, quotas=tuple(x for x in asked.quotas if x[0] != one.team))
             other = planner.choose(at).plan.slots[one.task - 1]
             assert other > 0, f"without {kind}"
 
@@ -153,7 +154,6 @@ def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) 
         why="held back by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
         needs="fewer limits: a larger moves_max, a larger quota")
     assert not pricing.prices(asked, plan)
-
 
 
 def test_slots_that_are_kept_idle_are_no_limit() -> None:
