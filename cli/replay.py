@@ -114,6 +114,7 @@ def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
 def _fold(records: Iterable[Record], *, as_json: bool) -> None:
     from ..control_plane.replay import replay
     from ..control_plane.view import view
+    from .screens import done
 
     told = view(replay(records))
     if as_json:
@@ -124,7 +125,7 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
             f"state {cluster['hash']}")
     if told["tasks"]:
         for row in table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
-                [task["name"], task["state"].upper(), f"{task['iteration']}/{task['iterations']}",
+                [task["name"], task["state"].upper(), done(task),
                  str(task["healed"]), str(task["iterations_lost"])] for task in told["tasks"]],
                 right=(2, 3, 4)):
             say.out(row)

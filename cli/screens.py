@@ -210,15 +210,20 @@ def _plan(view: Plain) -> list[str]:
 
 
 # --- the table ----------------------------------------------------------------------------------
+def done(task: Plain) -> str:
+    """How far it is, and of how many iterations where that is known; a command may tell of none."""
+    if task["iterations"]:
+        return f"{count(task['iteration'])}/{count(task['iterations'])}"
+    return count(task["iteration"]) if task["iteration"] else "-"
+
+
 def _task_row(task: Plain) -> list[str]:
     now, target = task["slots"]["now"], task["slots"]["target"]
     slots = str(now) if now == target else f"{now} of {target}" if now < target else (
         f"{now} -> {target}")
-    done = (f"{count(task['iteration'])}/{count(task['iterations'])}" if task["iterations"]
-            else count(task["iteration"]) if task["iteration"] else "-")
     return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), slots,
             task["layout"] or "-",
-            f"{task['weight']:g}", done, f"{task['step_s']:.2f}" if task["step_s"] else "-",
+            f"{task['weight']:g}", done(task), f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",
             scaled(task["waf"], "").strip() if task["waf"] else "-",
             str(task["healed"]), str(task["iterations_lost"])]

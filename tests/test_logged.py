@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from heart_driver import Driver, at_rest, kinds, task_of, the
 from test_described import KNOWN, job
-from unicron.cli import record_line, screen_task
+from unicron.cli import record_line, replay, screen_task
 from unicron.cli.history import History, history, waf
 from unicron.cli.screens import status
 from unicron.cli.story import story
@@ -150,6 +150,17 @@ def test_without_a_model_there_is_progress_and_no_table(d: Driver) -> None:
     assert kinds(measured(d, task)) == []
     it = task_of(d, task)
     assert (it.iteration, it.step_s, it.rate_flops) == (40, 1.0, 0.0)
+
+
+def test_who_does_not_say_of_how_many_is_shown_without(
+        d: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+    task = begin(d)
+    printed(d, task, 1040, 0, iterations=0)
+    replay._fold(d.log, as_json=False)
+    row = next(line for line in status(view(d.state), cluster="c", now_s=d.now_s) if " gpt " in line)
+    for shown in (row, capsys.readouterr().out):
+        assert " 1,040 " in shown
+        assert "/0" not in shown
 
 
 def restart(d: Driver, task: int) -> None:
