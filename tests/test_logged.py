@@ -157,8 +157,8 @@ def test_who_does_not_say_of_how_many_is_shown_without(
     task = begin(d)
     printed(d, task, 1040, 0, iterations=0)
     replay._fold(d.log, as_json=False)
-    row = next(line for line in status(view(d.state), cluster="c", now_s=d.now_s) if " gpt " in line)
-    for shown in (row, capsys.readouterr().out):
+    rows = status(view(d.state), cluster="c", now_s=d.now_s)
+    for shown in (next(row for row in rows if " gpt " in row), capsys.readouterr().out):
         assert " 1,040 " in shown
         assert "/0" not in shown
 

@@ -103,6 +103,18 @@ def test_a_log_that_is_not_there_is_said_and_no_error(
     assert "cannot be read" in capsys.readouterr().out
 
 
+def test_who_writes_on_after_the_end_is_not_followed(log: Path, reader: Progress) -> None:
+    """A process that does not die may print for ever."""
+    write(log, line(1) + line(2))
+    rest = reader.end()
+    told = [next(iter(rest)).iteration]
+    for one in rest:
+        write(log, line(len(told) + 2))
+        told.append(one.iteration)
+        assert len(told) < 9
+    assert told == [1, 2]
+
+
 def test_another_global_batch_is_said_once(log: Path, reader: Progress,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     write(log, line(1, batch=16) + line(2, batch=16))

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from msgspec import convert
 from real_cluster import LIMIT_S, RealCluster
+from unicron.control_plane.model_flops import iteration_flops
+from unicron.events.model_spec import MegatronModel
 
 TRAINS = """
 import os, sys, time
@@ -67,10 +70,13 @@ def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path)
     measured: Any = cluster.wait_told(0, "ThroughputSet", task=task, origin="measured").body
     after = cluster.client().get("/v1/state")["cluster"]["input"]
     assert after > before, "a dry run of before does not hold any more"
-    size = cluster.task(task)["slots"]["target"]
+    shown, size = cluster.task(task), len(cluster.task(task)["ranks"])
     rate = measured.rates_flops[measured.sizes.index(size)]
-    shown = cluster.task(task)
-    assert 0.5 < rate / shown["rate_flops"] < 2.0, "as fast as it says of itself"
+    told: list[Any] = [x.body for x in cluster.told(0, "IterationsLogged", task=task)]
+    steps_s = [body.step_s for body in told if body.num_iterations]
+    flops = iteration_flops(convert(MODEL, MegatronModel))
+    assert flops / max(steps_s) <= 1.000001 * rate, "as fast as it says of itself"
+    assert flops / min(steps_s) >= 0.999999 * rate
     assert shown["iterations"] == 100_000
     assert shown["loss"] > 0
 

@@ -93,10 +93,13 @@ class Progress:
         return self._report(told) if told is not None else None
 
     def end(self) -> Iterable[IterationsLogged]:
-        """All that is left to tell; then the log is closed."""
-        while (told := self.look()) is not None:
-            yield told
+        """All that is left to tell, of one look; then the log is closed: who writes on is not
+        followed."""
+        told = self.look()
         self.close()
+        while told is not None:
+            yield told
+            told = self.look()
 
     def close(self) -> None:
         if self._fd >= 0:
