@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from . import floors, planner, worth
 from .core import LOSS_NUM_MAX, Ints
 from .knapsack import Found, Rows, Solved, best
-from .tables import followed, suffixes
+from .tables import Others, followed, suffixes
 from .wishes import PlanInput, waf_of
 from .worth import Exact
 
 Bools = NDArray[np.bool_]
 REST_NUM_MAX = 1 << 24
 """Tasks that are not held times slots: 128 MB."""
+BESIDE_NUM_MAX = 1 << 21
+"""Tasks times slots: two tables of 16 MB, each about the time of ten plans."""
 What = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
@@ -159,10 +161,20 @@ def _steady(then: PlanInput, rows: Rows) -> Found | None:
     return best(planner.held(then.wishes, rows), then.num_slots)
 
 
-def _best(rows: Rows, num_slots: int) -> Found:
-    found = best(rows, num_slots)
+def _best(rows: Rows, num_slots: int, gain: int | None = None) -> Found:
+    """`gain`: of the optimum, where it is known."""
+    found = Solved.of(rows, num_slots, gain=gain)
     assert found is not None, "0 slots for each fit, and so do the floors that are given"
-    return found
+    return rows.slots(found.vector), found.gain
+
+
+def _less(rows: Rows, i: int) -> Rows:
+    """All but row i."""
+    begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
+    starts = np.delete(rows.starts, i)
+    starts[i:] -= end - begin
+    out = slice(begin, end)
+    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out), starts=starts)
 
 
 def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Found,
@@ -189,13 +201,23 @@ class _Scale:
         losses[at[at >= 0]] = LOSS_NUM_MAX
         self.others: Ints = np.minimum.reduceat(losses, exact.starts[:-1])
         """By row: what a vector loses against the bound, at least, without what the task has."""
-        self._stays, self._num_free = stays, num_free
+        self._stays, self._num_free, self._num_slots = stays, num_free, num_slots
         self._shared: dict[int, list[int]] = {}
         self.held_gain = int(self.rows.gains[at[stays]].sum())
 
     def is_less(self, i: int, gain: int) -> bool:
         """Whether without what task i has every plan gains less than this."""
         return self.relaxed.bound - int(self.others[i]) < self.relaxed.parts * gain
+
+    def gain_beside(self, i: int) -> int | None:
+        """Of the optimum of all but task i; None: to know it of every task would take too much."""
+        return None if self._beside is None else self._beside.without(i, self._num_slots)[0]
+
+    @cached_property
+    def _beside(self) -> Others | None:
+        if self.rows.num * self._num_slots > BESIDE_NUM_MAX:
+            return None
+        return Others(self.rows, self._num_slots)
 
     @property
     def is_held_small(self) -> bool:
@@ -308,26 +330,18 @@ class _Left:
         begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
 
         def made() -> tuple[Rows, Ints]:
-            whole, out = scale.rows, slice(begin, end)
-            starts = np.delete(whole.starts, i)
-            starts[i:] -= end - begin
-            return (Rows(sizes=np.delete(whole.sizes, out), gains=np.delete(whole.gains, out),
-                         starts=starts), np.delete(scale.earned, out))
+            return _less(scale.rows, i), np.delete(scale.earned, slice(begin, end))
 
         if scale.slots[i] == 0:
             optimum = ((*scale.slots[:i], *scale.slots[i + 1:]),
                        scale.gain - int(scale.rows.gains[begin]))
         else:
-            optimum = _best(made()[0], then.num_slots)
+            optimum = _best(made()[0], then.num_slots, scale.gain_beside(i))
 
         if not self._changes((*optimum[0][:i], 0, *optimum[0][i:]), i):
             return Outlook(optimum=optimum, plan=optimum)
-        if self._stays[i] and scale.is_held_small:
-            none = np.zeros(1, dtype=np.int64)
-            held = self._held(scale, i, none, none)
-            return _outlook(then, made, optimum, held and (
-                (*held[0][:i], *held[0][i + 1:]), held[1]))
-        return _outlook(then, made, optimum, _steady(then, made()[0]))
+        return _outlook(then, made, optimum, self._held_beside(scale, i) if (
+            scale.is_held_small) else _steady(then, made()[0]))
 
     def _scale(self, most: Sequence[float]) -> _Scale | None:
         """That of these largest gains; None: on it, ours would be too large."""
@@ -360,6 +374,21 @@ class _Left:
         made = gains[sizes <= left] + scale.rest[0, left - fits]
         return max(self._with_rest(scale, left - x, (i, x)) for x in
                    fits[made == made.max()].tolist()), gain + int(made.max())
+
+    def _held_beside(self, scale: _Scale, i: int) -> Found | None:
+        """As `_held`, without task i."""
+        none = np.zeros(1, dtype=np.int64)
+        held = self._held(scale, i, none, none)
+        if held is None or self._stays[i]:
+            return held and ((*held[0][:i], *held[0][i + 1:]), held[1])
+        if held[0][i] == 0:  # it is in nobody's way
+            has_none = int(scale.rows.gains[self._exact.starts[i]])
+            return (*held[0][:i], *held[0][i + 1:]), held[1] - has_none
+        left, free = self._asked.num_slots - self._held_num, ~self._stays
+        slots, gain = _best(_less(scale.free, int(free[:i].sum())), left)
+        found, others = np.delete(self._now, i), np.delete(free, i)
+        found[others] = slots
+        return tuple(found.tolist()), scale.held_gain + gain
 
     def _with_rest(self, scale: _Scale, left: int,
                    own: tuple[int, int] | None = None) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ _ROUNDS_NUM = 16
 """In which a vector is filled up."""
 _LIKELY_NUM, _SWAPS_NUM = 256, 8
 """Candidates of each kind that are tried in pairs, and how many pairs are told."""
+_SHORT_NUM = 4096
+"""Candidates that are all looked at rather than chosen among first."""
 _PRICE_BITS = 58
 """Price times size fits into 64 bits beside a gain."""
 _PARTS_NUM_MAX = 32
@@ -125,8 +127,10 @@ class Solved(Struct, frozen=True, kw_only=True):
     gain: int
 
     @classmethod
-    def of(cls, rows: Rows, capacity: int, known: Found | None = None) -> Solved | None:
-        """None if nothing fits. `known`: the optimum, where it need not be searched for."""
+    def of(cls, rows: Rows, capacity: int, known: Found | None = None,
+           gain: int | None = None) -> Solved | None:
+        """None if nothing fits. `known`: the optimum, where it need not be searched for. `gain`:
+        of the optimum, where that is known: one core is then enough to find it."""
         if not rows.num:
             none = np.zeros(0, np.int64)
             relaxed = Relaxed(parts=1, price=0, bound=0, losses=none, picks=none)
@@ -140,6 +144,9 @@ class Solved(Struct, frozen=True, kw_only=True):
         relaxed, *starts = found
         if known is not None:
             vector = rows.vector(known[0])
+        elif gain is not None:
+            vector = _Core(_kept(units, units_num, relaxed,
+                                 relaxed.bound - relaxed.parts * gain)).vector()
         else:
             most = relaxed.bound - relaxed.parts * max(
                 units.sums(_filled(units, start, units_num))[0] for start in starts)
@@ -284,6 +291,40 @@ def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
     yield most
 
 
+class _Part(Struct, frozen=True):
+    """Candidates among which is the best of each row, at all prices that are still asked for."""
+
+    numbers: Ints
+    sizes: Ints
+    gains: Ints
+    row_of: Ints
+    firsts: Ints
+    """By row: its first place here."""
+
+    def between(self, low: Ints, high: Ints) -> _Part:
+        """By row from the size of candidate `low` to that of `high`; all where they are few."""
+        if len(self.numbers) <= _SHORT_NUM:
+            return self
+        return self.only((self.numbers >= low[self.row_of]) & (self.numbers <= high[self.row_of]))
+
+    def only(self, some: NDArray[np.bool_]) -> _Part:
+        """These candidates; every row must have one."""
+        if some.all():
+            return self
+        kept = np.flatnonzero(some)
+        row_of = self.row_of[kept]
+        counts = np.bincount(row_of, minlength=len(self.firsts))
+        return _Part(self.numbers[kept], self.sizes[kept], self.gains[kept], row_of,
+                     np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1])))
+
+    def picked(self, price: int, capacity: int) -> tuple[Ints, int]:
+        """(the smallest best candidate of each row at this price, the bound)."""
+        left = self.gains - price * self.sizes
+        most = np.maximum.reduceat(left, self.firsts)
+        numbers = np.where(left == most[self.row_of], self.numbers, self.numbers[-1] + 1)
+        return np.minimum.reduceat(numbers, self.firsts), int(most.sum()) + price * capacity
+
+
 def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
     """(at the price at which the bound is lowest, or near it; two vectors that fit, the second with
     as many of the rows as fit at what they would have with more), None if nothing fits.
@@ -293,21 +334,21 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
     """
     row_of = rows.row_of
     price_max = (1 << _PRICE_BITS) // max(capacity, 1)
-    vector = fits_at = rows.starts[:-1]
+    vector = rows.starts[:-1]
     if (rows.sizes[vector] > capacity).any() or rows.sums(vector)[1] > capacity:
         return None
     fits = rows.sums(vector)
-    inner, firsts = _inner(rows, rows.sizes <= capacity)
-    over_at, found = _picked(rows, inner, firsts, 0, capacity)
+    part = _Part(np.arange(len(row_of)), rows.sizes, rows.gains, row_of, vector).only(
+        rows.sizes <= capacity)
+    over_at, found = part.picked(0, capacity)
     over = rows.sums(over_at)
     if over[1] <= capacity:
         return _at(rows, capacity, row_of, 1, 0), over_at, over_at
     price = 0
     while True:
-        inner, firsts = _inner(rows, (rows.sizes >= rows.sizes[fits_at][row_of])
-                               & (rows.sizes <= rows.sizes[over_at][row_of]))
+        part = part.between(vector, over_at)
         asked = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
-        picks, bound = _picked(rows, inner, firsts, asked, capacity)
+        picks, bound = part.picked(asked, capacity)
         sums = rows.sums(picks)
         if bound < found:
             found, price = bound, asked
@@ -316,7 +357,7 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
         if sums[1] > capacity:
             over, over_at = sums, picks
         else:
-            fits, vector, fits_at = sums, picks, picks
+            fits, vector = sums, picks
     parts, exact = 1, price
     gain, slots = over[0] - fits[0], over[1] - fits[1]
     if gain // slots == price:
@@ -327,24 +368,6 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
     more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
     return (_at(rows, capacity, row_of, parts, exact), vector,
             np.where(more, over_at, vector))
-
-
-def _inner(rows: Rows, some: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """(these candidates, where each row begins among them); every row must have one."""
-    inner = np.flatnonzero(some)
-    counts = np.bincount(rows.row_of[inner], minlength=rows.num)
-    return inner, np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1]))
-
-
-def _picked(rows: Rows, inner: Ints, firsts: Ints, price: int,
-            capacity: int) -> tuple[Ints, int]:
-    """(the smallest best candidate of each row at this price, the bound), of `inner` alone, in
-    which each row begins at one of `firsts`."""
-    left = rows.gains[inner] - price * rows.sizes[inner]
-    most = np.maximum.reduceat(left, firsts)
-    counts = np.diff(firsts, append=len(inner))
-    numbers = np.where(left == np.repeat(most, counts), inner, len(rows.sizes))
-    return np.minimum.reduceat(numbers, firsts), int(most.sum()) + price * capacity
 
 
 def _at(rows: Rows, capacity: int, row_of: Ints, parts: int, price: int) -> Relaxed:
