@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from . import floors, planner, worth
 from .core import LOSS_NUM_MAX, Ints
 from .knapsack import Found, Rows, Solved, best
-from .tables import Others, followed, suffixes
+from .tables import Others, followed, suffixes, without_row
 from .wishes import PlanInput, waf_of
 from .worth import Exact
 
@@ -30,6 +30,8 @@ REST_NUM_MAX = 1 << 24
 """Tasks that are not held times slots: 128 MB."""
 BESIDE_NUM_MAX = 1 << 21
 """Tasks times slots: two tables of 16 MB, each about the time of ten plans."""
+PLAIN_NUM_MAX = 1 << 14
+"""Candidates times slots up to which plain dynamic programming is the quickest."""
 What = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
@@ -163,18 +165,12 @@ def _steady(then: PlanInput, rows: Rows) -> Found | None:
 
 def _best(rows: Rows, num_slots: int, gain: int | None = None) -> Found:
     """`gain`: of the optimum, where it is known."""
+    if len(rows.sizes) * num_slots <= PLAIN_NUM_MAX:
+        after = suffixes(rows, num_slots)
+        return tuple(followed(rows, after, num_slots)), int(after[0, num_slots])
     found = Solved.of(rows, num_slots, gain=gain)
     assert found is not None, "0 slots for each fit, and so do the floors that are given"
     return rows.slots(found.vector), found.gain
-
-
-def _less(rows: Rows, i: int) -> Rows:
-    """All but row i."""
-    begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
-    starts = np.delete(rows.starts, i)
-    starts[i:] -= end - begin
-    out = slice(begin, end)
-    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out), starts=starts)
 
 
 def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Found,
@@ -215,7 +211,8 @@ class _Scale:
 
     @cached_property
     def _beside(self) -> Others | None:
-        if self.rows.num * self._num_slots > BESIDE_NUM_MAX:
+        work = len(self.rows.sizes) * self._num_slots
+        if work <= PLAIN_NUM_MAX or self.rows.num * self._num_slots > BESIDE_NUM_MAX:
             return None
         return Others(self.rows, self._num_slots)
 
@@ -330,7 +327,7 @@ class _Left:
         begin, end = int(self._exact.starts[i]), int(self._exact.starts[i + 1])
 
         def made() -> tuple[Rows, Ints]:
-            return _less(scale.rows, i), np.delete(scale.earned, slice(begin, end))
+            return without_row(scale.rows, i), np.delete(scale.earned, slice(begin, end))
 
         if scale.slots[i] == 0:
             optimum = ((*scale.slots[:i], *scale.slots[i + 1:]),
@@ -385,7 +382,7 @@ class _Left:
             has_none = int(scale.rows.gains[self._exact.starts[i]])
             return (*held[0][:i], *held[0][i + 1:]), held[1] - has_none
         left, free = self._asked.num_slots - self._held_num, ~self._stays
-        slots, gain = _best(_less(scale.free, int(free[:i].sum())), left)
+        slots, gain = _best(without_row(scale.free, int(free[:i].sum())), left)
         found, others = np.delete(self._now, i), np.delete(free, i)
         found[others] = slots
         return tuple(found.tolist()), scale.held_gain + gain

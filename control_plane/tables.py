@@ -68,6 +68,15 @@ def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
     return int(sizes[np.flatnonzero(totals == want)[-1]])
 
 
+def without_row(rows: Rows, i: int) -> Rows:
+    """All but row i."""
+    begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
+    starts = np.delete(rows.starts, i)
+    starts[i:] -= end - begin
+    out = slice(begin, end)
+    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out), starts=starts)
+
+
 class Others:
     """The best that the rows before and after one row make of j slots, exactly."""
 

@@ -65,6 +65,15 @@ def test_every_plan_looked_up_is_the_plan_made_on_demand(given_: tuple[PlanInput
 
 
 @given(inputs())
+@settings(max_examples=300, deadline=None)
+def test_so_it_is_where_plans_are_no_longer_small(given_: tuple[PlanInput, int]) -> None:
+    """The end of a task is then solved with its worth known, from tables of all others."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(foreseen, "PLAIN_NUM_MAX", -1)
+        holds(*given_)
+
+
+@given(inputs())
 @settings(max_examples=100, deadline=None)
 def test_so_it_is_where_too_many_wait_for_a_table_of_them(given_: tuple[PlanInput, int]) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -109,6 +118,19 @@ def test_what_is_no_single_event_is_not_looked_up() -> None:
                                        *one.wishes[1:])),
                   replace(asked, wishes=(*asked.wishes, replace(first, task=99)))):
         assert table.known(other) is None
+
+
+def test_who_ends_and_would_have_been_stopped_takes_its_cost_along() -> None:
+    """Beside a healthy task that would grow for a little, which gain_min does not let it."""
+    each, none = Transition.alike(0.0), Transition.alike(1.0)
+    grows = Wish(task=1, name="a", now=2, hurt=False, transition=each, sizes=(2, 3),
+                 wafs=(10.0, 10.01))
+    stops = Wish(task=2, name="b", now=1, hurt=True, transition=replace(none, same_s=1e6),
+                 sizes=(1,), wafs=(1.0,))
+    asked = PlanInput(wishes=(grows, stops), num_slots=3, mtbf_gpu_s=300.0, gain_min=0.3)
+    plan = foresee(asked, 1).outlooks[Event(what="task ended", task=2)].plan
+    assert plan[0] == (2,)
+    holds(asked, 1)
 
 
 def test_what_is_the_same_is_held_once() -> None:
