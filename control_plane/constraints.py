@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .core import Ints
-from .knapsack import Found, Rows
+from .rows import Found, Rows
 from .tables import IMPOSSIBLE
 
 

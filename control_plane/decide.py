@@ -21,8 +21,8 @@ from . import (
     transition,
     waiting,
 )
-from .knapsack import Found
 from .plan_input import plan_input
+from .rows import Found
 from .state import ClusterState, Task, live_tasks
 from .wishes import PlanInput
 

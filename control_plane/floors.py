@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from .knapsack import Rows
+from .rows import Rows
 from .wishes import PlanInput, Wish, waf_of
 
 

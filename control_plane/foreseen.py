@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from . import floors, planner, worth
 from .core import LOSS_NUM_MAX, Ints
-from .knapsack import Found, Rows, Solved, best
+from .knapsack import Solved, best
+from .rows import Found, Rows
 from .tables import Others, followed, suffixes, without_row
 from .wishes import PlanInput, waf_of
 from .worth import Exact

@@ -11,8 +11,8 @@ import structlog
 from . import floors
 from .aside import aside
 from .foreseen import Foreseen, foresee
-from .knapsack import Found
 from .plan_input import node_slots, plan_input
+from .rows import Found
 from .state import ClusterState
 from .wishes import PlanInput
 

@@ -23,7 +23,8 @@ from . import constraints, floors
 from .constraints import Limits
 from .core import Ints
 from .fairness import OTHERS_WAIT_NUM
-from .knapsack import Found, Rows, Solved, best
+from .knapsack import Solved, best
+from .rows import Found, Rows
 from .wishes import PlanInput, Wish, charged_s, waf_of
 from .worth import SUM_BITS, exact, shift_of
 

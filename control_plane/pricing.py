@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from . import constraints, floors
 from .constraints import Limits
-from .knapsack import Found, Rows
 from .planner import Plan, gains, held, plan_of
+from .rows import Found, Rows
 from .tables import IMPOSSIBLE, Others
 from .wishes import PlanInput
 

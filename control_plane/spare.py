@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from ..events.orders import Alternative, HotSpare
 from . import floors, foreseen, planner, worth
 from .fairness import Floats
-from .knapsack import Found
 from .planner import Choice
+from .rows import Found
 from .wishes import PlanInput, waf_of
 from .worth import Exact
 

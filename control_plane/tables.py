@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .core import Ints
-from .knapsack import Rows
+from .rows import Rows
 
 IMPOSSIBLE = -(1 << 60)
 """Below half of it: no vector fits."""

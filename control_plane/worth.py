@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from . import fairness
 from .core import Ints
 from .fairness import Floats
-from .knapsack import Rows
+from .rows import Rows
 from .wishes import Wish
 
 SUM_BITS = 52
@@ -20,7 +20,7 @@ SUM_BITS = 52
 
 
 class Exact(Struct, frozen=True, kw_only=True):
-    """G before it is scaled, of each task's sizes and 0; `knapsack.Rows` of floats.
+    """G before it is scaled, of each task's sizes and 0; `rows.Rows` of floats.
 
     What does not fit at all counts as the largest size that does: it needs no scale."""
 

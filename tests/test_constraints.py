@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane import constraints, knapsack, planner
 from unicron.control_plane.constraints import Limits
-from unicron.control_plane.knapsack import rows_of
+from unicron.control_plane.rows import rows_of
 from unicron.control_plane.wishes import PlanInput, Transition, Wish
 from unicron.events import orders as o
 from unicron.events import reports as r

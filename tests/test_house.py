@@ -31,7 +31,7 @@ PURE = (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
         "room", "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",
         "fold_ranks", "fold_copies", "fold_requests", "incidents", "command", "processes",
-        "calibration", "pricing", "knapsack", "core", "core_bits", "core_sums", "tables",
+        "calibration", "pricing", "knapsack", "rows", "core", "core_bits", "core_sums", "tables",
         "foreseen", "waiting", "withhold",
         "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run", "barring",
         "gpu_kinds", "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",

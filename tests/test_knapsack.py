@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import FAMILIES, degenerate
 from unicron.control_plane import knapsack, planner, tables
-from unicron.control_plane.knapsack import Solved, rows_of
+from unicron.control_plane.knapsack import Solved
+from unicron.control_plane.rows import rows_of
 
 Row = list[tuple[int, int]]
 Plan = tuple[tuple[int, ...], int]

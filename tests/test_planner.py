@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane import knapsack, planner, pricing, throughput
-from unicron.control_plane.knapsack import Rows
+from unicron.control_plane.rows import Rows
 from unicron.control_plane.wishes import PlanInput, Transition, Wish, waf_of
 from unicron.events.orders import ThroughputSet
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from planner_cases import SIZES, case
 from unicron.control_plane import foreseen, knapsack, planner, tables
-from unicron.control_plane.knapsack import Rows
+from unicron.control_plane.rows import Rows
 from unicron.control_plane.wishes import PlanInput
 
 GPUS_PER_NODE_NUM = 8
