@@ -155,7 +155,8 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
         return "there is nothing that could earn anything"
     if bound == "spare" and choice.spare is not None:
         spare = choice.spare
-        return (f"{spare.num_slots} slots idle as a hot spare, which costs "
+        slots = f"{spare.num_slots} slot{'s' * (spare.num_slots != 1)}"
+        return (f"{slots} idle as a hot spare, which costs "
                 f"{_share(spare.cost_flop, asked, plan.waf)} until the next fault and saves "
                 f"{_share(spare.saves_flop, asked, plan.waf)} then")
     if bound in ("limits", "floor"):

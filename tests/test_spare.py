@@ -211,6 +211,16 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     assert d.state.plan.spare.verdict == "idle anyway", "to grow would cost beta more than it earns"
 
 
+def test_one_slot_is_told_as_one() -> None:
+    made = Driver(nodes=8, slots=1)
+    made.tell("leader/abc", r.PolicySet(policy=Policy(
+        hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)))
+    made.submit(spec(slots={"sizes": [4]}, throughput={4: 1e12}))
+    made.submit(spec(name="beta", slots={"sizes": [3, 4]}, throughput={3: 1e12, 4: 1.01e12}))
+    assert made.state.plan is not None
+    assert ": 1 slot idle as a hot spare, which costs " in made.state.plan.why
+
+
 def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
     """A change stands longer than it is until the next fault: a newcomer had better not begin."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
