@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from . import floors, planner, worth
+from . import floors, knapsack, planner, worth
 from .core import LOSS_NUM_MAX, Ints
 from .knapsack import Solved, best
 from .rows import Found, Rows
@@ -31,8 +31,6 @@ REST_NUM_MAX = 1 << 24
 """Tasks that are not held times slots: 128 MB."""
 BESIDE_NUM_MAX = 1 << 21
 """Tasks times slots: two tables of 16 MB, each about the time of ten plans."""
-PLAIN_NUM_MAX = 1 << 14
-"""Candidates times slots up to which plain dynamic programming is the quickest."""
 What = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
@@ -166,12 +164,9 @@ def _steady(then: PlanInput, rows: Rows) -> Found | None:
 
 def _best(rows: Rows, num_slots: int, gain: int | None = None) -> Found:
     """`gain`: of the optimum, where it is known."""
-    if len(rows.sizes) * num_slots <= PLAIN_NUM_MAX:
-        after = suffixes(rows, num_slots)
-        return tuple(followed(rows, after, num_slots)), int(after[0, num_slots])
-    found = Solved.of(rows, num_slots, gain=gain)
+    found = best(rows, num_slots, gain)
     assert found is not None, "0 slots for each fit, and so do the floors that are given"
-    return rows.slots(found.vector), found.gain
+    return found
 
 
 def _outlook(then: PlanInput, made: Callable[[], tuple[Rows, Ints]], optimum: Found,
@@ -213,7 +208,7 @@ class _Scale:
     @cached_property
     def _beside(self) -> Others | None:
         work = len(self.rows.sizes) * self._num_slots
-        if work <= PLAIN_NUM_MAX or self.rows.num * self._num_slots > BESIDE_NUM_MAX:
+        if work <= knapsack.PLAIN_NUM_MAX or self.rows.num * self._num_slots > BESIDE_NUM_MAX:
             return None
         return Others(self.rows, self._num_slots)
 

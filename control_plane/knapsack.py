@@ -20,7 +20,10 @@ from .core import LOSS_NUM_MAX, Core, Ints, Kept
 from .core_bits import Bits
 from .core_sums import Sums
 from .rows import Found, Rows
+from .tables import IMPOSSIBLE, followed, suffixes
 
+PLAIN_NUM_MAX = 1 << 14
+"""Candidates times slots up to which plain dynamic programming is the quickest."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
 """Candidates beside one of each row: where there are no more, one core is made, not several."""
@@ -36,9 +39,13 @@ _PARTS_NUM_MAX = 32
 """A price is a whole number of so small parts at most; gains times that many fit too."""
 
 
-def best(rows: Rows, capacity: int) -> Found | None:
-    """The optimum, None if nothing fits."""
-    solved = Solved.of(rows, capacity)
+def best(rows: Rows, capacity: int, gain: int | None = None) -> Found | None:
+    """The optimum, None if nothing fits. `gain`: what it gains, where that is known."""
+    if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
+        after = suffixes(rows, capacity)
+        most = int(after[0, capacity])
+        return (tuple(followed(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
+    solved = Solved.of(rows, capacity, gain=gain)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
 

@@ -69,7 +69,7 @@ def test_every_plan_looked_up_is_the_plan_made_on_demand(given_: tuple[PlanInput
 def test_so_it_is_where_plans_are_no_longer_small(given_: tuple[PlanInput, int]) -> None:
     """The end of a task is then solved with its worth known, from tables of all others."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(foreseen, "PLAIN_NUM_MAX", -1)
+        patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
         holds(*given_)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -40,11 +41,22 @@ def all_plans(found: list[Row], capacity: int) -> list[Plan]:
                   key=lambda plan: (plan[1], plan[0]), reverse=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def by_cores() -> Iterator[None]:
+    """However small: here it is not plain dynamic programming that is tested."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
+        yield
+
+
 @given(rows, capacities)
 @settings(max_examples=500, deadline=None)
 def test_the_optimum_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
     assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(knapsack, "PLAIN_NUM_MAX", 1 << 14)
+        assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
 
 
 @given(rows, capacities, st.integers(1, 4), st.randoms(use_true_random=False))
