@@ -67,7 +67,6 @@ class Lookout:
                 self.table = await aside(partial(foresee, asked, node_slots(state) or 1))
 
 
-
 def work_num(asked: PlanInput) -> int:
     """What a table of this input takes at most, in microseconds or so.
 
