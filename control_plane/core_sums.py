@@ -103,11 +103,13 @@ class Sums:
         return found[::-1]
 
     def _forward(self) -> list[Table]:
-        """By open row, and after the last: what the rows before it must lose."""
+        """By open row, and after the last: what the rows before it must lose, for states from which
+        the rows to come lose little enough."""
         table = Table(self._kept.start, np.zeros(1, np.int64))
         found = [table]
-        for i in range(self._kept.num):
-            table = self._step(table, -self._moves[i], self._losses[i], self._reached[i + 1])
+        for i, after in enumerate(self._after[1:]):
+            ends = after.first, after.first + len(after.losses) - 1
+            table = self._step(table, -self._moves[i], self._losses[i], ends)
             found.append(table)
         return found
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import FAMILIES, degenerate
-from unicron.control_plane import knapsack, planner, tables
+from unicron.control_plane import core_sums, knapsack, planner, tables
 from unicron.control_plane.knapsack import Solved
 from unicron.control_plane.rows import rows_of
 
@@ -188,3 +189,25 @@ def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
     told = [(row, x) for row, x, _ in solved.runners_up((2, 2, 0), 9)]
     assert sorted(told) == sorted((row, x) for row, had in enumerate((2, 2, 0))
                                   for x in (0, 2, 4) if x != had)
+
+
+def test_runners_up_look_at_no_state_from_which_the_rest_fits_not(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floors that take all slots: nothing else fits, however much each could lose."""
+    found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
+                                    for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
+    rows = rows_of(found)
+    solved = Solved.of(rows, 40 * 60)
+    assert solved is not None
+    sizes: list[int] = []
+    step = core_sums.Sums._step
+
+    def counted(*args: Any) -> core_sums.Table:
+        table = step(*args)
+        sizes.append(len(table.losses))
+        return table
+
+    monkeypatch.setattr(core_sums.Sums, "_step", counted)
+    assert not list(solved.runners_up((40,) * 60, 3))
+    assert sizes
+    assert max(sizes) <= 1
