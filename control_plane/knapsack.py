@@ -58,7 +58,7 @@ class Relaxed(Struct, frozen=True, kw_only=True):
     bound: int
     losses: Ints
     """By candidate: what it gives away against its row's best at this price, at least 0;
-    LOSS_NUM_MAX where it does not fit even alone."""
+    LOSS_NUM_MAX where it does not fit beside the smallest of all others."""
     picks: Ints
     """By row: the smallest candidate that gives nothing away."""
 
@@ -88,7 +88,7 @@ class Solved(Struct, frozen=True, kw_only=True):
             relaxed = Relaxed(parts=1, price=0, bound=0, losses=none, picks=none)
             return cls(rows=rows, capacity=capacity, units=rows, units_num=capacity,
                        relaxed=relaxed, vector=none, gain=0)
-        unit = max(int(np.gcd.reduce(rows.sizes[rows.sizes <= capacity])), 1)
+        unit = max(int(np.gcd.reduce(rows.sizes[_fits(rows, capacity)])), 1)
         units, units_num = replace(rows, sizes=-(-rows.sizes // unit)), capacity // unit
         found = _relax(units, units_num)
         if found is None:
@@ -291,7 +291,7 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
         return None
     fits = rows.sums(vector)
     part = _Part(np.arange(len(row_of)), rows.sizes, rows.gains, row_of, vector).only(
-        rows.sizes <= capacity)
+        _fits(rows, capacity))
     over_at, found = part.picked(0, capacity)
     over = rows.sums(over_at)
     if over[1] <= capacity:
@@ -322,8 +322,15 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
             np.where(more, over_at, vector))
 
 
+def _fits(rows: Rows, capacity: int) -> NDArray[np.bool_]:
+    """By candidate: whether it fits beside the smallest of all other rows."""
+    least = np.minimum(rows.sizes[rows.starts[:-1]], capacity + 1)
+    found: NDArray[np.bool_] = rows.sizes <= (capacity - int(least.sum()) + least)[rows.row_of]
+    return found
+
+
 def _at(rows: Rows, capacity: int, row_of: Ints, parts: int, price: int) -> Relaxed:
-    fits, firsts = rows.sizes <= capacity, rows.starts[:-1]
+    fits, firsts = _fits(rows, capacity), rows.starts[:-1]
     left = np.where(fits, parts * rows.gains - price * np.minimum(rows.sizes, capacity),
                     -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative, HotSpare
-from . import constraints, floors
+from . import constraints, floors, movers
 from .constraints import Limits
 from .core import Ints
 from .fairness import OTHERS_WAIT_NUM
@@ -35,6 +35,8 @@ NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 NEAREST = "the best found that changes two tasks"
 """Where the next best would take too long to be found."""
+SIZES_NUM_MAX = 1 << 13
+"""Of all tasks, for which those that change for floors are searched for exactly."""
 RUNNERS_WORK_NUM_MAX = 1 << 24
 """Candidates times states, to find the next best: about a twentieth of a second."""
 
@@ -175,19 +177,22 @@ def _decide(asked: PlanInput, rows: Rows, earned: Ints, known: Found | None = No
 
 def _least_moved(asked: PlanInput, rows: Rows) -> Found | None:
     """With as few healthy tasks changed as can be, the best, on a scale as much coarser as the
-    number of changes needs above it."""
+    number of changes needs above it; of very many sizes the best for those whom the price of a
+    slot changes."""
     limits = asked.limits
     if limits is not None:
         return constraints.best(rows, asked.num_slots, replace(limits, moves_max=0))
     wishes = asked.wishes
     healthy = np.array([wish.now > 0 and not wish.hurt for wish in wishes], dtype=np.bool_)
+    moves = healthy[rows.row_of] & ~_same(wishes, rows)
+    if len(rows.sizes) > SIZES_NUM_MAX:
+        return best(rows.only(movers.kept(rows, moves, asked.num_slots)), asked.num_slots)
     bits = int(healthy.sum()).bit_length() + 2
     found = exact(wishes, asked.running_s, asked.num_slots, alpha=asked.alpha)
     coarse = found.rows(shift_of(found.most()) - bits)[0]
     coarse = coarse.only(floors.kept(asked, coarse))
-    moves = (healthy[rows.row_of] & ~_same(wishes, rows)).astype(np.int64)
-    few = best(replace(coarse, gains=coarse.gains - (moves << SUM_BITS + 1 - bits)),
-               asked.num_slots)
+    few = best(replace(coarse, gains=coarse.gains - (
+        moves.astype(np.int64) << SUM_BITS + 1 - bits)), asked.num_slots)
     return None if few is None else (few[0], rows.sums(rows.vector(few[0]))[0])
 
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from heart_driver import Driver, at_rest, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
-from unicron.control_plane import explain, floors, planner, pricing
+from unicron.control_plane import explain, floors, knapsack, movers, planner, pricing
 from unicron.control_plane.wishes import PlanInput, Transition, Wish, charged_s, waf_of
 from unicron.events import reports as r
 from unicron.events.policy import Policy
@@ -206,6 +207,33 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) ->
         for w, x, floor in zip(wishes, plan, least, strict=True))]
     few = [worth for moves, worth, _ in may if moves == fewest]
     assert any(alike(worth, one) for one in (best, max(steady or few), max(few)))
+
+
+@given(inputs())
+@settings(max_examples=200, deadline=None)
+def test_of_very_many_sizes_no_more_move_than_must(asked: PlanInput) -> None:
+    asked = replace(asked, moves_max=None, quotas=(), wishes=tuple(
+        replace(one, priority=0) for one in asked.wishes))
+    rows = planner.gains(asked)
+    moved = [row for row, one in enumerate(asked.wishes) if one.now and not one.hurt]
+    moves = np.isin(rows.row_of, moved) & (
+        rows.sizes != np.array([one.now for one in asked.wishes])[rows.row_of])
+    few = knapsack.best(replace(rows, gains=-moves.astype(np.int64)), asked.num_slots)
+    found = knapsack.best(rows.only(movers.kept(rows, moves, asked.num_slots)), asked.num_slots)
+    assert few is not None
+    assert found is not None
+    assert int(moves[rows.vector(found[0])].sum()) <= -few[1]
+
+
+@pytest.mark.parametrize("num_max", [0, planner.SIZES_NUM_MAX])
+def test_whom_it_costs_least_moves(num_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three could give the slots that the newcomer must have."""
+    monkeypatch.setattr(planner, "SIZES_NUM_MAX", num_max)
+    for cheap in (1, 2, 3):
+        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0})
+                  for task in (1, 2, 3)]
+        found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
+        assert found == (*(2 if task == cheap else 4 for task in (1, 2, 3)), 2)
 
 
 @pytest.mark.parametrize(("num_tasks", "num_gpus"), [(12, 256), (100, 4096)])
