@@ -56,14 +56,13 @@ def _not_chosen(state: ClusterState, task: Task, price: Price | None, bar: Bar) 
     """Why the plan gives its slots to others, and what would let the task run."""
     if _is_spared(state, task):
         return "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare"
-    low = _smallest(task)
     why, needs = bar.why, bar.needs
     if not why:
         why = ("the plan has better use for the slots" if price is None
                else _who_earns_more(state, task, price))
-        within = f" within {bar.within}" if bar.within else ""
-        needs = ("more slots, or more weight" if state.policy.hot_spare  # which may stay idle
-                 else f"{low} free slot{'s' * (low != 1)}{within}")
+        # How many is not known: of more slots, others may be given the first.
+        needs = f"more slots within {bar.within}" if bar.within else "more slots"
+        needs += ", or more weight" * state.policy.hot_spare  # which has no prices
     if price is not None and (weight := _weight_from(task, price)):
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
     return why, needs

@@ -125,7 +125,7 @@ def test_waiting_names_its_price(d: Driver) -> None:
     second = d.submit(beta)
     told = the(o.TaskWaiting, d.log[-1:])
     assert (told.why, told.needs) == ("alpha earns more with the slots",
-                                      "2 free slots, or weight 1.27")
+                                      "more slots, or weight 1.27")
     assert told.cost_waf == 2.0
     assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
     assert view(d.state)["tasks"][1]["weight_from"] == told.weight_from
@@ -135,6 +135,19 @@ def test_waiting_names_its_price(d: Driver) -> None:
     assert len(task_of(d, second).target) == len(task_of(d, first).target) == 2
     d.obey(above)
     assert task_of(d, second).phase == "training"
+
+
+def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d: Driver) -> None:
+    """Four slots more: alpha is given one of them, and the task of four waits on."""
+    d.tell("operator/quiet", r.NodeDrained(node="n2", reason=""))
+    d.join("n3", slots=4)
+    first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
+    d.submit(spec(name="beta", slots={"min": 3, "max": 3}, throughput={3: 90.0}))
+    hold = d.submit(spec(name="hold", slots={"sizes": [4]}, throughput={4: 1.0}))
+    assert task_of(d, hold).needs.startswith("more slots, or weight ")
+    d.join("n4", slots=4)
+    assert len(task_of(d, first).target) == 4
+    assert not task_of(d, hold).target
 
 
 def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
