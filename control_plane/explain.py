@@ -19,6 +19,8 @@ NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
 SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
+TWO_DIGITS_PERCENT_MAX = 99.5
+"""From here on two digits would be told as a power of ten."""
 UNBOUND = (LIMITLESS, FLOORLESS, SPARELESS, ALPHALESS)
 """Plans that were not to be had, whatever they are worth, or not looked for."""
 
@@ -166,6 +168,10 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     others = [other for other in others if other.what not in UNBOUND]
     if bound == "gain_min":
         most = max(others, key=lambda other: other.objective)
+        if asked.limits is not None and asked.limits.priorities:
+            return (f"to change healthy tasks would gain less{by} than the "
+                    f"{100 * asked.gain_min:g} % that gain_min asks for, in the highest priority "
+                    "in which it gains")
         return (f"to change healthy tasks would gain {_apart(most, asked, plan.waf)}{by}, "
                 f"below the {100 * asked.gain_min:g} % that gain_min asks for")
     if not others:
@@ -206,4 +212,4 @@ def _share(flop: float, asked: PlanInput, waf: float) -> str:
 def _percent(percent: float) -> str:
     if percent < SHARE_PERCENT_MIN:
         return f"under {SHARE_PERCENT_MIN:g} %"
-    return f"{percent:.2g} %" if percent < 100 else f"{percent:.0f} %"
+    return f"{percent:.2g} %" if percent < TWO_DIGITS_PERCENT_MAX else f"{percent:.0f} %"

@@ -66,10 +66,10 @@ def gains(asked: PlanInput) -> Rows:
 
 
 def wanted(asked: PlanInput) -> tuple[int, ...]:
-    """What would suit each task best, were there slots for all."""
-    most = max((wish.sizes[-1] for wish in asked.wishes if wish.sizes), default=0)
+    """What would suit each task best, were there slots for all, and for all floors."""
+    most = sum(wish.sizes[-1] for wish in asked.wishes if wish.sizes)
     found = exact(asked.wishes, asked.running_s, most, alpha=asked.alpha)
-    rows = _floored(asked, *found.rows(shift_of(found.most())))[0]
+    rows = _floored(replace(asked, num_slots=most), *found.rows(shift_of(found.most())))[0]
     return tuple(int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
                  for begin, end in pairwise(rows.starts.tolist()))
 
@@ -198,8 +198,10 @@ def _least_moved(asked: PlanInput, rows: Rows) -> Found | None:
 
 def _within(rows: Rows, num_slots: int, limits: Limits | None) -> Found | None:
     """The best that fits and keeps the limits, None if nothing does."""
-    return (best(rows, num_slots) if limits is None
-            else constraints.best(rows, num_slots, limits))
+    found = best(rows, num_slots) if limits is None or not limits.priorities else None
+    if limits is None or (found is not None and limits.allow(found[0])):
+        return found
+    return constraints.best(rows, num_slots, limits)
 
 
 def stays(asked: PlanInput, rows: Rows, earned: Ints, free: Found, steady: Found) -> bool:

@@ -175,6 +175,16 @@ def test_gain_min_is_of_the_priority_that_gains() -> None:
     assert choose(wishes, 4, gain_min=0.2).plan.slots == (3, 1)
 
 
+def test_limits_that_the_best_plans_keep_are_searched_for_by_nobody(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search over slots and moves takes seconds where slots are 100,000."""
+    wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, hurt=True)]
+    free = PlanInput(wishes=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
+    bound = replace(free, quotas=(("red", 3),), moves_max=1)
+    monkeypatch.delattr(constraints, "best")
+    assert planner.choose(bound) == planner.choose(free)
+
+
 def test_doing_nothing_is_a_plan_and_can_win() -> None:
     """A change that costs more than it earns is not made; where one is, the other was beaten."""
     now = [wish(1, 2, {2: 10.0, 3: 10.2}), wish(2, 2, {1: 5.0, 2: 5.1})]

@@ -9,6 +9,7 @@ import pytest
 from heart_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from test_planner import TRANSITION_S, asking, wishes
 from two_tasks import gives, train, two_tasks
 from unicron.control_plane import explain, planner
@@ -93,6 +94,36 @@ def test_when_a_change_is_paid_back(found: list[Wish], num_slots: int, back_s: f
     there is nothing to pay back."""
     asked = asking(found, num_slots)
     assert explain.paid_back_s(asked, planner.choose(asked)) == pytest.approx(back_s)
+
+
+def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
+    """Also where fairness gives some nothing, since not all have room."""
+    found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
+    for alpha in (0.0, 1.0, 2.0):
+        asked = replace(asking(found, 2), alpha=alpha)
+        assert explain.binding(asked, planner.choose(asked), {}) == ("slots", ())
+
+
+def test_a_share_of_nearly_all_is_a_number_too() -> None:
+    asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
+    choice = planner.choose(asked)
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    assert explain.why(asked, choice, others, "slots") == (
+        "t1 begins on 1: the runner-up is worth 100 % less")
+
+
+def test_what_gains_too_little_in_its_priority_is_told_as_that() -> None:
+    """In all it gains far more: the last priority counts where the first gains enough alone."""
+    first, last = wish("t1", 1, {1: 100.0, 2: 101.0}), wish("t2", 2, {1: 50.0, 2: 1.0})
+    asked = asking([replace(first, priority=1), last], 3, gain_min=0.05)
+    choice = planner.choose(asked)
+    assert choice.plan.slots == (1, 2)
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    bound, _ = explain.binding(asked, choice, {})
+    assert bound == "gain_min"
+    assert explain.why(asked, choice, others, bound) == (
+        "no task moves: to change healthy tasks would gain less than the 5 % that gain_min asks "
+        "for, in the highest priority in which it gains")
 
 
 @pytest.mark.parametrize(("found", "num_slots", "gain_min", "bound", "whose"), [
