@@ -107,7 +107,9 @@ def _gain(found: Plain) -> list[str]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
     gain, cost = after - before, found["transition_flop"]
-    reason = found["plan"]["why"].partition(": ")[2]  # of the last plan, where there are several
+    reason = found["plan"]["why"].partition(": ")[2]
+    if found["num_plans"] > 1:  # nobody compared the whole: each was made of what one left
+        reason = f"of the last of {found['num_plans']} plans, one for each step: {reason}"
     lines = labelled("why", f"{_moved(found)}: {reason}")
     if not gain and not cost:
         return lines
@@ -209,7 +211,9 @@ def _ground(found: Plain) -> list[str]:
     hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
             f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
     return [*labelled("bound by", f"{bound} ({more})"),
-            *labelled("horizon", hold), *_paid_back(plan), *_spare(plan)]
+            *labelled("horizon", hold),
+            *(_paid_back(plan) if found["num_plans"] <= 1 else []),  # else the last one's alone
+            *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:

@@ -7,7 +7,7 @@ is what then happens, as long as the plan's input is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -25,7 +25,7 @@ from .requests import Refusal
 from .spare import choose
 from .state import ClusterState, Node, Task, decode_state, live_tasks
 from .throughput import candidates
-from .wishes import PlanInput
+from .wishes import PlanInput, Wish, charged_s, waf_of
 
 MORE_NUM_MAX = 100_000
 """Slots that a dry run may add."""
@@ -60,7 +60,8 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     """What it earns on what it has, by the table and at the weight of the dry run."""
     waf: float
     pause_s: float
-    """What its changes are expected to take."""
+    """What its change is expected to take: the one from before to after, however many plans lead
+    there; where it has as many in the end and was interrupted on the way, the longest of those."""
     origin: str
     """Of the table by which it earns."""
     seats_before: tuple[Seat, ...]
@@ -85,8 +86,10 @@ class Tried(Struct, frozen=True, kw_only=True):
     """Of the present plan."""
     num_slots_before: int
     tasks: tuple[TaskDiff, ...]
+    num_plans: int
+    """How many plans follow one from another, each request's of the one before."""
     transition_flop: float
-    """What all changes cost."""
+    """What all changes cost, each task's once."""
     more_slots: int
     """One node more."""
     more_waf: float
@@ -103,18 +106,20 @@ def attempt(data: bytes, change: Change) -> Tried:
     old, state = decode_state(data), decode_state(data)
     asked = plan_input(state).asked
     plans: list[PlanChosen] = []
+    first: dict[int, Wish] = {}
     for report in _reports(state, change):
         for body in _told(state, report):
             if isinstance(body, PlanChosen):
                 asked = plan_input(state).asked
+                first = {wish.task: wish for wish in asked.wishes} | first
                 plans.append(body)
-    return _tried(old, state, asked, plans)
+    return _tried(old, state, asked, plans, first)
 
 
 def present(data: bytes) -> Tried:
     """The plan as it stands, of a state as of `encode_state`."""
     state = decode_state(data)
-    return _tried(state, state, plan_input(state).asked, [])
+    return _tried(state, state, plan_input(state).asked, [], {})
 
 
 def bodies(data: bytes, change: Change, reason: str) -> list[r.Body]:
@@ -181,23 +186,33 @@ def _joined(state: ClusterState, num: int) -> r.Body:
 
 # --- the outcome --------------------------------------------------------------------------------
 def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
-           plans: Sequence[PlanChosen]) -> Tried:
-    """`asked`: what the last of `plans` was made of."""
+           plans: Sequence[PlanChosen], first: Mapping[int, Wish]) -> Tried:
+    """`asked`: what the last of `plans` was made of; `first`: each task as the first plan that
+    knew it had found it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
-    pauses: dict[int, list[float]] = {}
-    for one in plans:
-        for x in one.allocations:
-            pauses.setdefault(x.task, []).append(x.transition_s)
+    pauses_s = {task: _pause_s(wish, plans) for task, wish in first.items()}
     more = node_slots(old) or _NODE_SLOTS_NUM
     wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
     return Tried(
         tried=old is not state, input=old.num_inputs, plan=plan, planned=bool(plans),
         plan_s=old.plan_s, plan_seq=old.plan_seq, num_slots_before=len(plan_input(old).slots),
         tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
-                          math.fsum(pauses.get(task.id, ()))) for task in live_tasks(state)),
-        transition_flop=math.fsum(one.transition_flop for one in plans), more_slots=more,
+                          pauses_s.get(task.id, 0.0)) for task in live_tasks(state)),
+        num_plans=len(plans), transition_flop=math.fsum(
+            waf_of(wish, first[wish.task].now) * pauses_s[wish.task]
+            for wish in asked.wishes if plans), more_slots=more,
         more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
+
+
+def _pause_s(wish: Wish, plans: Sequence[PlanChosen]) -> float:
+    """The requests are told in one append, so what a plan in between orders is interrupted by the
+    next one's: a task stands once. One that had nothing, and gets nothing, has nothing to stop."""
+    told = [x for one in plans for x in one.allocations if x.task == wish.task]
+    charge_s = charged_s(wish, told[-1].slots)
+    if charge_s or not wish.now:
+        return charge_s
+    return max(x.transition_s for x in told)
 
 
 def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:

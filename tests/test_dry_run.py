@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_http import JOB, Site, real
 from two_tasks import carry_out, gives, two_tasks
+from unicron.cli import screen_plan
 from unicron.control_plane import dry_run
 from unicron.control_plane.dry_run import Change, Tried
 from unicron.control_plane.requests import Refusal, unchanged
@@ -112,7 +113,13 @@ def _agree(tried: Tried, records: list[Record], state: ClusterState) -> None:
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert tried.planned == bool(plans)
     assert tried.plan == (plans[-1] if plans else state.plan)
-    assert tried.transition_flop == pytest.approx(sum(plan.transition_flop for plan in plans))
+    assert tried.num_plans == len(plans)
+    if len(plans) < 2:
+        assert tried.transition_flop == pytest.approx(sum(x.transition_flop for x in plans))
+        paid = {x.task: x.transition_s for plan in plans for x in plan.allocations}
+        assert [x.pause_s for x in tried.tasks] == [
+            paid.get(x.task or max(state.tasks), 0.0) for x in tried.tasks]
+    assert not any(one.pause_s for one in tried.tasks if not one.slots_before)
     seats = {task.id: task.target for task in state.tasks.values()}
     placed = [record.body for record in records if isinstance(record.body, TaskPlaced)]
     waiting = {record.body.task for record in records if isinstance(record.body, TaskWaiting)}
@@ -171,6 +178,23 @@ def test_many_slots_come_in_nodes_as_large_as_most() -> None:
     took = {seat.slot.node for one in tried.tasks for seat in one.seats} - set(d.state.nodes)
     assert took <= {"new-1", "new-2", "new-3"}
     assert took
+
+
+def test_each_change_of_several_steps_counts_once() -> None:
+    """alpha goes 4 -> 3 -> 2 -> 0 in three plans told in one append: it stops once. beta goes
+    2 -> 1 -> 0 -> 2: it has what it had, and is interrupted on the way, once."""
+    d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
+    change = Change(without=("n1", "n2"), weights={str(beta): 100.0})
+    tried = dry_run.attempt(encode_state(d.state), change)
+    assert tried.num_plans == 3
+    stop_s = d.state.policy.transition_s
+    assert [(x.task, x.slots_before, x.slots, x.pause_s) for x in tried.tasks] == [
+        (alpha, 4, 0, stop_s), (beta, 2, 2, stop_s)]
+    assert tried.transition_flop == pytest.approx((2.0 * 2.7e12 + 100.0 * 2.4e12) * stop_s)
+    plain = msgspec.to_builtins(tried, str_keys=True) | {"took_s": 0.1}
+    why = screen_plan.dry_run(plain, "x")[1:3]
+    assert why[0].split()[:5] == ["why", "alpha", "4", "->", "0:"]
+    assert "of the last of 3 plans, one for each step" in " ".join(why)
 
 
 # --- over HTTP, with the check at the moment of the write ---------------------------------------

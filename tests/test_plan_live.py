@@ -158,8 +158,8 @@ def test_many_tasks_and_slots_fit_on_a_page() -> None:
     plan = {"num_slots": 5600, "waf": 1e17, "objective_flop": 3e23, "alternatives": [],
             "running_s": 1e6, "bound": "max", "bound_tasks": list(range(1, 50)), "why": "so"}
     found = {"plan": plan, "tasks": rows, "input": 7, "num_slots_before": 6400, "took_s": 0.1,
-             "planned": True, "transition_flop": 1e18, "more_slots": 8, "more_waf": 0.0,
-             "held": ""}
+             "planned": True, "num_plans": 1, "transition_flop": 1e18, "more_slots": 8,
+             "more_waf": 0.0, "held": ""}
     lines = screen_plan.dry_run(found, "--without n1")
     assert max(map(len, lines)) <= 100
     assert len(lines) < 100
