@@ -25,6 +25,8 @@ MERGE = "tag:yaml.org,2002:merge"
 class _Loader(yaml.SafeLoader):
     """YAML's core schema: null, true and false, integers, floats, text."""
 
+    docs = EXAMPLES
+    """Where a person finds what such a file may say."""
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (as its base declares it)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -38,7 +40,8 @@ class _Loader(yaml.SafeLoader):
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == MERGE:
-                raise _refuse(key_node.start_mark, "a key is a plain word or a number", EXAMPLES)
+                raise _refuse(key_node.start_mark, "a key is a plain word or a number",
+                              self.docs)
             key = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
             line = key_node.start_mark.line + 1
             if key in lines:
@@ -63,7 +66,7 @@ for _tag, _pattern, _first in (
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     if len(text) > 19:
-        raise _refuse(node.start_mark, f"{text[:12]}... is too large a number", EXAMPLES)
+        raise _refuse(node.start_mark, f"{text[:12]}... is too large a number", loader.docs)
     return int(text)
 
 
@@ -88,15 +91,8 @@ def load(path: Path) -> JobSpec:
 
     Raises UsageError or SpecError, each with a hint, prefixed by the file's name.
     """
-    try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            raise UsageError(f"{path}: larger than {FILE_BYTES_MAX} bytes", EXAMPLES)
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text", EXAMPLES) from None
-    except OSError as error:
-        raise UsageError(f"{path}: {(error.strerror or 'cannot be read').lower()}",
-                         "name a job file; examples are in deploy/examples/") from None
+    text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
+                     EXAMPLES)
     try:
         spec = anchored(parse(read_yaml(text)))
     except SpecError as error:
@@ -107,19 +103,40 @@ def load(path: Path) -> JobSpec:
     return spec
 
 
-def read_yaml(text: str) -> Any:
-    """One YAML document as plain data. Raises SpecError with line and column."""
+def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
+    """The file's text, never more than `bytes_max` of it: a device has no end.
+
+    Raises UsageError with the hint `name_it` where nothing can be read, else `docs`.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(bytes_max + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or 'cannot be read').lower()}",
+                         name_it) from None
+    if len(found) > bytes_max:
+        raise UsageError(f"{path}: larger than {bytes_max} bytes", docs)
+    try:
+        return found.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text", docs) from None
+
+
+def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
+    """One YAML document as plain data. Raises SpecError with line and column, and the hint `docs`.
+    """
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
+        loader.docs = docs
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         what = error.problem or error.context or "not YAML"
-        raise _refuse(error.problem_mark or error.context_mark, what, EXAMPLES) from None
+        raise _refuse(error.problem_mark or error.context_mark, what, docs) from None
     except yaml.YAMLError as error:
-        raise SpecError("", " ".join(str(error).split()), EXAMPLES) from None
+        raise SpecError("", " ".join(str(error).split()), docs) from None
     except RecursionError:
-        raise SpecError("", "nested too deeply", EXAMPLES) from None
+        raise SpecError("", "nested too deeply", docs) from None
     finally:
         if loader is not None:
             loader.dispose()

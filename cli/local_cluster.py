@@ -140,11 +140,13 @@ class LocalCluster:
     # --- wait -----------------------------------------------------------------------------------
     def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
         """Until it leads and answers. Raises UnicronError when it ends or is late."""
+        see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
+
         def answers() -> Client | None:
             process = self.find(CONTROL_PLANE)
             if process is None:
                 words = processes.last_words(self.state, CONTROL_PLANE)
-                raise UnicronError(f"the control plane ended: {words}")
+                raise LateError(f"the control plane ended: {words}", see_log)
             try:
                 client = connect(self.state)
                 health = client.get("/v1/health")
@@ -152,8 +154,7 @@ class LocalCluster:
                 return None
             return client if health.get("leader") and health.get("pid") == process.pid else None
 
-        return wait_for(answers, limit_s, "the control plane does not answer",
-                        f"see {self.state.logs / (CONTROL_PLANE + '.log')}")
+        return wait_for(answers, limit_s, "the control plane does not answer", see_log)
 
     def wait_agents(self, client: Client, limit_s: float = START_S_MAX) -> None:
         """Until the log says that every agent has joined. Raises UnicronError."""
@@ -166,7 +167,8 @@ class LocalCluster:
             process = self.find(agent_name(node))
             if process is None:
                 words = processes.last_words(self.state, agent_name(node))
-                raise UnicronError(f"agent {node} ended: {words}")
+                raise LateError(f"agent {node} ended: {words}",
+                                f"see {self.state.logs / (agent_name(node) + '.log')}")
             pids[node] = process.pid
         try:
             nodes = client.get("/v1/state")["nodes"]
@@ -236,7 +238,7 @@ def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: s
 
 
 class LateError(UnicronError):
-    """Something of ours did not happen in time."""
+    """Something of ours did not happen in time, or ended; the hint says where to look."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

@@ -66,7 +66,7 @@ def load(path: Path) -> Offline:
         raise UsageError(f"{where}: {(error.strerror or 'cannot be read').lower()}",
                          f"name a file, or - for standard input; {DOCS}") from None
     try:
-        return parse(read_large(text))
+        return parse(read_large(text, DOCS))
     except SpecError as error:
         raise UsageError(f"{where}: {error}", error.hint) from None
 

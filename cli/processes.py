@@ -6,6 +6,7 @@ A pid alone may name a stranger after a while, so a pid file holds the process's
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ from .state_dir import StateDir, read_json, write_json
 POLL_S = 0.02
 KILLED_S_MAX = 10.0
 LAST_WORDS_CHARS_MAX = 300
+WORD = re.compile(r"[^\W_]")
 
 
 class Process(Struct, frozen=True):
@@ -108,6 +110,8 @@ def last_words(state: StateDir, name: str) -> str:
         text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    lines = [line for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    # A traceback of several ends with a border, and has one before each line.
+    lines = [line.strip(" |+-") for line in text.splitlines() if WORD.search(line)]
+    lines = lines or ["it said nothing"]
     errors = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith("error: ")]
     return " ".join((errors or lines)[-1].split())[:LAST_WORDS_CHARS_MAX]

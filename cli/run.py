@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import typer
 
 from ..events import labels
 from ..events.errors import UsageError
+from ..events.policy import Policy
 from . import processes
 from .client import Client, Unreachable, connect
 from .local_cluster import CONTROL_PLANE, agent_name
@@ -32,13 +34,15 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
                   policy: Path | None, observe: bool, allow_inject: bool) -> None:
     """Serve until told to stop. Raises UsageError."""
     from ..control_plane import serve
+    from . import policy_file
 
     if not redis_url:
         raise UsageError("no Redis is named", "unicron up, or set UNICRON_REDIS_URL")
+    told = policy_file.load(policy) if policy is not None else Policy()
     _note(state, CONTROL_PLANE)
     raise typer.Exit(serve.run(serve.Options(
         state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
-        policy=policy, observe=observe, allow_inject=allow_inject)))
+        policy=msgspec.structs.replace(told, observe=observe, allow_inject=allow_inject))))
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,

@@ -21,7 +21,7 @@ from msgspec import Struct
 from ..events import embedded
 from ..events.errors import ServerError, UnicronError, UsageError
 from ..events.spec import NAME
-from . import local_cluster, processes, say
+from . import job_file, local_cluster, processes, say
 from .client import connect
 from .figures import way_to_act
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
@@ -123,7 +123,10 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         asked.refuse_other(last, state)
         if CONTROL_PLANE in before:
             asked.refuse_other_policy(last, state)
-    cluster = LocalCluster(state, asked.wanted(last, state))
+    wanted = asked.wanted(last, state)
+    if CONTROL_PLANE not in before and asked.policy is None and wanted.policy:
+        _policy_kept(wanted.policy, state)
+    cluster = LocalCluster(state, wanted)
     local_cluster.check_labels(asked.labels or (), cluster.nodes)
     processes.record(state, UP, os.getpid())
     try:
@@ -142,9 +145,18 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
 
 def _policy(path: Path | str) -> object:
     """What a policy file says; an empty path is the defaults. Raises UsageError."""
-    from ..control_plane import serve
+    from . import policy_file
 
-    return serve.read_policy(Path(path or os.devnull))
+    return policy_file.load(Path(path or os.devnull))
+
+
+def _policy_kept(path: str, state: StateDir) -> None:
+    """Raises UsageError where the copy of another time is no policy: nothing would start."""
+    try:
+        _policy(path)
+    except UsageError as error:
+        raise UsageError(str(error), f"give another: unicron up --policy FILE {state.option}; an "
+                         "empty file: the defaults") from None
 
 
 def _start(cluster: LocalCluster, policy: Path | None) -> None:
@@ -163,8 +175,8 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     if server is not None:
         say.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
     if policy is not None:
-        kept = policy.read_bytes()  # it may be our own copy
-        state.policy.write_bytes(kept)
+        kept = job_file.read_text(policy, job_file.FILE_BYTES_MAX, "name a policy file", "")
+        state.policy.write_text(kept, encoding="utf-8")  # it may be our own copy
     cluster.save()
     started = {name: cluster.ensure(name) for name in cluster.names()}
     client = cluster.wait_control_plane()

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from .job_file import RESOLVERS, read_yaml
+from .job_file import EXAMPLES, RESOLVERS, read_yaml
 
 LOADER: Any = getattr(yaml, "CSafeLoader", None)
 DIGITS_NUM_MAX = 19
@@ -24,16 +24,16 @@ class _Doubtful(Exception):
     """Something that the other reader must judge."""
 
 
-def read_large(text: str) -> Any:
+def read_large(text: str, docs: str = EXAMPLES) -> Any:
     """One YAML document as plain data, several times faster than `read_yaml` where PyYAML has
-    libyaml. Raises SpecError with line and column.
+    libyaml. Raises SpecError with line and column, and the hint `docs`.
     """
     if LOADER is not None:
         try:
             return _document(iter(yaml.parse(text, Loader=LOADER)))
         except (yaml.YAMLError, _Doubtful, RecursionError):
             pass
-    return read_yaml(text)
+    return read_yaml(text, docs)
 
 
 def _document(events: Iterator[Any]) -> Any:

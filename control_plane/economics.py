@@ -11,6 +11,7 @@ again: what they take is part of it.
 
 from __future__ import annotations
 
+from math import inf
 from statistics import median
 
 from ..events.records import Record
@@ -61,12 +62,13 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
 
 def settle_mtbf(state: ClusterState) -> None:
     """Fold: the time between two faults of one slot, by the prior and what was seen, as a Gamma
-    prior joins them. The value stands until it is off by `calibrate_min`."""
+    prior joins them. The value stands until it is off by `calibrate_min`; one without end, of an
+    old log's policy, does not stand."""
     policy, last = state.policy, state.mtbf_gpu_s
     num = policy.mtbf_faults + state.num_faults
     seen_s = policy.mtbf_faults * policy.mtbf_gpu_s + state.observed_slot_s
     found = max(seen_s / num, MTBF_S_MIN) if num > 0 else policy.mtbf_gpu_s
-    if not last or abs(found - last) > policy.calibrate_min * last:
+    if not 0 < last < inf or abs(found - last) > policy.calibrate_min * last:
         state.mtbf_gpu_s = found
         state.num_inputs += 1 if last else 0
 

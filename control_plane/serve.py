@@ -15,15 +15,14 @@ An append is atomic, so between the records of one append there is no moment to 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import msgspec
 import structlog
@@ -36,20 +35,13 @@ from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.records import KINDS, Record
 from ..events.redis_log import RedisLog
 from ..events.reports import Policy
-from ..events.spec import refused
 from ..events.talk import Talk
 from .coordinator import Coordinator
-from .fairness import ALPHAS
 from .http import Address, Http
 
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
-ZERO_ALLOWED = ("restarts_max", "gain_min", "transition_s", "evidence_s_max", "replace_after_s",
-                "calibrate_iterations", "calibrate_min", "mtbf_faults",
-                "moves_max", "quotas", "alpha")
-"""Fields of the policy that may be 0; all others are at least 1 ms."""
-NOT_IN_FILES = ("observe", "allow_inject")
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -60,90 +52,25 @@ class Options(Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     cluster: str = "default"
-    policy: Path | None = None
-    """A file; without one the policy is Policy's defaults, whatever the log had before."""
-    observe: bool = False
-    allow_inject: bool = False
+    policy: Policy = Policy()
+    """Whatever the log had before."""
 
 
 def run(options: Options) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code: 0 stopped, 1 fenced.
 
-    Raises UsageError for what a person must mend (a port in use, a bad policy file, a server that
-    is not reached or refuses the password), CorruptLog for a log that cannot be trusted.
+    Raises UsageError for what a person must mend (a port in use, a server that is not
+    reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
-    Start order: policy, server, HTTP port (before anybody is fenced), token and
+    Start order: server, HTTP port (before anybody is fenced), token and
     `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with the streams
     that it still serves, the file, the server's connections. A cancel does the same.
     """
     _speak()
-    policy = msgspec.structs.replace(
-        read_policy(options.policy) if options.policy else Policy(),
-        observe=options.observe, allow_inject=options.allow_inject)
-    return asyncio.run(_serve(options, policy))
+    return asyncio.run(_serve(options))
 
 
-def read_policy(path: Path) -> Policy:
-    """The policy in a YAML or JSON file, an empty one the defaults.
-
-    Raises UsageError with the field that is wrong. The switches are no fields of a file: a file is
-    kept and forgotten, and nobody shall break or hold a cluster by what was forgotten.
-    """
-    hint = "docs/reference/records.md, Policy: its fields, times in seconds"
-    try:
-        data: object = msgspec.yaml.decode(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint) from None
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {_not_yaml(error)}", hint) from None
-    if not isinstance(data, dict | None):
-        raise UsageError(f"{path}: a policy is a mapping, for example silence_s_max: 5", hint)
-    try:
-        # Not strict: YAML 1.1 reads 1e-3 as text.
-        policy = msgspec.convert(data or {}, Policy, strict=False)
-    except msgspec.ValidationError as error:
-        told = refused(str(error), (Policy,), hint)
-        raise UsageError(f"{path}: {told}", told.hint) from None
-    for name, value in _numbers(policy):
-        if isinstance(value, bool):
-            if value and name in NOT_IN_FILES:
-                raise UsageError(f"{path}: {name} stands in no policy file",
-                                 f"unicron up --{name.replace('_', '-')}")
-            continue
-        least = 0 if name.partition(".")[0] in ZERO_ALLOWED else 1e-3
-        if not (math.isfinite(value) and value >= least):
-            raise UsageError(f"{path}: {name}: {value} is not a number from {least:g} on", hint)
-    if policy.gain_min >= 1:
-        raise UsageError(f"{path}: gain_min: {policy.gain_min:g} is not below 1",
-                         "it is a share of what the cluster earns: 0.05 is 5 %")
-    if policy.alpha not in ALPHAS:
-        raise UsageError(f"{path}: alpha: {policy.alpha:g} is not one of "
-                         f"{', '.join(f'{alpha:g}' for alpha in ALPHAS)}",
-                         "0 is the most WAF, 1 proportional fairness, 2 nearer to equal")
-    if policy.alpha and policy.hot_spare:
-        raise UsageError(f"{path}: hot_spare: a spare is priced by WAF alone, and alpha "
-                         f"{policy.alpha:g} plans by another measure", "leave one of them out")
-    return policy
-
-
-def _numbers(policy: Policy) -> Iterator[tuple[str, float]]:
-    """Each field that is a number, by its name; a quota by `quotas.TEAM`."""
-    for name, value in msgspec.structs.asdict(policy).items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{team}", slots) for team, slots in policy.quotas.items())
-        elif value is not None:
-            yield name, value
-
-
-def _not_yaml(error: Exception) -> str:
-    """What the reader of YAML said, in one line: where, and what it found."""
-    cause = error.__context__ or error  # msgspec hides it, and tells it in many lines
-    mark: Any = getattr(cause, "problem_mark", None)
-    what = " ".join(str(getattr(cause, "problem", None) or cause).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark is not None else what
-
-
-async def _serve(options: Options, policy: Policy) -> int:
+async def _serve(options: Options) -> int:
     talk = structlog.get_logger("control_plane")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,7 +79,7 @@ async def _serve(options: Options, policy: Policy) -> int:
     try:
         await _reach(log)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
-                                  code=__version__, policy=policy, foresees=True)
+                                  code=__version__, policy=options.policy, foresees=True)
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
         http = Http(coordinator, log, token=token, address=address)

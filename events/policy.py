@@ -4,6 +4,33 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+_WAIT = (1e-3, 1e6)
+_SPAN = (1e-3, 1e15)
+_NUM_MAX = 2**31 - 1
+BOUNDS: dict[str, tuple[float, float]] = {
+    "silence_s_max": _WAIT,
+    "evidence_s_max": (0, 1e6),
+    "start_s_max": _WAIT,
+    "quiesce_s_max": _WAIT,
+    "boundary_s_max": _WAIT,
+    "reconfigure_s_max": _WAIT,
+    "stop_s_max": _WAIT,
+    "stopped_s_max": _WAIT,
+    "restarts_max": (0, _NUM_MAX),
+    "restart_iterations": (1, _NUM_MAX),
+    "replace_after_s": (0, 1e9),
+    "mtbf_gpu_s": _SPAN,
+    "mtbf_faults": (0, 1e9),
+    "transition_s": (0, 1e15),
+    "moves_max": (0, _NUM_MAX),
+    "quotas": (0, _NUM_MAX),
+    "repair_s": _SPAN,
+    "calibrate_iterations": (1, 10_000),
+    "calibrate_min": (0, 1),
+}
+"""Between what a policy file's numbers lie, both ends included: with these, all that is planned
+stays finite, and every record can be written. `gain_min` and `alpha` have rules of their own."""
+
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit and prior that the heart reads. Times in seconds."""
@@ -35,7 +62,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transition_s: float = 10.0
     """Prior: for how long a task stands for one change, until it was measured often enough."""
     gain_min: float = 0.005
-    """A plan changes a healthy task only for this share of the cluster's WAF."""
+    """A plan changes a healthy task only for this share of the cluster's WAF; below 1."""
     moves_max: int | None = None
     """So many healthy tasks may one plan change at most; more only where nothing else fits."""
     quotas: dict[str, int] = field(default_factory=dict[str, int])

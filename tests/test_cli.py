@@ -12,8 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from unicron.cli.local_cluster import Wanted
+from unicron.cli.local_cluster import LocalCluster, Wanted
 from unicron.cli.main import run_command
+from unicron.cli.processes import last_words
 from unicron.cli.record_line import line
 from unicron.cli.state_dir import StateDir
 from unicron.cli.up import Asked
@@ -206,12 +207,43 @@ def test_a_name_where_an_incident_is_asked_for_is_told_where_the_names_are(tmp_p
 
 
 def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
-    for text in ("silence_s_may: 3", "observe: true", "allow_inject: true"):
+    for text in ("silence_s_may: 3", "observe: true", "allow_inject: true",
+                 f"moves_max: {10**20 - 1}", "mtbf_gpu_s: 1e300"):
         (tmp_path / "policy.yaml").write_text(text)
-        refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), text.partition(":")[0])
+        word = "too large a number" if "999" in text else text.partition(":")[0]
+        refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), word)
     os.mkfifo(tmp_path / "pipe")
     refused(unicron("up", "--policy", "pipe", folder=tmp_path), "pipe is a pipe")
     assert not (tmp_path / "state").exists()
+
+
+def test_a_bad_policy_that_the_folder_kept_is_told_with_how_to_give_another(tmp_path):
+    state = StateDir(tmp_path / "state")
+    state.create()
+    state.policy.write_text("mtbf_faults: 1e308")
+    LocalCluster(state, Asked(policy=tmp_path / "any").wanted(None, state)).save()
+    told = unicron("up", folder=tmp_path)
+    refused(told, "mtbf_faults: must be between 0 and 1e+09")
+    assert "hint: give another: unicron up --policy FILE --state" in told.stderr
+    assert not state.server.exists()
+
+
+def test_what_has_no_end_is_not_read_to_its_end(tmp_path):
+    for arguments in (("submit", "/dev/zero"), ("plan", "--submit", "/dev/zero"),
+                      ("up", "--policy", "/dev/zero")):
+        refused(unicron(*arguments, folder=tmp_path), "/dev/zero: larger than 1048576 bytes")
+
+
+def test_the_last_words_of_a_process_are_words(tmp_path):
+    state = StateDir(tmp_path)
+    state.create()
+    path = state.logs / "control-plane.log"
+    path.write_text("  | Traceback\n    | OverflowError: too big\n    +-------\n")
+    assert last_words(state, "control-plane") == "OverflowError: too big"
+    path.write_text("error: no\nhint: do\n")
+    assert last_words(state, "control-plane") == "no"
+    path.write_text("----\n")
+    assert last_words(state, "control-plane") == "it said nothing"
 
 
 def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 from unicron.cli import job_file
-from unicron.control_plane.serve import read_policy
+from unicron.cli.policy_file import load as read_policy
 from unicron.events.policy import Policy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,6 +9,7 @@ import pytest
 from heart_driver import Driver, at_rest, only, spec, task_of, the
 from msgspec.structs import replace
 from unicron.control_plane import economics, planner
+from unicron.control_plane.state import ClusterState
 from unicron.control_plane.view import view
 from unicron.control_plane.wishes import PlanInput, Transition, Wish, charged_s, waf_of
 from unicron.events import orders as o
@@ -62,6 +63,13 @@ def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
     assert math.isclose(now_s, (10 * prior_s + d.state.observed_slot_s) / 13, rel_tol=1e-6)
     shown = view(d.state)["cluster"]
     assert (shown["num_faults"], shown["mtbf_gpu_s"]) == (3, now_s)
+
+
+def test_a_time_without_end_of_an_old_policy_does_not_stand() -> None:
+    state = ClusterState()
+    state.mtbf_gpu_s = math.inf  # of mtbf_faults: 1e308, which files could once say
+    economics.settle_mtbf(state)
+    assert state.mtbf_gpu_s == Policy().mtbf_gpu_s
 
 
 def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:

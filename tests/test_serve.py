@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.control_plane.serve import read_policy
 from unicron.events.embedded import Server
-from unicron.events.errors import UsageError
 from unicron.events.records import Record
 from unicron.events.redis_log import RedisLog
 from unicron.events.reports import Policy, PolicySet
 
 MAIN = """
-import sys, pathlib
+import json, sys, pathlib
 from unicron.control_plane import serve
 from unicron.events.errors import UsageError
+from unicron.events.policy import Policy
 state, url, port, cluster, policy, *switches = sys.argv[1:]
 try:
     sys.exit(serve.run(serve.Options(
         state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
-        policy=pathlib.Path(policy) if policy else None,
-        observe="observe" in switches, allow_inject="allow_inject" in switches)))
+        policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
+                      allow_inject="allow_inject" in switches))))
 except UsageError as error:
     print(f"USAGE {error} | {error.hint}", file=sys.stderr)
     sys.exit(2)
@@ -193,10 +192,10 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_switches_are_the_policys_and_never_left_over(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "policy.yaml").write_text("silence_s_max: 7")
-    for file, switches in (("", ("allow_inject",)), ("policy.yaml", ("observe",)), ("", ())):
+    limits = '{"silence_s_max": 7}'
+    for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):
         with control_plane(tmp_path, server.url, cluster="serve-switches",
-                           policy=str(tmp_path / file) if file else "",
+                           policy=policy,
                            switches=switches) as process:
             process.wait_leading()
     told = [record.body.policy for record in records(server.url, "serve-switches")
@@ -204,54 +203,3 @@ def test_the_switches_are_the_policys_and_never_left_over(server: Server, tmp_pa
     assert told == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]
 
 
-def test_a_policy_file_is_strict(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text("silence_s_max: 3\ngain_min: 1e-3\n")
-    assert (read_policy(path).silence_s_max, read_policy(path).gain_min) == (3.0, 0.001)
-    path.write_text("moves_max: 0\nquotas: {red: 8, blue: 0}\n")
-    assert (read_policy(path).moves_max, read_policy(path).quotas) == (0, {"red": 8, "blue": 0})
-    path.write_text("floor: true\nalpha: 0.5\n")
-    assert (read_policy(path).floor, read_policy(path).alpha) == (True, 0.5)
-    path.write_text('{"silence_s_max": 4}')
-    assert read_policy(path).silence_s_max == 4.0
-    for text in ("", "# nothing", "observe: false"):
-        path.write_text(text)
-        assert read_policy(path) == Policy()
-    path.write_text("hot_spare: true")
-    assert read_policy(path) == Policy(hot_spare=True)
-    for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
-                 "silence_s_max: 0", "restarts_max: -1", "moves_max: -1", "quotas: {red: -1}",
-                 "quotas: 3", "quotas: {red: many}", "moves_max: 1.5", "floor: 2",
-                 "hot_spare: often", "repair_s: 0",
-                 "observe: true", "allow_inject: true"):
-        path.write_text(text)
-        with pytest.raises(UsageError) as refused:
-            read_policy(path)
-        assert "\n" not in str(refused.value)
-        assert refused.value.hint
-    with pytest.raises(UsageError):
-        read_policy(tmp_path / "absent")
-
-
-@pytest.mark.parametrize(("text", "told", "hint"), [
-    ("silence_max: 3", "silence_max: is not a field", "did you mean silence_s_max?"),
-    ("- 1", "a policy is a mapping", "Policy: its fields"),
-    ("silence_s_max: often", "silence_s_max: expected a number, got text", "Policy: its fields"),
-    ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),
-    ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
-    ("gain_min: 1990-13-01", "month must be in 1..12", "Policy: its fields"),
-    ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 proportional fairness"),
-    ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
-    ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF alone", "leave one"),
-    ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
-    ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
-])
-def test_a_slip_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
-                                                        hint: str) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(text)
-    with pytest.raises(UsageError) as error:
-        read_policy(path)
-    assert str(error.value).startswith(f"{path}: {told}")
-    assert "\n" not in str(error.value)
-    assert hint in error.value.hint

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from unicron.events.policy import BOUNDS
+
 HEAD = """# Records
 
 Every kind of record in the log, in the words of its own source. Written by `make docs`: change the
@@ -69,10 +71,17 @@ def _section(node: ast.ClassDef) -> str:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             after = node.body[at + 1] if at + 1 < len(node.body) else None
             words = _docstring(after)
+            if node.name == "Policy" and (ends := BOUNDS.get(item.target.id)):
+                between = f"From {_number(ends[0])} to {_number(ends[1])}."
+                words = f"{words} {between}" if words else between
             default = f", default {ast.unparse(item.value)}" if item.value is not None else ""
             kind = ast.unparse(item.annotation).replace("|", "or")
             rows.append(f"- `{item.target.id}`: {kind}{default}" + (f". {words}" if words else ""))
     return "".join(parts) + ("\n" + "\n".join(rows) + "\n" if rows else "")
+
+
+def _number(end: float) -> str:
+    return f"{end:g}" if isinstance(end, float) else str(end)
 
 
 def _docstring(node: ast.stmt | None) -> str:
