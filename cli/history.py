@@ -112,6 +112,9 @@ class TaskHistory(Struct, kw_only=True):
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """Number of members -> how long each iteration took."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
+    """As they are now: what was lost is not among them."""
+    printed_by: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """(rank, attempt) of each process of a command that told how far it is."""
     step_s: dict[int, float] = field(default_factory=dict[int, float])
     micro_batches: dict[int, int] = field(default_factory=dict[int, int])
     """Size of the batch -> number of progress records that told it."""
@@ -212,6 +215,10 @@ def _logged(told: History, task: TaskHistory, record: Plain) -> None:
                               new * task.iteration_flops * task.weight))
     if to > task.furthest:  # else it is done again, or another rank prints it too
         task.furthest, task.skipped = to, task.skipped + body["skipped"]
+    process = body["rank"], body["attempt"]
+    if process not in task.printed_by:  # it went back to its own checkpoint: the rest was lost
+        task.printed_by.add(process)
+        task.losses = {key: loss for key, loss in task.losses.items() if key <= to - num}
     if body["loss"] is not None:
         task.losses[to] = body["loss"]
 

@@ -192,6 +192,23 @@ def test_a_restart_takes_what_was_lost_and_done_again(d: Driver) -> None:
     assert task_of(d, task).stood_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
 
 
+def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver) -> None:
+    """From 40 back to 20: what was beyond is lost, and what is done again has its new value."""
+    task = begin(d)
+    for iteration, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (40, 2.0)):
+        printed(d, task, iteration, loss=loss)
+    restart(d, task)
+    printed(d, task, 25, 5, loss=3.9)
+
+    def losses() -> dict[int, float]:
+        return history([to_plain(x) for x in d.log]).tasks[task].losses
+
+    assert losses() == {10: 5.0, 20: 4.0, 25: 3.9}
+    printed(d, task, 35, loss=3.1)
+    printed(d, task, 30, loss=3.5)  # by the same process: told late, nothing is lost
+    assert losses() == {10: 5.0, 20: 4.0, 25: 3.9, 30: 3.5, 35: 3.1}
+
+
 def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver) -> None:
     """And to nobody who only comes back to where it fails."""
     task = begin(d)
