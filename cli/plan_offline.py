@@ -53,8 +53,9 @@ def _foretold(known: foreseen.Foreseen, took_s: float) -> list[str]:
 
 def screen(found: Plain, path: Path, took_s: float) -> list[str]:
     """The page, at most 100 columns."""
-    lines = [f"{count(found['gpus'])} GPUs, {count(len(found['tasks']))} tasks, exact, "
-             f"{span(took_s)}"]
+    num_gpus, num_tasks = found["gpus"], len(found["tasks"])
+    lines = [f"{count(num_gpus)} GPU{'s' * (num_gpus != 1)}, "
+             f"{count(num_tasks)} task{'s' * (num_tasks != 1)}, exact, {span(took_s)}"]
     gain = found["waf"] - found["waf_before"]
     sign = "+" if gain >= 0 else "-"
     lines += textwrap.wrap(f"{moves(found)}: {sign}{scaled(abs(gain), 'FLOP/s')} of WAF",

@@ -105,6 +105,14 @@ def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     assert max(map(len, plan_offline.screen(found, Path("file"), 0.001))) <= 100
 
 
+def test_one_task_on_one_gpu_is_told_as_one() -> None:
+    offline = plan_file.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
+        {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
+         "flops": {1: 1.0}}]})
+    found = plan_told.told(offline.asked, planner.choose(offline.asked), more=1)
+    assert plan_offline.screen(found, Path("file"), 0.001)[0].startswith("1 GPU, 1 task, exact, ")
+
+
 def test_the_screen_says_what_moves_what_is_paid_and_what_was_beaten(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(GOOD)
     told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
