@@ -107,6 +107,13 @@ def hidden(waf: float, chosen: float) -> str:
     return f", {100 * abs(waf / chosen - 1):.1g} % {'less' if waf < chosen else 'more'}"
 
 
+def view_before(before: Plain, after: Plain) -> Plain:
+    """The view before a request, with the tasks that came with it; these had no ranks."""
+    known = {task["id"] for task in before["tasks"]}
+    return {**before, "tasks": [*before["tasks"], *(
+        {**task, "ranks": []} for task in after["tasks"] if task["id"] not in known)]}
+
+
 def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:
     """Who got nothing before and gets nothing now: why, and what it needs."""
     return [line for body in waiting if body["task"] in tasks for line in labelled(

@@ -132,11 +132,16 @@ def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str
     say.out(f"{head} (seq {followed.seq})")
     for line in [*(waited or []), *plan_lines(followed, view)]:
         say.out(line)
-    held = view["cluster"]["healing"]
-    if held != "on":
-        say.out(f"held     {held}; planned, and nothing ordered. To act: "
-                + way_to_act(held, option_for(state)))
+    for line in held_lines(view, option_for(state)):
+        say.out(line)
     _next(state, undo)
+
+
+def held_lines(view: Plain, option: str) -> list[str]:
+    """That what was planned is not done, and how to have it done; nothing where it is done."""
+    held = view["cluster"]["healing"]
+    return [] if held == "on" else [f"held     {held}; planned, and nothing ordered. To act: "
+                                    + way_to_act(held, option)]
 
 
 def _tell_fault(state: StateDir, followed: Followed, head: str, look: str, *,

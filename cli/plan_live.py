@@ -15,8 +15,8 @@ from msgspec import Struct
 from ..events.errors import UsageError
 from . import job_file, say, screen_plan
 from .client import DRY_RUN_S_MAX, Client, Refused, connect
-from .followed import followed_by, plan_lines
-from .operate import pick_node, reason_or_user
+from .followed import followed_by, plan_lines, view_before
+from .operate import held_lines, pick_node, reason_or_user
 from .operator_commands import WEIGHT, WEIGHT_HINT
 from .state_dir import StateDir
 from .tasks import option_for, pick
@@ -96,7 +96,9 @@ def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
         return
     after: Plain = client.get("/v1/state")
     say.out(f"applied  {asked.typed} (seq {followed.seq})")
-    for line in plan_lines(followed, {**before, "tasks": after["tasks"]}):
+    for line in plan_lines(followed, view_before(before, after)):
+        say.out(line)
+    for line in held_lines(after, option_for(state)):
         say.out(line)
     say.out(f"look     unicron status -w{option_for(state)}")
 

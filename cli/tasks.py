@@ -12,7 +12,7 @@ from ..events.errors import UsageError
 from ..events.spec import Slots
 from . import job_file, say
 from .client import Client, connect
-from .followed import followed_by, plan_lines
+from .followed import followed_by, plan_lines, view_before
 from .state_dir import StateDir, default
 
 Plain = dict[str, Any]
@@ -30,7 +30,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     say.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
             f"{_slots(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
-    for line in plan_lines(followed_by(client, answer["seq"]), {**before, "tasks": after["tasks"]}):
+    for line in plan_lines(followed_by(client, answer["seq"]), view_before(before, after)):
         say.out(line)
     if (held := after["cluster"]["healing"]) != "on":
         say.out(f"held     {held}: it is planned, and does not start")

@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from heart_driver import Driver
+from heart_driver import Driver, spec
 from test_dry_run import job
 from test_screens import check
 from two_tasks import gives, plain, seen, train, two_tasks, waits
 from unicron.cli import plan_live, screen_plan
-from unicron.cli.followed import followed_by, plan_lines
+from unicron.cli.followed import followed_by, plan_lines, view_before
 from unicron.cli.plan_live import Asked
 from unicron.cli.state_dir import StateDir
 from unicron.control_plane import dry_run
@@ -201,6 +201,28 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
                    for line in lines) or before == after
     assert lines[-1] == "look     unicron status -w"
     assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
+
+
+def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
+    d, _, _ = two_tasks(BETA)
+    d.tell("operator/f", r.HealingFrozen(reason="a test"))
+    lines = ask(Told(d), weights=("alpha=9",), apply=True, check=d.state.num_inputs)
+    assert lines[-2:] == ["held     frozen: a test; planned, and nothing ordered. To act: "
+                          "unicron unfreeze", "look     unicron status -w"]
+
+
+def test_only_who_has_run_starts_again() -> None:
+    """The ranks of a task that came with the request are its first."""
+    d = Driver()
+    before, seq = seen(d), len(d.log) + 1
+    command = {"train": None, "command": ["sleep", "1"]}
+    d.obey(d.tell("operator/once", r.TaskSubmitted(spec=spec(name="once", **command))))
+    found = followed_by(Told(d), seq)  # type: ignore[arg-type]
+    assert seen(d)["tasks"][0]["ranks"]
+    told = plan_lines(found, view_before(before, seen(d)))
+    assert told[-1].startswith("once ")
+    assert ": n1/0 " in told[-1]
+    assert "starts again" not in told[-1]
 
 
 def test_what_follows_from_one_request_is_read_as_before() -> None:
