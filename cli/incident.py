@@ -22,7 +22,7 @@ from .moves import moves
 from .record_line import essentials, status_in_words
 from .screen_incident import name_of
 from .screen_nodes import node_trouble
-from .screen_plan import BREAKS, bound_by
+from .screen_plan import bound_by, not_taken
 from .state_dir import StateDir
 from .story import Story, story
 from .tail import incident_id
@@ -227,7 +227,7 @@ def _by(beaten: Plain, plan: Plain) -> str:
     if beaten["waf"] < plan["waf"]:
         return f"earns less{hidden(beaten['waf'], plan['waf'])}"
     if beaten["objective"] > plan["objective"]:
-        return f"gains{BREAKS.get(beaten['what'], ' less than gain_min asks for')}"
+        return f"gains{not_taken(plan, beaten['what'], ' less than gain_min asks for')}"
     return "its changes cost more than they earn"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..control_plane import knapsack
-from ..control_plane.explain import cost_flop, objective_flop
+from ..control_plane.explain import cost_flop, objective_flop, percent
 from ..control_plane.foreseen import Foreseen, after
 from ..control_plane.planner import Choice, gains
 from ..control_plane.wishes import PlanInput, waf_of
@@ -121,5 +121,5 @@ def loses(found: Plain, other: Plain) -> str:
     """By how much a plan that was beaten is worse."""
     if other["loses"] == 0:
         return "is worth as much"
-    share = 100 * other["loses"] / found["objective"] if found["objective"] > 0 else 0.0
-    return f"loses {scaled(other['loses'], 'FLOP')}" + (f" ({share:.2g} %)" if share else "")
+    share = other["loses"] / found["objective"] if found["objective"] > 0 else 0.0
+    return f"loses {scaled(other['loses'], 'FLOP')}" + (f" ({percent(share)})" if share else "")

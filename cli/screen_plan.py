@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..control_plane.explain import percent
 from ..control_plane.fairness import OTHERS_WAIT_NUM
-from ..control_plane.planner import FLOORLESS, LIMITLESS
+from ..control_plane.planner import FLOORLESS, LIMITS
 from ..control_plane.spare import SPARELESS
 from .figures import (
     SCREEN_COLUMNS,
@@ -32,8 +33,10 @@ ROWS_NUM_MAX = 20
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
-BREAKS = {LIMITLESS: ", and breaks one of them", FLOORLESS: ", and leaves a task below its floor",
-          SPARELESS: " until the next fault"}
+BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until the next fault",
+          "without priorities": ", and a higher priority comes first",
+          **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
+             for what, some in LIMITS.items() if some != ("priorities",)}}
 """Why a plan is not to be had that is worth more."""
 
 
@@ -44,9 +47,23 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
-            "limits": "moves_max, quotas or priorities", "floor": f"the floor of {of}",
+            "limits": _limits(plan), "floor": f"the floor of {of}",
             "spare": "the hot spare"}.get(
                 plan.get("bound", ""), "")
+
+
+def _limits(plan: Plain) -> str:
+    """Those that the best plan without them breaks."""
+    some = next((LIMITS[other["what"]] for other in plan.get("alternatives", ())
+                 if other["what"] in LIMITS), ("moves_max", "quotas", "priorities"))
+    return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
+
+
+def not_taken(plan: Plain, what: str, gain_min: str = ", below gain_min") -> str:
+    """Why a plan is not the one, that is worth more."""
+    if what not in BREAKS and plan.get("bound") == "limits":
+        return BREAKS["without priorities"]
+    return BREAKS.get(what, gain_min)
 
 
 def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
@@ -113,7 +130,7 @@ def _gain(found: Plain) -> list[str]:
     lines = labelled("why", f"{_moved(found)}: {reason}")
     if not gain and not cost:
         return lines
-    share = f" ({'+' if gain > 0 else '-'}{_percent(abs(gain) / before)})" if before > 0 else ""
+    share = f" ({'+' if gain > 0 else '-'}{percent(abs(gain) / before)})" if before > 0 else ""
     hold = f" of {span(found['plan']['running_s'])}" if found["plan"]["running_s"] else ""
     back = f", paid back in {span(cost / gain)}{hold}" if gain > 0 and cost > 0 else ""
     earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
@@ -126,10 +143,6 @@ def _moved(found: Plain) -> str:
             if one["slots"] != one["slots_before"]]
     more = f" and {len(told) - NAMED_NUM_MAX} more" if len(told) > NAMED_NUM_MAX else ""
     return f"{', '.join(told[:NAMED_NUM_MAX])}{more}" if told else "every task keeps its number"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:,.0f} %"
 
 
 def _sum(found: Plain, name: str) -> float:
@@ -178,10 +191,10 @@ def _beaten(plan: Plain) -> list[str]:
     others = sorted(plan["alternatives"], key=lambda other: other["behind_flop"])
     for place, other in enumerate(others, 2):
         behind = other["behind_flop"]
-        share = f" ({_percent(behind / worth)})" if behind > 0 < worth else ""
+        share = f" ({percent(behind / worth)})" if behind > 0 < worth else ""
         told = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
                 if not behind else f"gains {scaled(-behind, 'FLOP')}"
-                + BREAKS.get(other["what"], ", below gain_min"))
+                + not_taken(plan, other["what"]))
         if behind > 0 and other["waf"] > plan["waf"]:
             told += ": its changes cost more than they earn"
         rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
@@ -196,8 +209,8 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
         told = "others wait" if other["objective"] == OTHERS_WAIT_NUM else "is worth as much"
         if behind:
-            told = f"{'loses' if behind > 0 else 'gains'} {_percent(abs(behind))}{by}" + (
-                "" if behind > 0 else BREAKS.get(other["what"], ", below gain_min"))
+            told = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
+                "" if behind > 0 else not_taken(plan, other["what"]))
         rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from . import floors
 from .plan_input import Ground
-from .planner import ALPHALESS, FLOORLESS, LIMITLESS, Choice, ideal_waf, wanted
+from .planner import ALPHALESS, FLOORLESS, LIMITS, Choice, Plan, ideal_waf, wanted
 from .spare import SPARELESS
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
@@ -19,9 +19,9 @@ NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
 SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
-TWO_DIGITS_PERCENT_MAX = 99.5
+WHOLE_PERCENT_MIN = 99.5
 """From here on two digits would be told as a power of ten."""
-UNBOUND = (LIMITLESS, FLOORLESS, SPARELESS, ALPHALESS)
+UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
 """Plans that were not to be had, whatever they are worth, or not looked for."""
 
 
@@ -101,18 +101,16 @@ def binding(asked: PlanInput, choice: Choice,
     plan = choice.plan
     if choice.spare is not None and choice.spare.verdict == "kept":
         return "spare", ()
-    if any(other.what == LIMITLESS for other in choice.alternatives):
+    if choice.optimum is not None:
+        return "gain_min", tuple(wish.task for wish, x, have in zip(
+            asked.wishes, choice.optimum.slots, plan.slots, strict=True) if x != have)
+    if choice.limitless is not None:
         return "limits", ()
     for other in choice.alternatives:
         if other.what == FLOORLESS and other.objective > plan.objective:
             least = floors.given(asked)
             return "floor", tuple(task for (task, x), floor in
                                   zip(other.slots, least, strict=True) if x < floor)
-    others = [other for other in choice.alternatives if other.what not in UNBOUND]
-    if any(other.objective > plan.objective for other in others):
-        best = max(others, key=lambda other: other.objective)
-        left = [task for (task, x), have in zip(best.slots, plan.slots, strict=True) if x != have]
-        return "gain_min", tuple(left)
     if sum(wanted(asked)) > asked.num_slots:
         left_over = asked.num_slots - sum(plan.slots)
         tasks = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
@@ -159,21 +157,16 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
         spare = choice.spare
         slots = f"{spare.num_slots} slot{'s' * (spare.num_slots != 1)}"
         return (f"{slots} idle as a hot spare, which costs "
-                f"{_share(spare.cost_flop, asked, plan.waf)} until the next fault and saves "
-                f"{_share(spare.saves_flop, asked, plan.waf)} then")
+                f"{_share(spare.cost_flop, asked, plan)} until the next fault and saves "
+                f"{_share(spare.saves_flop, asked, plan)} then")
     if bound in ("limits", "floor"):
-        what = LIMITLESS if bound == "limits" else FLOORLESS
-        most = next(other for other in others if other.what == what)
-        return f"{most.what} it would be worth {_apart(most, asked, plan.waf)} more{by}"
-    others = [other for other in others if other.what not in UNBOUND]
+        most = next(other for other in others if (
+            other.what in LIMITS if bound == "limits" else other.what == FLOORLESS))
+        first = _first_come(asked, plan, most) if most.what == "without priorities" else ""
+        return f"{first}{most.what} it would be worth {_apart(most, asked, plan)} more{by}"
     if bound == "gain_min":
-        most = max(others, key=lambda other: other.objective)
-        if asked.limits is not None and asked.limits.priorities:
-            return (f"to change healthy tasks would gain less{by} than the "
-                    f"{100 * asked.gain_min:g} % that gain_min asks for, in the highest priority "
-                    "in which it gains")
-        return (f"to change healthy tasks would gain {_apart(most, asked, plan.waf)}{by}, "
-                f"below the {100 * asked.gain_min:g} % that gain_min asks for")
+        return _gains_too_little(asked, choice, others, by)
+    others = [other for other in others if other.what not in UNBOUND]
     if not others:
         return "there is no other plan"
     nearest = max(others, key=lambda other: other.objective)
@@ -181,9 +174,38 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
         f" ({nearest.what})" if nearest.what != "the next best" else "")
     if nearest.objective == plan.objective:
         return f"{runner_up} is worth as much, and a tie goes to the first task"
-    less = f"{runner_up} is worth {_apart(nearest, asked, plan.waf)} less{by}"
+    less = f"{runner_up} is worth {_apart(nearest, asked, plan)} less{by}"
     return (f"{less}: its changes cost more than they earn"
             if nearest.waf > plan.waf and not asked.alpha else less)
+
+
+def _first_come(asked: PlanInput, plan: Plan, most: Alternative) -> str:
+    """Who has more by its priority, and who less: `priority: a (1) comes before b (0); `."""
+    theirs = [(wish, x - y) for wish, x, (_, y) in
+              zip(asked.wishes, plan.slots, most.slots, strict=True)]
+    gives = [wish for wish, more in theirs if more < 0]
+    least = min((wish.priority for wish in gives), default=0)
+    takes = [wish for wish, more in theirs if more > 0 and wish.priority > least]
+    if not takes:
+        return ""
+    first, last = (_listed([f"{wish.name} ({wish.priority})" for wish in some])
+                   for some in (takes, gives))
+    return f"priority: {first} come{'s' * (len(takes) == 1)} before {last}; "
+
+
+def _gains_too_little(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
+                      by: str) -> str:
+    bar = f"the {100 * asked.gain_min:g} % that gain_min asks for"
+    if asked.limits is not None and asked.limits.priorities:
+        return (f"to change healthy tasks would gain less{by} than {bar}, in the highest priority "
+                "in which it gains")
+    most = next(other for other in others if choice.optimum is not None
+                and tuple(x for _, x in other.slots) == choice.optimum.slots)
+    # gain_min is a share of what is earned before the costs, so this one is too.
+    earned = choice.plan.waf * asked.running_s
+    gain = (percent(abs(most.behind_share)) if asked.alpha else
+            percent(abs(most.behind_flop) / earned) if earned > 0 else "something")
+    return f"to change healthy tasks would gain {gain}{by}, below {bar}"
 
 
 def _price_of_alpha(choice: Choice, others: Sequence[Alternative]) -> str:
@@ -191,25 +213,25 @@ def _price_of_alpha(choice: Choice, others: Sequence[Alternative]) -> str:
     for other in others:
         if other.what == ALPHALESS and other.waf > choice.plan.waf > 0:
             return (f"; {ALPHALESS}, would earn "
-                    f"{_percent(100 * (other.waf / choice.plan.waf - 1))} more")
+                    f"{percent(other.waf / choice.plan.waf - 1)} more")
     return ""
 
 
-def _apart(other: Alternative, asked: PlanInput, waf: float) -> str:
-    """How far another plan's objective is from the chosen one's, as a share."""
-    return (_percent(100 * abs(other.behind_share)) if asked.alpha
-            else _share(abs(other.behind_flop), asked, waf))
+def _apart(other: Alternative, asked: PlanInput, plan: Plan) -> str:
+    """How far another plan's objective is from the chosen one's, as a share of that."""
+    return (percent(abs(other.behind_share)) if asked.alpha
+            else _share(abs(other.behind_flop), asked, plan))
 
 
-def _share(flop: float, asked: PlanInput, waf: float) -> str:
-    """A difference of objectives as a share of what the plan earns while it holds."""
-    earned = waf * asked.running_s
-    if earned <= 0:
-        return f"{flop:.3g} weighted FLOP"
-    return _percent(100 * flop / earned)
+def _share(flop: float, asked: PlanInput, plan: Plan) -> str:
+    """A difference of objectives as a share of the plan's."""
+    worth = objective_flop(asked, plan.slots)
+    return percent(flop / worth) if worth > 0 else f"{flop:.3g} weighted FLOP"
 
 
-def _percent(percent: float) -> str:
-    if percent < SHARE_PERCENT_MIN:
+def percent(share: float) -> str:
+    """A share of 0.214 as `21 %`: two digits, from 100 on whole ones, in groups of three."""
+    found = 100 * share
+    if found < SHARE_PERCENT_MIN:
         return f"under {SHARE_PERCENT_MIN:g} %"
-    return f"{percent:.2g} %" if percent < TWO_DIGITS_PERCENT_MAX else f"{percent:.0f} %"
+    return f"{found:.2g} %" if found < WHOLE_PERCENT_MIN else f"{found:,.0f} %"

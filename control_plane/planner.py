@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -28,7 +28,10 @@ from .rows import Found, Rows
 from .wishes import PlanInput, Wish, charged_s, waf_of
 from .worth import SUM_BITS, exact, shift_of
 
-LIMITLESS = "without moves_max, quotas and priorities"
+LIMITS = {f"without {', '.join(some[:-1])}{' and ' * (len(some) > 1)}{some[-1]}": some
+          for num in (1, 2, 3)
+          for some in combinations(("moves_max", "quotas", "priorities"), num)}
+"""What a plan is called that keeps none of these limits, of those that are in force."""
 FLOORLESS = "without floors"
 ALPHALESS = "the best by WAF, without alpha"
 NUM_BEATEN_MIN = 2
@@ -56,6 +59,10 @@ class Choice(Struct, frozen=True, kw_only=True):
     allocations: tuple[Allocation, ...]
     alternatives: tuple[Alternative, ...]
     spare: HotSpare | None = None
+    optimum: Plan | None = None
+    """Where `gain_min` kept healthy tasks as they are: the plan that it is not."""
+    limitless: Plan | None = None
+    """The optimum without limits, where those cost something."""
 
 
 def gains(asked: PlanInput) -> Rows:
@@ -98,7 +105,10 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     every, earned = _rows(asked)
     rows, left = _floored(asked, every, earned)
     made = _decide(asked, rows, left, known)
-    plan, others = made.plan, _named(wishes, rows, asked.num_slots, limits)
+    plan, others = made.plan, list[tuple[str, Plan | None]]()
+    if made.free.slots != made.limitless.slots:  # told as that, also where it is as things are
+        others.append((_limitless(limits, made.limitless), made.limitless))
+    others += _named(wishes, rows, asked.num_slots, limits)
     if made.plan is not made.free:
         others.append((f"the optimum, which changes healthy tasks for less than "
                        f"{100 * asked.gain_min:g} %{' of the WAF' * (not asked.alpha)}",
@@ -106,9 +116,7 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     elif made.steady is not None:
         others.append(("healthy tasks stay as they are" if made.is_steady else
                        "healthy tasks change for the floors alone", made.steady))
-    if made.free.slots != made.limitless.slots:
-        others.append((LIMITLESS, made.limitless))
-    else:
+    if made.free.slots == made.limitless.slots:
         others += [(what, other) for what, other in
                    _next(wishes, made.solved, [plan, *(other for _, other in others)])
                    if limits is None or other is None or limits.allow(other.slots)]
@@ -120,7 +128,20 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
         others.append((ALPHALESS, _as_here(asked, every, plan, planned(replace(asked, alpha=0.0)))))
     share = int(earned[every.vector(plan.slots)].sum()) if asked.alpha else 0
     return Choice(plan=plan, allocations=_allocations(wishes, plan),
-                  alternatives=_alternatives(wishes, plan, others, share))
+                  alternatives=_alternatives(wishes, plan, others, share),
+                  optimum=made.free if plan is not made.free else None,
+                  limitless=made.limitless if made.limitless.objective > plan.objective else None)
+
+
+def _limitless(limits: Limits | None, plan: Plan) -> str:
+    """What `plan`, the optimum without limits, is called."""
+    assert limits is not None, "without limits it is the optimum"
+    if limits.allow(plan.slots):
+        return "without priorities"
+    there = {"moves_max": limits.moves_max is not None, "quotas": bool(limits.teams),
+             "priorities": bool(limits.priorities)}
+    some = tuple(name for name, is_there in there.items() if is_there)
+    return next(what for what, names in LIMITS.items() if names == some)
 
 
 def _as_here(asked: PlanInput, every: Rows, plan: Plan, other: Plan) -> Plan:

@@ -12,7 +12,8 @@ from heart_driver import Driver, at_rest, only, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from unicron.control_plane import constraints, knapsack, planner
+from unicron.cli import screen_plan
+from unicron.control_plane import constraints, explain, knapsack, planner
 from unicron.control_plane.constraints import Limits
 from unicron.control_plane.rows import rows_of
 from unicron.control_plane.wishes import PlanInput, Transition, Wish
@@ -137,7 +138,7 @@ def test_no_more_healthy_tasks_move_than_may() -> None:
         assert sorted(choice.plan.slots[:3]) == sorted(slots[:3])
         assert choice.plan.slots[3] == slots[3]
         told = {other.what: other for other in choice.alternatives}
-        assert (planner.LIMITLESS in told) == (most < 3)
+        assert ("without moves_max" in told) == (most < 3)
 
 
 def test_the_hurt_and_the_new_are_no_moves() -> None:
@@ -201,12 +202,59 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     plan = d.state.plan
     assert plan is not None
     assert (plan.bound, [x.slots for x in plan.allocations]) == ("limits", [2])
-    assert planner.LIMITLESS in plan.why
+    assert "without quotas it would be worth" in plan.why
     d.submit(spec(name="beta", team="red"))
     beta = task_of(d, max(d.state.tasks))
     assert beta.why == "held back by the quota of team red, 2 slots"
     assert beta.needs == "a larger quota, or weight 1.01"
     assert len(task_of(d, task).target) == 2
+
+
+def test_a_priority_that_costs_something_is_told_as_that(d: Driver) -> None:
+    """Not as what gain_min keeps: with alpha too."""
+    for alpha in (0.0, 1.0):
+        wishes = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
+                  wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
+                  wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
+        asked, choice, others = told_with(wishes, alpha)
+        assert choice.plan.slots[2] == 2
+        assert explain.binding(asked, choice, {}) == ("limits", ())
+        why = explain.why(asked, choice, others, "limits")
+        assert "priority: t3 (1) comes before t" in why
+        assert "without priorities it would be worth" in why
+        assert "gain_min" not in why
+
+
+def told_with(wishes: list[Wish], alpha: float
+              ) -> tuple[PlanInput, planner.Choice, tuple[o.Alternative, ...]]:
+    asked = PlanInput(wishes=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
+                      alpha=alpha)
+    choice = planner.choose(asked)
+    return asked, choice, explain.beaten(
+        asked, choice, explain.objective_flop(asked, choice.plan.slots))
+
+
+def test_gain_min_is_told_where_a_priority_gains_too_little() -> None:
+    """Whatever the others would lose by the change."""
+    wishes = [wish(1, 3, {2: 900.0, 3: 1000.0}), wish(2, 1, {1: 10.0, 2: 11.0}, priority=1)]
+    asked = PlanInput(wishes=tuple(wishes), num_slots=4, mtbf_gpu_s=7.2e6, gain_min=0.2)
+    choice = planner.choose(asked)
+    assert explain.binding(asked, choice, {}) == ("gain_min", (1, 2))
+    assert "less than the 20 % that gain_min asks for" in explain.why(asked, choice, (), "gain_min")
+
+
+def test_only_the_limits_that_are_in_force_are_named() -> None:
+    wishes = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
+    wishes.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}, priority=1))
+    for more, what in (({"moves_max": 1}, "without moves_max and priorities"),
+                       ({"quotas": (("blue", 2),)}, "without quotas and priorities"), ({}, "")):
+        told = [other.what for other in choose(wishes, 6, **more).alternatives]
+        assert [x for x in told if x in planner.LIMITS] == [what] * bool(what)
+        assert screen_plan.bound_by({"bound": "limits", "num_slots": 5, "alternatives": [
+            {"what": x} for x in told]}, {}) == {
+                "without moves_max and priorities": "moves_max or priorities",
+                "without quotas and priorities": "quotas or priorities",
+                "": "moves_max, quotas or priorities"}[what]
 
 
 @st.composite

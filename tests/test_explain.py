@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_planner import TRANSITION_S, asking, wishes
 from two_tasks import gives, train, two_tasks
+from unicron.cli import screen_plan
 from unicron.control_plane import explain, planner
-from unicron.control_plane.wishes import Transition, Wish, waf_of
+from unicron.control_plane.wishes import PlanInput, Transition, Wish, waf_of
 from unicron.events import reports as r
 from unicron.events.orders import Binding, PlanChosen
 
@@ -172,6 +173,32 @@ def test_one_sentence_says_why(found: list[Wish], num_slots: int, told: str) -> 
     beaten = explain.beaten(asked, choice, objective)
     bound, _ = explain.binding(asked, choice, {})
     assert explain.why(asked, choice, beaten, bound) == told
+
+
+@pytest.mark.parametrize(("share", "words"), [
+    (0.0, "under 0.001 %"), (0.00021, "0.021 %"), (0.214, "21 %"), (0.994, "99 %"),
+    (0.995, "100 %"), (0.9999, "100 %"), (1.0, "100 %"), (3999.0, "399,900 %")])
+def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
+    assert explain.percent(share) == words
+
+
+def test_the_sentence_and_the_row_tell_the_same_share() -> None:
+    """Of G, what the changes cost taken off: where a plan holds shortly that is another number."""
+    asked = PlanInput(wishes=(wish("t1", 4, {2: 4.0, 4: 9.0}, hurt=True),
+                              wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
+                      mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
+    choice = planner.choose(asked)
+    objective = explain.objective_flop(asked, choice.plan.slots)
+    others = explain.beaten(asked, choice, objective)
+    bound, _ = explain.binding(asked, choice, {})
+    nearest = max(others, key=lambda other: other.objective)
+    share = explain.percent(nearest.behind_flop / objective)
+    assert share != explain.percent(nearest.behind_flop / (choice.plan.waf * asked.running_s))
+    assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
+    rows = screen_plan._beaten({
+        "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [
+            {"what": x.what, "waf": x.waf, "behind_flop": x.behind_flop} for x in others]})
+    assert f"({share})" in rows[2]
 
 
 def test_every_plan_in_the_log_is_explained() -> None:
