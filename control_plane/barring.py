@@ -56,7 +56,10 @@ def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[in
             found[wish.task] = Bar(within=_within(asked, wish, slots))
         else:
             one = _alone(asked, i, mine, plans, most) if len(mine) > 1 else mine
-            found[wish.task] = _bar(asked, wish, one or mine or lifted, alone=bool(one))
+            peers = any(x and other.priority == wish.priority
+                        for x, other in zip(slots, asked.wishes, strict=True))
+            found[wish.task] = _bar(asked, wish, one or mine or lifted, alone=bool(one),
+                                    peers=peers)
     return found
 
 
@@ -100,15 +103,19 @@ def _alone(asked: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, Se
     return found
 
 
-def _bar(asked: PlanInput, wish: Wish, kinds: Sequence[str], *, alone: bool) -> Bar:
+def _bar(asked: PlanInput, wish: Wish, kinds: Sequence[str], *, alone: bool,
+         peers: bool) -> Bar:
     """`alone`: each of these limits bars it by itself; else all of them, or one that is not known.
+
+    `peers`: some of its own priority have slots, which a weight may win.
     """
     quota = dict(asked.quotas).get(wish.team)
     said = {"moves_max": (f"moves_max {asked.moves_max}", "a larger moves_max"),
             "quota": (_quota(wish.team, quota) if quota is not None else "quotas of teams",
                       "a larger quota"),
             "floor": ("the floors of others", "smaller floors"),
-            "priority": (f"priority {wish.priority}, where others have more", "a higher priority")}
+            "priority": (f"priority {wish.priority}, where others have more",
+                         "a higher priority" + " (a higher weight may do)" * peers)}
     whys, needs = [said[kind][0] for kind in kinds], [said[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
         return Bar(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))

@@ -79,6 +79,7 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         yield from _place(state, open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)
     short = floors.short(ground.asked, choice.plan.slots)
+    by_quota = floors.barred_by_quota(ground.asked, short)
     idle = choice.spare.num_slots if choice.spare and choice.spare.verdict == "kept" else 0
     bars = barring.barred(ground.asked, choice.plan.slots, min(idle, ground.asked.num_slots))
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
@@ -86,7 +87,8 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
             continue
         if count == 0:
             yield from waiting.wait(state, task, len(ground.slots), told.get(task.id),
-                                    short.get(task.id, 0), bars.get(task.id))
+                                    short.get(task.id, 0), bars.get(task.id),
+                                    by_quota=task.id in by_quota)
         elif state.held:  # it has no seats yet
             yield from waiting.wait_for_healing(state, task)
 

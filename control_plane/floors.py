@@ -6,7 +6,7 @@ higher weight, then the earlier task. Who is not given one has none in this plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -98,3 +98,20 @@ def short(asked: PlanInput, slots: Sequence[int]) -> dict[int, int]:
         if wanted and x < wanted[0]:
             found[wish.task] = next(floor for floor in wanted[::-1] if floor > x)
     return found
+
+
+def barred_by_quota(asked: PlanInput, tasks: Iterable[int]) -> tuple[int, ...]:
+    """Those of `tasks` that would have a floor if their own team alone had no quota."""
+    found: list[int] = []
+    row_of = {wish.task: row for row, wish in enumerate(asked.wishes)}
+    quotas, teams = dict(asked.quotas), dict[str, tuple[int, ...]]()
+    for task in tasks:
+        team = asked.wishes[row_of[task]].team
+        if team not in quotas:
+            continue
+        if team not in teams:
+            teams[team] = given(replace(asked, quotas=tuple(
+                x for x in asked.quotas if x[0] != team)))
+        if teams[team][row_of[task]]:
+            found.append(task)
+    return tuple(found)

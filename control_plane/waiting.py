@@ -17,11 +17,12 @@ _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
 def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
-         floor: int = 0, bar: Bar | None = None) -> Iterator[Body]:
+         floor: int = 0, bar: Bar | None = None, *, by_quota: bool = False) -> Iterator[Body]:
     """Tell of a task that the last plan gives nothing; nothing if it was told already.
 
     `num_slots`: what that plan had to give. `floor`: of a task that asks for one, and for which
-    there was no room. `bar`: of a plan under limits.
+    there was no room; `by_quota`: there would be if its team had no quota. `bar`: of a plan under
+    limits.
     """
     low = _smallest(task)
     cost_waf = weight_from = 0.0
@@ -34,7 +35,7 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
     elif task.throughput is not None and not any(task.throughput.rates_flops):
         why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
     elif 0 < floor <= num_slots:
-        why, needs = _no_room(state, task, floor)
+        why, needs = _no_room(state, task, floor, by_quota=by_quota)
     elif low <= num_slots:
         why, needs = _not_chosen(state, task, price, bar or Bar())
         if price is not None:
@@ -87,15 +88,19 @@ def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
         yield TaskWaiting(task=task.id, why=state.held, needs="healing to be on")
 
 
-def _no_room(state: ClusterState, task: Task, floor: int) -> tuple[str, str]:
+def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:
     """Why it is not given its floor, and what would give it that."""
-    quota = state.policy.quotas.get(task.spec.team, floor)
+    team = task.spec.team
+    quota = state.policy.quotas.get(team, floor)
     if quota < floor:
-        return (f"the quota of team {task.spec.team} is {_slots(quota)}",
+        return (f"the quota of team {team} is {_slots(quota)}",
                 f"a quota of {_slots(floor)}, its floor")
-    whose = f" of team {task.spec.team}" if task.spec.team in state.policy.quotas else ""
-    return (f"there is no room for its floor beside those before it{whose}",
-            f"{_slots(floor)} more, or a higher priority or weight")
+    first = "or a higher priority (a higher weight may do)"  # it goes first of its priority alone
+    if by_quota:
+        return (f"its floor does not fit the quota of team {team}, {_slots(quota)}, beside those "
+                "before it", f"a larger quota, {first}")
+    more = "more slots (and maybe a larger quota)" if team in state.policy.quotas else "more slots"
+    return "there is no room for its floor beside those before it", f"{more}, {first}"
 
 
 def _smallest(task: Task) -> int:

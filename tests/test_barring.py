@@ -121,6 +121,18 @@ def test_one_limit_is_named_and_what_lets_it_run() -> None:
         assert 2 not in pricing.prices(asked, plan), "no weight stands against it"
 
 
+def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
+    """t3, of priority 0, would run at the weight at which it earns more than t2 of the same."""
+    wishes = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
+    asked = asking(wishes, 2, gain_min=0.0)
+    plan = planner.choose(asked).plan
+    assert plan.slots == (1, 1, 0)
+    assert barring.barred(asked, plan.slots)[3].needs == (
+        "a higher priority (a higher weight may do)")
+    heavier = replace(asked, wishes=(*wishes[:2], wish(3, 0, {1: 400.0})))
+    assert planner.choose(heavier).plan.slots == (1, 0, 1)
+
+
 def test_where_no_limit_is_the_cause_none_is_named() -> None:
     """t2 earns less than t1, and has a team whose quota t1 fills."""
     wishes = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]

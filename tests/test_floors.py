@@ -277,9 +277,22 @@ def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
     assert plan.short == (beta,)
     assert plan.why.endswith("; no room for the floor of beta")
     assert task_of(d, beta).why == "there is no room for its floor beside those before it"
-    assert task_of(d, beta).needs == "3 slots more, or a higher priority or weight"
+    assert task_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"
     gamma = task_of(d, d.submit(spec(name="gamma", team="red", slots={"min": 2, "max": 2})))
     assert (gamma.why, gamma.needs) == ("the quota of team red is 1 slot",
                                         "a quota of 2 slots, its floor")
     d.tell("operator/x", r.TaskWeightSet(task=beta, weight=2.0))
     assert len(task_of(d, beta).target) == 3, "the heavier floor comes first"
+
+
+def test_a_floor_that_its_quota_bars_needs_quota(d: Driver) -> None:
+    """One of four slots stays idle: slots are not what it needs."""
+    d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 2})))
+    first = d.running(spec(team="audio", slots={"min": 2, "max": 2}))
+    beta = d.submit(spec(name="beta", team="audio", weight=0.5, slots={"min": 1, "max": 1}))
+    assert task_of(d, beta).why == (
+        "its floor does not fit the quota of team audio, 2 slots, beside those before it")
+    assert task_of(d, beta).needs == "a larger quota, or a higher priority (a higher weight may do)"
+    d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 3})))
+    assert len(task_of(d, beta).target) == 1
+    assert len(task_of(d, first).target) == 2
