@@ -96,8 +96,13 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         lines.append(f"{names[number]:<{width}} {one['slots_before']} -> "
                      + number_of(one["slots"], "slot")
                      + _way(tasks.get(number), placed.get(number), waiting.get(number)))
-    return [*lines, *([] if changed else ["         no task moves"]), *_waits(
-        [body for body in followed.waiting if body["task"] not in names], tasks)]
+    told = _waits([body for body in followed.waiting if body["task"] not in names], tasks)
+    if told:  # else nothing changed for those who wait
+        given = {one["task"]: one["slots"] for one in plan["allocations"]}
+        rest = [task["name"] for number, task in tasks.items() if number not in waiting
+                and number not in names and task["state"] == "waiting" and not given.get(number)]
+        told += labelled("waits", f"as before: {', '.join(rest)}", 9) if rest else []
+    return [*lines, *([] if changed else ["         no task moves"]), *told]
 
 
 def hidden(waf: float, chosen: float) -> str:

@@ -78,11 +78,30 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     words += [f"{task['name']} failed: {task['why']}: "
               + command(f"unicron logs {task['id']}{option}")
               for task in _failed(view["tasks"], now_s)]
-    waiting = any(task["state"] == "waiting" for task in view["tasks"])
-    words += [f"{node['id']} is drained{_because(node['drain_reason'])}, and a task waits: "
-              + command(f"unicron undrain {node['id']}{option}")
-              for node in view["nodes"] if node["drained"] and waiting]
+    words += _drained(view, option)
     return [line for one in words for line in labelled("NEEDS YOU", one)]
+
+
+def _drained(view: Plain, option: str) -> list[str]:
+    """Each drained node, where a task waits that has room with these and has none without."""
+    there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
+                          if node["health"] == "healthy" and node["drained"] == drained)
+             for drained in (False, True)}
+    left, every = there[False], there[False] + there[True]
+    names = [task["name"] for task in view["tasks"]
+             if task["state"] == "waiting" and left < _least(task) <= every]
+    if not names:
+        return []
+    return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
+            f"{names[0]}: " + command(f"unicron undrain {node['id']}{option}")
+            for node in view["nodes"] if node["drained"] and node["health"] == "healthy"]
+
+
+def _least(task: Plain) -> int:
+    """The fewest slots that it may have and earns something with."""
+    told: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
+    return min((size for size, rate in zip(told["sizes"], told["rates_flops"], strict=True)
+                if rate > 0), default=int(task["slots"]["min"]))
 
 
 def _because(reason: str) -> str:
@@ -139,14 +158,23 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
 def _totals(view: Plain, now_s: float) -> list[str]:
     told = view["cluster"]
     slots, health = _counts(view["nodes"])
+    spare = min(_kept(view["plan"]), slots["idle"])
+    kept = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)"} if spare else {}
     lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
     return [
         *_waf(view, now_s), *_plan(view),
-        "slots  " + ", ".join(f"{num} {what}" for what, num in slots.items()) + "     nodes  "
+        "slots  " + ", ".join(f"{num} {what}{kept.get(what, '')}" for what, num in slots.items())
+        + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
         f"log    leader of epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
         f"healing {told['healing'].partition(':')[0]}, {told['hash']}",
     ]
+
+
+def _kept(plan: Plain | None) -> int:
+    """Slots that the last plan keeps idle as a hot spare."""
+    spare: Plain | None = plan["spare"] if plan is not None else None
+    return int(spare["num_slots"]) if spare is not None and spare["verdict"] == "kept" else 0
 
 
 def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:

@@ -114,3 +114,12 @@ def test_a_beaten_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(
     found = Followed(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
     lines = plan_lines(found, {"plan": None, "tasks": []})
     assert lines[1] == f"beat     keep as it is: {told}"
+
+
+def test_who_waits_as_before_is_named_beside_who_waits_anew() -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    d.submit(train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
+    told = lines_after(d, lambda: d.submit(
+        train("delta", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    assert told[-2].startswith("waits    delta: ") or told[-3].startswith("waits    delta: ")
+    assert told[-1] == "waits    as before: gamma"

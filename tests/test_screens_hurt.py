@@ -22,6 +22,7 @@ from unicron.cli.tasks import option_for
 from unicron.control_plane.view import view
 from unicron.events import reports as r
 from unicron.events.errors import UsageError
+from unicron.events.policy import Policy
 
 
 # --- the screens after such faults --------------------------------------------------------------
@@ -66,8 +67,24 @@ def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
     assert not any("n3 is drained" in line for line in told), "nobody waits"
     d.submit(train("gamma", 0.01, {4: 1e9}, slots={"min": 4, "max": 4}))
     told = screens.status(seen(d), cluster="test", now_s=d.now_s)
-    assert any("n3 is drained (fans), and a task waits: unicron undrain n3" in line
-               for line in told)
+    assert not any("n3 is drained" in line for line in told), "others earn more, drained or not"
+    d.submit(train("delta", 0.01, {6: 1e9}, slots={"min": 6, "max": 6}))
+    told = screens.status(seen(d), cluster="test", now_s=d.now_s)
+    assert ("NEEDS YOU  n3 is drained (fans), too few slots are left for delta: unicron undrain n3"
+            in told)
+
+
+def test_a_spare_is_told_beside_the_idle_slots() -> None:
+    d = Driver(nodes=4)
+    policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
+    d.tell("leader/abc", r.PolicySet(policy=policy))
+    d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
+    d.submit(spec(name="beta", slots={"sizes": [2]}, throughput={2: 1e10}))
+    told = "\n".join(screens.status(seen(d), cluster="test", now_s=d.now_s))
+    assert "6 train, 2 idle (hot spare), 0 out" in told
+    d.join("n9", slots=1)
+    told = "\n".join(screens.status(seen(d), cluster="test", now_s=d.now_s))
+    assert "6 train, 3 idle (2 of them hot spare), 0 out" in told
 
 
 def test_a_node_that_has_left_has_no_slots() -> None:
