@@ -298,7 +298,7 @@ def run_command(arguments: Sequence[str]) -> int:
         if _is_negative_weight(error):
             say.error(operator_commands.WEIGHT, operator_commands.WEIGHT_HINT)
         else:
-            say.error(error.format_message().rstrip("."), _help_of(error))
+            say.error(_plain_words(error.format_message()).rstrip("."), _help_of(error))
         return EXIT_USAGE
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
@@ -312,6 +312,19 @@ def run_command(arguments: Sequence[str]) -> int:
                   "check the path and its rights")
         return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_DONE
+
+
+def _plain_words(message: str) -> str:
+    """What the reader of options said of a value, without its own words for kinds of values."""
+    for theirs, ours in (("Value error, ", ""),
+                         ("Input should be greater than or equal to", "must be at least"),
+                         ("Input should be less than or equal to", "must be at most"),
+                         ("Input should be a valid integer, unable to parse string as an integer",
+                          "not a whole number"),
+                         ("Input should be a valid number, unable to parse string as a number",
+                          "not a number")):
+        message = message.replace(theirs, ours)
+    return message
 
 
 def _is_negative_weight(error: TyperException) -> bool:

@@ -18,7 +18,7 @@ app = typer.Typer()
 def plan(
     without: Annotated[list[str] | None, typer.Option(
         "--without", metavar="NODE", help="Dry run: the node is drained; may be repeated.")] = None,
-    slots: Annotated[int | None, typer.Option(
+    slots: Annotated[list[int] | None, typer.Option(
         "--with", min=1, max=100_000, metavar="N", help="Dry run: N slots (GPUs) more, in new "
         "nodes as large as most.")] = None,
     weight: Annotated[list[str] | None, typer.Option(
@@ -45,12 +45,15 @@ def plan(
     """Show which task gets how many GPUs, why, and what was beaten; or what would be if."""
     from .plan_live import Asked
 
-    asked = Asked(without=tuple(without or ()), slots=slots, weights=tuple(weight or ()),
-                  submit=submit, apply=apply, check=check, reason=reason)
+    if len(slots or ()) > 1:
+        raise UsageError("--with is given more than once", "give the sum of them")
+    asked = Asked(without=tuple(without or ()), slots=slots[0] if slots else None,
+                  weights=tuple(weight or ()), submit=submit,
+                  apply=apply, check=check, reason=reason)
     if offline is not None:
         from . import plan_offline
 
-        if asked != Asked():
+        if asked != Asked() or url is not None or state is not None:
             raise UsageError("--offline goes with --table and -o alone",
                              "unicron plan --offline FILE")
         plan_offline.plan(offline, table=table, as_json=output == "json")

@@ -17,7 +17,7 @@ from . import job_file, say, screen_plan
 from .client import DRY_RUN_S_MAX, Client, Refused, connect
 from .followed import followed_by, plan_lines, view_before
 from .operate import held_lines, pick_node, reason_or_user
-from .operator_commands import WEIGHT, WEIGHT_HINT
+from .operator_commands import WEIGHT
 from .state_dir import StateDir
 from .tasks import option_for, pick
 
@@ -117,6 +117,9 @@ def _refuse(asked: Asked) -> None:
         raise UsageError("--check goes with --apply", f"unicron plan {asked.typed} --apply "
                          f"--check {asked.check}" if asked.is_change else
                          "unicron plan --without NODE --apply --check INPUT")
+    if asked.reason and not asked.apply:
+        raise UsageError("--reason goes with --apply: a dry run leaves nothing in the log",
+                         "leave --reason out")
 
 
 def _change(view: Plain, asked: Asked) -> Plain:
@@ -140,11 +143,11 @@ def _change(view: Plain, asked: Asked) -> Plain:
 
 
 def _weight(text: str) -> float:
+    hint = "for example --weight alpha=2"
     try:
-        weight = float(text)
+        weight = float(text.replace("_", "?"))  # Python would read 1_0 as ten
     except ValueError:
-        raise UsageError(f"{text!r} is not a number: {WEIGHT}",
-                         "for example --weight alpha=2") from None
+        raise UsageError(f"{text!r} is not a number: {WEIGHT}", hint) from None
     if not (math.isfinite(weight) and weight > 0):
-        raise UsageError(f"{text} is not a weight: {WEIGHT}", WEIGHT_HINT)
+        raise UsageError(f"{text} is not a weight: {WEIGHT}", hint)
     return weight

@@ -30,7 +30,8 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
     took_s = time.perf_counter() - began_s
     found = told(offline.asked, choice, more=offline.gpus_per_node)
     if not table:
-        say.lines([json.dumps(found)] if as_json else screen(found, path, took_s))
+        say.lines([json.dumps(found)] if as_json else [*screen(found, took_s), *labelled(
+            "next", command(f"unicron plan --offline {path} --table"))])
         return
     began_s = time.perf_counter()
     known = foreseen.foresee(offline.asked, offline.gpus_per_node)
@@ -39,7 +40,7 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
         found["table"], found["table_bytes"] = list(foretold(known)), known.num_bytes
         say.out(json.dumps(found))
         return
-    say.lines([*screen(found, path, took_s), "", *_foretold(known, took_table_s)])
+    say.lines([*screen(found, took_s), "", *_foretold(known, took_table_s)])
 
 
 def _foretold(known: foreseen.Foreseen, took_s: float) -> list[str]:
@@ -51,7 +52,7 @@ def _foretold(known: foreseen.Foreseen, took_s: float) -> list[str]:
               for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
 
 
-def screen(found: Plain, path: Path, took_s: float) -> list[str]:
+def screen(found: Plain, took_s: float) -> list[str]:
     """The page, at most 100 columns."""
     num_gpus, num_tasks = found["gpus"], len(found["tasks"])
     lines = [f"{count(num_gpus)} GPU{'s' * (num_gpus != 1)}, "
@@ -67,8 +68,7 @@ def screen(found: Plain, path: Path, took_s: float) -> list[str]:
            loses(found, other)] for i, other in enumerate(found["alternatives"], 2))], right=(2,))
     lines += ["", *labelled("bound by", _bound(found)),
               *labelled("horizon", f"{span(found['running_s'])}: so long nothing fails; a change "
-                        f"costs {scaled(found['transition'], 'FLOP')} in all"),
-              *labelled("next", command(f"unicron plan --offline {path} --table"))]
+                        f"costs {scaled(found['transition'], 'FLOP')} in all")]
     return lines
 
 

@@ -124,6 +124,10 @@ def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
 def unchanged(check: int) -> Callable[[ClusterState], None]:
     """A check that what a plan follows from is as it was when its count was `check`."""
     def look(state: ClusterState) -> None:
+        if check > state.num_inputs:
+            raise Refusal(412, f"the plan's input is {state.num_inputs} now, and never was "
+                          f"{check}: nothing was done",
+                          "run it again without --apply: it tells the input")
         if state.num_inputs != check:
             raise Refusal(412, f"the plan's input is {state.num_inputs} now, not {check}: what the "
                           "plan follows from has changed since; nothing was done",

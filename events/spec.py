@@ -209,7 +209,8 @@ def refused(said: str, parts: Sequence[type[Struct]], hint: str) -> SpecError:
         words = [get_args(field.type) for part in parts for field in msgspec.structs.fields(part)
                  if field.encode_name == path.rpartition(".")[2]]
         hint = f"one of {', '.join(words[0])}" if words and words[0] else hint
-    for theirs, ours in (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
+    for theirs, ours in ((" | null`", "`"), ("`object`", "a mapping"),
+                         ("`array`", "a list"), ("`str`", "text"),
                          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
                          ("`int`", "a whole number"), ("`float`", "a number")):
         message = message.replace(theirs, ours)
@@ -272,9 +273,14 @@ def _check(spec: JobSpec) -> None:
           "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
-        _need(1 <= size <= SLOTS_NUM_MAX, path, "the size is a number of slots, at least 1")
+        _need(1 <= size <= SLOTS_NUM_MAX, path,
+              f"the size is a number of slots, at least 1 and at most {SLOTS_NUM_MAX}")
         _need(0 <= rate <= RATE_FLOPS_MAX, path,
               f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
+    least = min((size for size, rate in spec.throughput.items() if rate), default=0)
+    _need(least <= spec.slots.max or spec.model is not None, f"throughput[{least}]",
+          f"size {least} is above slots.max {spec.slots.max}, and smaller ones earn nothing",
+          "declare a size that the task may have, or raise slots.max")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
     if spec.model is not None:

@@ -102,7 +102,7 @@ def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     for other in found["alternatives"]:
         assert other["objective"] <= found["objective"] + 1e-12 * scale
         assert other["instead"]
-    assert max(map(len, plan_offline.screen(found, Path("file"), 0.001))) <= 100
+    assert max(map(len, plan_offline.screen(found, 0.001))) <= 100
 
 
 def test_one_task_on_one_gpu_is_told_as_one() -> None:
@@ -169,7 +169,15 @@ def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
     lines = told.stdout.splitlines()
     assert "IF           OF  GPUs       WORTH  THEN" in lines
     assert "task ended   b    120  2.16 ZFLOP  c 0 -> 16" in lines
+    assert not [line for line in lines if line.startswith("next")]
     assert max(map(len, lines)) <= 100
+
+
+def test_a_slip_of_yaml_is_told_with_the_page_of_plans(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("gpus: [")
+    told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
+    assert told.returncode == 2
+    assert "hint: see docs/guides/plan-offline.md" in told.stderr
 
 
 def test_standard_input_is_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
