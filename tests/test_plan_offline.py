@@ -110,7 +110,7 @@ def test_one_task_on_one_gpu_is_told_as_one() -> None:
         {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
          "flops": {1: 1.0}}]})
     found = plan_told.told(offline.asked, planner.choose(offline.asked), more=1)
-    assert plan_offline.screen(found, Path("file"), 0.001)[0].startswith("1 GPU, 1 task, exact, ")
+    assert plan_offline.screen(found, 0.001)[0].startswith("1 GPU, 1 task, exact, ")
 
 
 def test_the_screen_says_what_moves_what_is_paid_and_what_was_beaten(tmp_path: Path) -> None:
