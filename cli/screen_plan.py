@@ -101,8 +101,9 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
                           f"{span(found['took_s'])}"), *_gain(found)]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_beaten(plan)]
-    lines += ["", *_ground(found), *_moves(found), *_waiting(found), *_assumes(found),
-              *_held(found, option)]
+    # Of several plans only the last one's time is known; of none, the present plan's.
+    lines += ["", *_ground(found, told=found["num_plans"] == 1), *_moves(found),
+              *_waiting(found), *_assumes(found), *_held(found, option)]
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
@@ -119,7 +120,7 @@ def _head(typed: str, told: str) -> str:
 
 
 def _gain(found: Plain) -> list[str]:
-    """What moves and why; what it is worth, and when that is paid back."""
+    """What moves and why; what it is worth."""
     if not found["planned"]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
@@ -131,10 +132,8 @@ def _gain(found: Plain) -> list[str]:
     if not gain and not cost:
         return lines
     share = f" ({'+' if gain > 0 else '-'}{percent(abs(gain) / before)})" if before > 0 else ""
-    hold = f" of {span(found['plan']['running_s'])}" if found["plan"]["running_s"] else ""
-    back = f", paid back in {span(cost / gain)}{hold}" if gain > 0 and cost > 0 else ""
     earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
-    return [*lines, *labelled("worth", f"{earns}{back}; the changes cost {scaled(cost, 'FLOP')}")]
+    return [*lines, *labelled("worth", f"{earns}; the changes cost {scaled(cost, 'FLOP')}")]
 
 
 def _moved(found: Plain) -> str:
@@ -215,18 +214,19 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
-def _ground(found: Plain) -> list[str]:
-    """What binds the plan, and for how long it is expected to hold."""
+def _ground(found: Plain, *, told: bool = True) -> list[str]:
+    """What binds the plan, and for how long it is expected to hold. `told`: when it is paid back
+    too."""
     plan = found["plan"]
     bound = bound_by(plan, {one["task"]: one["name"] for one in found["tasks"]}) or "not told"
     more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
-            else f"{found['more_slots']} more would earn nothing")
+            else f"{found['more_slots']} more would earn nothing"
+            + ": sizes, gain_min or the cost of changes" * (plan.get("bound") == "slots"))
     hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
             f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
     return [*labelled("bound by", f"{bound} ({more})"),
             *labelled("horizon", hold),
-            *(_paid_back(plan) if found["num_plans"] <= 1 else []),  # else the last one's alone
-            *_spare(plan)]
+            *(_paid_back(plan) if told else []), *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:
@@ -241,11 +241,14 @@ def _spare(plan: Plain) -> list[str]:
     spare = plan.get("spare")
     if spare is None:
         return []
-    slots, (cost, saves) = number_of(spare["num_slots"], "slot"), (
-        scaled(max(spare[key], 0.0), "FLOP") for key in ("cost_flop", "saves_flop"))
+    slots = number_of(spare["num_slots"], "slot")
+    cost = f"cost{{}} {scaled(max(spare['cost_flop'], 0.0), 'FLOP')} until the next fault"
+    saves = spare["saves_flop"]
+    then = (f"save{{}} {scaled(saves, 'FLOP')}" if saves > 0 else
+            f"lose{{}} {scaled(-saves, 'FLOP')} more" if saves < 0 else "save{} nothing")
     return labelled("hot spare", {
-        "kept": f"{slots} kept: costs {cost} until the next fault, saves {saves} then",
-        "not kept": f"{slots} not kept: would cost {cost} until the next fault, save {saves} then",
+        "kept": f"{slots} kept idle: {cost.format('s')}, {then.format('s')} then",
+        "not kept": f"{slots} not kept: would {cost.format('')}, {then.format('')} then",
         "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
     }.get(spare["verdict"], f"{slots} not priced: too many tasks and sizes to do so in time"))
 

@@ -119,6 +119,10 @@ def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
     for asked, words in (({"without": ("n3",)}, "2 slots not kept: would cost "),
                          ({"slots": 2}, "2 slots idle anyway")):
         assert [line for line in ask(Told(d), **asked) if line.startswith(f"hot spare  {words}")]
+    found["plan"]["spare"] = {"num_slots": 2, "verdict": "not kept", "cost_flop": 3e6,
+                              "saves_flop": -2e6}
+    assert any(line.endswith("cost 3 MFLOP until the next fault, lose 2 MFLOP more then")
+               for line in screen_plan.present(found, now_s=0.0))
     found["plan"]["spare"] = {"num_slots": 2, "verdict": "not priced", "cost_flop": 0.0,
                               "saves_flop": 0.0}
     assert "hot spare  2 slots not priced: too many tasks and sizes to do so in time" in (
@@ -133,6 +137,24 @@ def test_where_there_is_no_task_there_is_no_plan() -> None:
     assert screen_plan.present(found, now_s=0.0)[1].startswith("no task, no plan: ")
     tried = plain_of(dry_run.attempt(encode_state(Driver().state), Change(without=("n1",))))
     assert screen_plan.dry_run(tried, "--without n1")[1].startswith("no task, no plan")
+
+
+def test_a_dry_run_that_changes_nothing_does_not_tell_what_the_last_plan_paid_back(
+        ask: Any) -> None:
+    d, _, beta = gives()
+    now = screen_plan.present(plain_of(dry_run.present(encode_state(d.state))), now_s=0.0)
+    assert any(line.startswith("paid back") for line in now)
+    page = "\n".join(ask(Told(d), weights=(f"beta={d.state.tasks[beta].weight}",)))
+    assert "no plan would follow" in page
+    assert "paid back" not in page
+
+
+def test_slots_that_bind_and_a_node_more_that_earns_nothing_are_reconciled() -> None:
+    found = plain_of(dry_run.present(encode_state(gives()[0].state)))
+    assert found["plan"]["bound"] == "slots"
+    found["more_waf"] = 0.0
+    assert ("bound by   4 slots (2 more would earn nothing: sizes, gain_min or the cost of changes)"
+            in screen_plan.present(found, now_s=0.0))
 
 
 def test_held_is_told(ask: Any) -> None:
