@@ -13,7 +13,7 @@ from typing import Any
 
 from . import history
 from .demo_stage import BrokenError, Stage
-from .figures import curve, ms, ranks, scaled, table
+from .figures import curve, lost_cell, ms, ranks, scaled, table
 from .history import IncidentHistory
 from .screen_task import loss_curve
 
@@ -90,7 +90,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
     what = f"{one.severity} {stage.name(one.task)}'s {ranks(one.ranks)}"
     return [f"inc-{one.id}", what, since(one.detected_s), since(one.decided_s),
             since(one.rebuilt_s), since(one.stepped_s),
-            f"{one.slot_s:.1f}", str(one.iterations_lost)]
+            f"{one.slot_s:.1f}", lost_cell(one.iterations_lost)]
 
 
 def waf(stage: Stage) -> None:

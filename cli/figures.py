@@ -115,6 +115,17 @@ def number_of(num: int, word: str) -> str:
     return f"{num} {word}{'s' * (num != 1)}"
 
 
+def lost_in_words(num: int | None) -> str:
+    """`3 iterations lost`; None: a command tells when it prints how far it is."""
+    return ("iterations lost unknown until it prints one" if num is None
+            else f"{num} iterations lost")
+
+
+def lost_cell(num: int | None) -> str:
+    """The same in a table."""
+    return "-" if num is None else str(num)
+
+
 def clipped(text: str, width: int) -> str:
     """At most `width` wide; what was longer ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -18,6 +18,7 @@ from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
 from .achieved import Planned, Waf, Work, over_time
 from .on_purpose import OnPurpose
+from .printed import Printed, begins_again
 from .record_line import PROGRESS
 
 Plain = dict[str, Any]
@@ -49,7 +50,8 @@ class IncidentHistory(Struct, kw_only=True):
     """The iteration that was interrupted."""
     kept: int = 0
     dealt: int = 0
-    iterations_lost: int = 0
+    iterations_lost: int | None = 0
+    """None: of a command that has not printed since how far it is."""
     ckpt_read: bool = False
     origin: str = ""
     """As IncidentClosed says: the farthest that a member's state came from, and what from peers."""
@@ -113,13 +115,12 @@ class TaskHistory(Struct, kw_only=True):
     """Number of members -> how long each iteration took."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
     """As they are now: what was lost is not among them."""
-    printed_by: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    """(rank, attempt) of each process of a command that told how far it is."""
     step_s: dict[int, float] = field(default_factory=dict[int, float])
     micro_batches: dict[int, int] = field(default_factory=dict[int, int])
     """Size of the batch -> number of progress records that told it."""
     skipped: int = 0
     """Iterations that took no step, as last told."""
+    printed: Printed = field(default_factory=Printed)
     outcome: str = ""
     why: str = ""
     ended_s: float = 0.0
@@ -208,6 +209,8 @@ def _worked(told: History, task: TaskHistory, record: Plain) -> None:
 def _logged(told: History, task: TaskHistory, record: Plain) -> None:
     """A command printed how far it is. What it did before it was first heard of is no work."""
     body = record["body"]
+    lost = task.printed.told(body)
+    begins_again(told.incidents.values(), task.id, lost)
     to, num = body["iteration"], body["num_iterations"]
     new = min(to - task.furthest, num)
     if new > 0 and task.iteration_flops and body["global_batch"] in (0, task.model_batch):
@@ -215,9 +218,7 @@ def _logged(told: History, task: TaskHistory, record: Plain) -> None:
                               new * task.iteration_flops * task.weight))
     if to > task.furthest:  # else it is done again, or another rank prints it too
         task.furthest, task.skipped = to, task.skipped + body["skipped"]
-    process = body["rank"], body["attempt"]
-    if process not in task.printed_by:  # it went back to its own checkpoint: the rest was lost
-        task.printed_by.add(process)
+    if lost is not None:  # it went back to its own checkpoint: the rest was lost
         task.losses = {key: loss for key, loss in task.losses.items() if key <= to - num}
     if body["loss"] is not None:
         task.losses[to] = body["loss"]
@@ -372,7 +373,9 @@ def _task(told: History, record: Plain) -> None:
     task = told.tasks.get(body.get("task", 0))
     if task is None:
         return
-    if kind == "RankReady":
+    if kind == "StartRank":
+        task.printed.started(body)
+    elif kind == "RankReady":
         task.iteration_flops = body["iteration_flops"]
     elif kind == "TaskWeightSet":
         task.weight = body["weight"]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..control_plane.severity import NCCL_TIMEOUT
-from .figures import clipped, count, ms, ranks, rfc3339, scaled, span
+from .figures import clipped, count, lost_in_words, ms, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -131,7 +131,7 @@ def _opened(body: Plain) -> str:
 
 def _closed(body: Plain) -> str:
     return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
-            f"{body['iterations_lost']} iterations lost, kept {body['kept']} dealt {body['dealt']}"
+            f"{lost_in_words(body['iterations_lost'])}, kept {body['kept']} dealt {body['dealt']}"
             f"{', ' if (whence_ := whence(body)) else ''}{whence_}{_because(body['why'])}")
 
 

@@ -13,7 +13,7 @@ from ..events.errors import CorruptLog, UnicronError, UsageError
 from ..events.records import Record
 from . import say
 from .client import connect
-from .figures import count, table
+from .figures import count, lost_cell, table
 from .record_line import line
 from .state_dir import StateDir
 from .tasks import option_for
@@ -126,8 +126,8 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
     if told["tasks"]:
         for row in table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
                 [task["name"], task["state"].upper(), done(task),
-                 str(task["healed"]), str(task["iterations_lost"])] for task in told["tasks"]],
-                right=(2, 3, 4)):
+                 str(task["healed"]), lost_cell(task["iterations_lost"])]
+                for task in told["tasks"]], right=(2, 3, 4)):
             say.out(row)
 
 

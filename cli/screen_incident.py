@@ -10,6 +10,8 @@ from .figures import (
     clipped,
     command,
     labelled,
+    lost_cell,
+    lost_in_words,
     ms,
     number_of,
     ranks,
@@ -78,7 +80,7 @@ def _cost(cost: Plain, outcome: str) -> str:
         return f"not over; {cost['slot_s']:.1f} slot-s so far"
     kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
             if cost["kept"] or cost["dealt"] else "")
-    return (f"{ms(cost['pause_s'])} pause, {cost['iterations_lost']} iterations lost, "
+    return (f"{ms(cost['pause_s'])} pause, {lost_in_words(cost['iterations_lost'])}, "
             f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
 
 
@@ -134,7 +136,8 @@ def _effects(effects: list[Plain]) -> list[str]:
         [one["task"], "hurt" if one["hurt"] else "unhurt",
          f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
          else str(one["slots"]), "waits" if one["slots"] == 0 else ms(one["pause_s"]),
-         str(one["iterations_lost"]), "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
+         lost_cell(one["iterations_lost"]),
+         "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
         for one in effects], right=(3, 4, 5))
 
 
@@ -186,7 +189,7 @@ def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) ->
     what = f"{ranks(one.ranks)}, {status_in_words(one.status)}"
     return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
             clipped(what, what_columns), one.outcome,
-            ms(one.pause_s), str(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
+            ms(one.pause_s), lost_cell(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
 
 
 def name_of(told: History, task: int) -> str:

@@ -16,6 +16,8 @@ from .figures import (
     count,
     curve,
     labelled,
+    lost_cell,
+    lost_in_words,
     ms,
     ranks,
     rfc3339,
@@ -146,7 +148,7 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
         who = names.get(one["task"], one["node"] or "cluster")
         what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
                 f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
-        end = (f"{one['iterations_lost']} iterations lost, pause {ms(one['pause_s'])}"
+        end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
                if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
         going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
         lines += labelled((one["outcome"] or going_on).upper(),
@@ -254,4 +256,4 @@ def _task_row(task: Plain) -> list[str]:
             f"{task['weight']:g}", done(task), f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",
             scaled(task["waf"], "").strip() if task["waf"] else "-",
-            str(task["healed"]), str(task["iterations_lost"])]
+            str(task["healed"]), lost_cell(task["iterations_lost"])]

@@ -55,7 +55,8 @@ class Incident(Struct, kw_only=True):
     down_since_s: float = -1.0
     """Since when the task does not step; below 0: it does."""
     pause_s: float = 0.0
-    iterations_lost: int = 0
+    iterations_lost: int | None = 0
+    """None: of a command that has not printed how far it is since it was started again."""
     kept: int = 0
     dealt: int = 0
     kept_before: int = 0

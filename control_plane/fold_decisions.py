@@ -37,7 +37,8 @@ def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened
     state.incidents[record.seq] = incident = Incident(
         id=record.seq, task=body.task, node=body.node, severity=body.severity,
         status=body.status, ranks=sorted(body.ranks), why=body.why,
-        evidence=list(body.evidence), opened_s=record.at_s)
+        evidence=list(body.evidence), opened_s=record.at_s,
+        iterations_lost=None if task is not None and not task.is_train else 0)
     if task is not None:
         task.incident = record.seq
         state.num_faults += is_fault(state, task, incident)
@@ -278,7 +279,7 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     task.iteration = min(task.iteration, body.progress_from)
     incident = state.incidents.get(task.incident)
     if incident is not None:
-        incident.iterations_lost += lost
+        incident.iterations_lost = (incident.iterations_lost or 0) + lost
     set_phase(state, task, "training")
 
 

@@ -34,6 +34,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
         return
     logged = task.logged
     if logged is None or logged.round != task.rounds:
+        _begins_again(state, task, body.iteration)
         task.logged = logged = Logged(round=task.rounds, rank=body.rank, first=body.iteration,
                                       iterations=0, size=num_slots(task),
                                       furthest=task.furthest or body.iteration)
@@ -49,6 +50,24 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     _tell(state, task, body)
     if body.iteration - logged.furthest >= state.policy.restart_iterations:
         task.restarts.clear()
+
+
+def _begins_again(state: ClusterState, task: Task, iteration: int) -> None:
+    """A new round prints its first line: what earlier ones had printed beyond it is done again.
+
+    Its newest incident is told, unless that knows what it cost: then a plan has moved the task.
+    """
+    lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
+    task.iterations_lost += lost
+    for incident in reversed(state.incidents.values()):
+        if incident.task != task.id:
+            continue
+        if incident.iterations_lost is None or not incident.outcome:
+            incident.iterations_lost = (incident.iterations_lost or 0) + lost
+            if lost and incident.outcome == "healed":
+                incident.outcome = "set back"
+                task.healed -= 1
+        return
 
 
 def _tell(state: ClusterState, task: Task, body: IterationsLogged) -> None:

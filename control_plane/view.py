@@ -94,7 +94,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
         "modelled_layout": throughput.layout(task.modelled, len(task.target)),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
-        "healed": task.healed, "iterations_lost": task.iterations_lost,
+        "healed": task.healed, "iterations_lost": _iterations_lost(task),
         "incident": task.incident, "why": task.why, "needs": task.needs,
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
@@ -104,6 +104,13 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _iterations_lost(task: Task) -> int | None:
+    """None: of a command that was started again and has not printed since how far it is."""
+    logged = task.logged
+    known = task.is_train or task.rounds == (logged.round if logged is not None else 1)
+    return task.iterations_lost if known or not task.rounds else None
 
 
 def _steps(task: Task) -> bool:

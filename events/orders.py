@@ -114,17 +114,17 @@ class IncidentClosed(Body, frozen=True):
     some were, it was `set back`. `pause_s`: detected to stepped.
 
     `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
-    that had been stepped and were done again; `ckpt_read` says whether a checkpoint was needed.
-    `origin` is the farthest that a member's state came from: of which node (a copy, a peer), which
-    path (a checkpoint), how many steps it had taken, and how many bytes came from there. What a try
-    found that came to nothing is no origin. `received_bytes` is what all members received of state
-    in all tries, `peer_bytes` the part of it that they had from each other.
+    that had been stepped and were done again (None: a command has yet to print how far it is);
+    `ckpt_read`: a checkpoint was needed. `origin` is the farthest that a member's state came from:
+    of which node (a copy, a peer), which path (a checkpoint), how many steps it had taken, and how
+    many bytes came from there, not what a try found that came to nothing. `received_bytes` is what
+    all members received of state in all tries, `peer_bytes` the part that they had from each other.
     """
 
     of: int
     outcome: Outcome
     pause_s: float
-    iterations_lost: int
+    iterations_lost: int | None
     kept: int
     dealt: int
     ckpt_read: bool

@@ -205,7 +205,7 @@ class Witness:
         self._check(record, incident is not None and not incident.outcome, "twice")
         assert incident is not None
         train = self.state.tasks[incident.task].spec.train
-        self._check(record, body.iterations_lost == self._lost[body.of],
+        self._check(record, train is None or body.iterations_lost == self._lost[body.of],
                     f"where {self._lost[body.of]} were lost")
         told = self._from[body.of]
         self._check(record, body.ckpt_read == any(x.origin == "checkpoint" for x in told),
@@ -222,7 +222,7 @@ class Witness:
         if body.outcome not in ("failed", "ended"):
             self._check(record, 0 <= body.kept + body.dealt <= most,
                         f"of at most {most} micro-batches")
-            self._check(record, (body.outcome == "set back") == (body.iterations_lost > 0),
+            self._check(record, (body.outcome == "set back") == bool(body.iterations_lost),
                         f"{body.iterations_lost} iterations lost")
         self._check(record, body.pause_s >= 0, "the pause is below 0")
         self.counts[f"incidents {body.outcome}"] += 1
