@@ -200,7 +200,7 @@ class World:
             slots["floor"] = floors.choice([sizes[0], sizes[-1]])
         if rng.random() < 0.3:
             data["throughput"] = {x: 1e9 * x ** rng.choice([0.3, 0.8, 1.0])
-                                  for x in range(low, high + 1)}
+                                  for x in range(min(low, high - high % 2) or 1, high + 1)}
         if rng.random() < 0.12 and not self.only_leaders:
             data["command"] = ["sleep", "10"]
             if random.Random(f"{self.seed} model {number}").random() < 0.6:
