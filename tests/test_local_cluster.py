@@ -130,9 +130,10 @@ def test_what_is_unfinished_is_told_before_anything_is_stopped(
     state = StateDir(tmp_path / "state")
     state.create()
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
-    task = {"state": "running", "iterations": 60, "checkpoint": "", "iteration": 40,
-            "unpublished": 40}
-    tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"}]
+    task = {"state": "running", "tier": "train", "iterations": 60, "checkpoint": "",
+            "iteration": 40, "unpublished": 40}
+    tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"},
+             {**task, "name": "gamma", "tier": "command"}]
 
     class Asked:
         def get(self, path: str) -> dict[str, Any]:
