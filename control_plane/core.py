@@ -85,7 +85,9 @@ class Kept(Struct, frozen=True, kw_only=True):
         some = self.losses[self.losses > 0]
         if len(set(some[:_LEVELS_NUM_MAX].tolist())) == _LEVELS_NUM_MAX:
             return None
-        found, steps = {0}, (set(np.unique(some).tolist()) | {self.price}) - {0}
+        some = np.sort(some)  # np.unique's first call would load numpy.ma: tens of milliseconds
+        new = some[np.diff(some, prepend=0) > 0]
+        found, steps = {0}, (set(new.tolist()) | {self.price}) - {0}
         if len(steps) > _LEVELS_NUM_MAX:
             return None
         while True:

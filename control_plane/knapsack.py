@@ -205,8 +205,8 @@ class _Core:
         """(row, candidate) for each candidate that is not in `vector`, best first."""
         if not self.is_enough:
             return
-        picks, open_rows = self._kept.picks, self._kept.rows
-        closed = np.setdiff1d(np.flatnonzero(picks != vector), open_rows).tolist()
+        picks, open_rows = self._kept.picks, frozenset(self._kept.rows)
+        closed = [row for row in np.flatnonzero(picks != vector).tolist() if row not in open_rows]
         first = ((self._core.least, row, int(picks[row])) for row in closed)
         for _, row, candidate in merge(first, self._core.others(vector)):
             yield row, candidate

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -212,3 +217,19 @@ def test_runners_up_look_at_no_state_from_which_the_rest_fits_not(
     assert len(told) == 60 * 4 - 60
     assert sizes
     assert max(sizes) <= 4
+
+
+def test_a_first_plan_loads_nothing() -> None:
+    """Some of numpy's functions import numpy.ma when they are called first: tens of milliseconds,
+    more than the largest plan takes."""
+    found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent("""
+        import sys
+        from planner_cases import case
+        from unicron.control_plane import planner
+        asked = case(100, 4096)
+        before = set(sys.modules)
+        planner.choose(asked)
+        print(*sorted(set(sys.modules) - before))
+        """)], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
+    assert found.stdout.split() == []
