@@ -113,7 +113,8 @@ def _slots(rows: Rows, chosen: np.ndarray) -> Slots:
 
 def main() -> None:
     system, name, seed, limit_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    SOLVERS[system](case(3, 32, seed), limit_s)
+    for small in ((3, 32), (12, 1024)):  # two, as a small plan may take another way
+        SOLVERS[system](case(*small, seed), limit_s)
     asked = case(*SIZES[name], seed)
     began_s = time.perf_counter()
     try:
