@@ -18,7 +18,7 @@ _FEW_NUM = 16
 
 
 class _Run(Struct, frozen=True):
-    """Moves first, first + step, ..., `count` of them, which all lose what `level` says."""
+    """Moves first, first + step, ..., `count` of them, which all lose the same."""
 
     first: int
     step: int

@@ -16,10 +16,11 @@ from unicron.cli import screen_plan
 from unicron.control_plane import constraints, explain, knapsack, planner
 from unicron.control_plane.constraints import Limits
 from unicron.control_plane.rows import rows_of
-from unicron.control_plane.wishes import PlanInput, Transition, Wish
+from unicron.control_plane.wishes import PlanInput, Wish
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.policy import Policy
+from wished import asking, wish
 
 
 @pytest.fixture
@@ -117,15 +118,8 @@ def test_limits_that_bind_nothing_change_no_value(case: Case) -> None:
 
 
 # --- what the planner makes of them --------------------------------------------------------------
-def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, hurt=more.pop("hurt", False),
-                transition=Transition.alike(10.0), sizes=tuple(wafs), wafs=tuple(wafs.values()),
-                **more)
-
-
 def choose(wishes: list[Wish], num_slots: int, **limits: Any) -> planner.Choice:
-    return planner.choose(PlanInput(wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6,
-                                    **limits))
+    return planner.choose(asking(wishes, num_slots, **limits))
 
 
 def test_no_more_healthy_tasks_move_than_may() -> None:

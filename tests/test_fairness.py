@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import wished
 from heart_driver import Driver, at_rest, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,10 @@ from planner_cases import case
 from test_foreseen import holds
 from unicron.cli import screen_plan
 from unicron.control_plane import explain, fairness, floors, planner, pricing
-from unicron.control_plane.wishes import PlanInput, Transition, Wish, charged_s, waf_of
+from unicron.control_plane.wishes import PlanInput, Wish, charged_s, waf_of
 from unicron.events import reports as r
 from unicron.events.policy import Policy
+from wished import rising, slots
 
 CLOSE_RATIO = 1e-9
 FAIR = (0.5, 1.0, 2.0)
@@ -33,10 +35,9 @@ def d() -> Iterator[Driver]:
 
 
 def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> Wish:
+    """`rates`: by slots, not weighed yet."""
     weight = more.get("weight", 1.0)
-    return Wish(task=task, name=f"t{task}", now=now, hurt=more.pop("hurt", False),
-                transition=Transition.alike(more.pop("transition_s", 10.0)), sizes=tuple(rates),
-                wafs=tuple(weight * rate for rate in rates.values()), **more)
+    return wished.wish(task, now, {x: weight * rate for x, rate in rates.items()}, **more)
 
 
 def linear(task: int, rate: float = 1.0, **more: Any) -> Wish:
@@ -44,12 +45,7 @@ def linear(task: int, rate: float = 1.0, **more: Any) -> Wish:
 
 
 def asking(wishes: list[Wish], num_slots: int, alpha: float, **more: Any) -> PlanInput:
-    return PlanInput(wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, alpha=alpha,
-                     **more)
-
-
-def slots(asked: PlanInput) -> tuple[int, ...]:
-    return planner.choose(asked).plan.slots
+    return wished.asking(wishes, num_slots, alpha=alpha, **more)
 
 
 # --- the arithmetic -----------------------------------------------------------------------------
@@ -144,11 +140,8 @@ def test_gain_min_is_the_share_by_which_each_would_have_to_run_faster(alpha: flo
 def inputs(draw: st.DrawFn) -> PlanInput:
     wishes: list[Wish] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
-        sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
-        level = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
-        rates = dict(zip(sizes, itertools.accumulate([draw(level) for _ in sizes], max),
-                         strict=True))
-        wishes.append(wish(task, draw(st.sampled_from([0, *sizes, 6])), rates,
+        rates = rising(draw)
+        wishes.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
                            hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
                            transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
                            priority=draw(st.sampled_from([0, 0, 1])),

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane import explain, floors, knapsack, movers, planner, pricing
-from unicron.control_plane.wishes import PlanInput, Transition, Wish, charged_s, waf_of
+from unicron.control_plane.wishes import PlanInput, Wish, charged_s, waf_of
 from unicron.events import reports as r
 from unicron.events.policy import Policy
+from wished import asking, rising, slots, wish
 
 CLOSE_RATIO = 1e-9
 
@@ -27,20 +28,6 @@ def d() -> Iterator[Driver]:
     made = Driver(nodes=3)
     yield made
     at_rest(made)
-
-
-def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, hurt=more.pop("hurt", False),
-                transition=Transition.alike(10.0), sizes=tuple(wafs), wafs=tuple(wafs.values()),
-                **more)
-
-
-def asking(wishes: list[Wish], num_slots: int, **more: Any) -> PlanInput:
-    return PlanInput(wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, **more)
-
-
-def slots(asked: PlanInput) -> tuple[int, ...]:
-    return planner.choose(asked).plan.slots
 
 
 # --- one by one ---------------------------------------------------------------------------------
@@ -139,11 +126,8 @@ def test_no_price_is_told_with_floors() -> None:
 def inputs(draw: st.DrawFn) -> PlanInput:
     wishes: list[Wish] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
-        sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
-        level = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
-        wafs = dict(zip(sizes, itertools.accumulate([draw(level) for _ in sizes], max),
-                        strict=True))
-        wishes.append(wish(task, draw(st.sampled_from([0, *sizes, 6])), wafs,
+        wafs = rising(draw)
+        wishes.append(wish(task, draw(st.sampled_from([0, *wafs, 6])), wafs,
                            hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
                            team=draw(st.sampled_from(["", "red"])),
                            priority=draw(st.sampled_from([0, 0, 1])),

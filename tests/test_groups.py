@@ -11,7 +11,7 @@ from heart_driver import Driver, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_described import MODEL, job, submitted
-from test_placement import Held, of, task_at
+from test_placement import Case, Held, clusters, of, task_at
 from unicron.control_plane import groups, placement
 from unicron.control_plane.state import Rank, Task
 from unicron.events import orders as o
@@ -46,30 +46,14 @@ def ways(sizes: Sequence[int], room: Held) -> bool:
                for node in room if room[node] >= sizes[0])
 
 
-Case = tuple[list[Task], list[int], list[Slot], dict[str, Labels]]
+def commands(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
+    return command_at(number, slots, draw(st.sampled_from([1, 2, 4])))
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> Case:
-    """Commands that sit somewhere, some of whose slots are gone, and what the plan gives them."""
-    nodes = [(f"n{i}", draw(st.integers(1, 5))) for i in range(draw(st.integers(2, 4)))]
-    where = {name: Labels(rack=draw(st.sampled_from(["", "r1", "r2"])),
-                          switch=draw(st.sampled_from(["", "s1", "s2"]))) for name, _ in nodes}
-    every = [Slot(name, index) for name, num in nodes for index in range(num)]
-    order, tasks = draw(st.permutations(every)), list[Task]()
-    for number in range(1, draw(st.integers(1, 4)) + 1):
-        num = draw(st.integers(0, min(5, len(order))))
-        tasks.append(command_at(number, sorted(order[:num]), draw(st.sampled_from([1, 2, 4]))))
-        order = order[num:]
-    slots = [slot for slot in every if draw(st.integers(0, 5))]
-    counts: list[int] = []
-    for task in tasks:
-        stays = len(task.target) if draw(st.booleans()) else draw(st.integers(0, 8))
-        counts.append(min(stays, len(slots) - sum(counts)))
-    return tasks, counts, slots, where
+COMMANDS = clusters(commands, each_max=5, tasks_max=4, count_max=8)
 
 
-@given(clusters())
+@given(COMMANDS)
 @settings(max_examples=1000, deadline=None, derandomize=True)
 def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
     """Beside commands that stay as they are, and what others keep: none is moved for a group."""
@@ -96,7 +80,7 @@ def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
     assert (torn == 0) == ways(sorted(wanted, reverse=True), room)
 
 
-@given(clusters())
+@given(COMMANDS)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
     """One command alone: as many seats stay as in any way to have its groups whole."""
@@ -117,7 +101,7 @@ def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
     assert kept >= most if rest else kept == most
 
 
-@given(clusters())
+@given(COMMANDS)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
     tasks, counts, slots, where = case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from heart_driver import spec
@@ -19,6 +19,8 @@ Held = dict[str, int]
 """Seats of one task by node."""
 Where = dict[str, Labels]
 Case = tuple[list[Task], list[int], list[Slot], Where]
+Sits = Callable[[st.DrawFn, int, Sequence[Slot]], Task]
+"""Makes the task of this number, which has these slots."""
 
 
 def task_at(number: int, slots: Sequence[Slot], *, started: bool = True,
@@ -79,29 +81,39 @@ def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: 
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Case:
-    """Tasks that sit somewhere, some of whose slots are gone, and what the plan gives them now."""
-    nodes = [(f"n{i}", draw(st.integers(1, 3))) for i in range(draw(st.integers(2, 4)))]
+def clusters(draw: st.DrawFn, sits: Sits, *, each_max: int, tasks_max: int,
+             count_max: int) -> Case:
+    """Tasks that sit somewhere, some of whose slots are gone, and what the plan gives them now.
+
+    On nodes of at most `each_max` slots; a task has had so many at most.
+    """
+    nodes = [(f"n{i}", draw(st.integers(1, each_max))) for i in range(draw(st.integers(2, 4)))]
     where = {name: Labels(rack=draw(st.sampled_from(["", "r1", "r2"])),
                           switch=draw(st.sampled_from(["", "s1", "s2"]))) for name, _ in nodes}
     every = [Slot(name, index) for name, num in nodes for index in range(num)]
     order, tasks = draw(st.permutations(every)), list[Task]()
-    for number in range(1, draw(st.integers(1, 3)) + 1):
-        num = draw(st.integers(0, min(3, len(order))))
-        tasks.append(task_at(number, sorted(order[:num]), started=draw(st.booleans()),
-                             num_layers=draw(st.integers(1, 3))))
+    for number in range(1, draw(st.integers(1, tasks_max)) + 1):
+        num = draw(st.integers(0, min(each_max, len(order))))
+        tasks.append(sits(draw, number, sorted(order[:num])))
         order = order[num:]
     slots = [slot for slot in every if draw(st.integers(0, 5))]
     counts: list[int] = []
     for task in tasks:
-        stays = len(task.target) if draw(st.booleans()) else draw(st.integers(0, 4))
+        stays = len(task.target) if draw(st.booleans()) else draw(st.integers(0, count_max))
         counts.append(min(stays, len(slots) - sum(counts)))
     if draw(st.booleans()):
         where = dict.fromkeys(where, Labels())
     return tasks, counts, slots, where
 
 
-@given(clusters())
+def trains(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
+    return task_at(number, slots, started=draw(st.booleans()), num_layers=draw(st.integers(1, 3)))
+
+
+TRAININGS = clusters(trains, each_max=3, tasks_max=3, count_max=4)
+
+
+@given(TRAININGS)
 @settings(max_examples=1000, deadline=None, derandomize=True)
 def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
     tasks, counts, slots, where = case
@@ -132,7 +144,7 @@ def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
     assert moved == total[2], "who stays on a node stays on its slot"
 
 
-@given(clusters())
+@given(TRAININGS)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
     tasks, counts, slots, where = case
