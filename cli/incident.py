@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..control_plane.fairness import OTHERS_WAIT_NUM
+from ..control_plane.plan_words import OTHERS_WAIT_NUM
 from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident

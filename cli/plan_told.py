@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..control_plane import knapsack
-from ..control_plane.explain import cost_flop, objective_flop, percent
+from ..control_plane.explain import cost_flop, objective_flop
 from ..control_plane.foreseen import Foreseen, after
+from ..control_plane.plan_words import percent
 from ..control_plane.planner import Choice, gains
 from ..control_plane.wishes import PlanInput, waf_of
 from .figures import count, number_of, scaled

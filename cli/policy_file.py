@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..control_plane.fairness import ALPHAS
 from ..events.errors import SpecError, UsageError
-from ..events.policy import BOUNDS, Policy
+from ..events.policy import ALPHAS, BOUNDS, Policy
 from ..events.spec import NAME, refused
 from .job_file import FILE_BYTES_MAX, read_text, read_yaml
 

@@ -9,10 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..control_plane.explain import percent
-from ..control_plane.fairness import OTHERS_WAIT_NUM
-from ..control_plane.planner import FLOORLESS, LIMITS
-from ..control_plane.spare import SPARELESS
+from ..control_plane.plan_words import FLOORLESS, LIMITS, OTHERS_WAIT_NUM, SPARELESS, percent
 from .figures import (
     SCREEN_COLUMNS,
     clipped,

@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from . import floors
+from .plan_words import slots_told
 from .planner import planned
 from .pricing import LIMITED_WORK_NUM_MAX, limited_work
 from .wishes import PlanInput, Wish
@@ -51,7 +52,7 @@ def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[in
         quota = dict(asked.quotas).get(wish.team)
         if quota is not None and quota < wish.sizes[0]:
             found[wish.task] = Bar(why=_quota(wish.team, quota),
-                                   needs=f"a quota of {_slots(wish.sizes[0])} or more")
+                                   needs=f"a quota of {slots_told(wish.sizes[0])} or more")
         elif not without[i]:
             found[wish.task] = Bar(within=_within(asked, wish, slots))
         else:
@@ -124,11 +125,7 @@ def _bar(asked: PlanInput, wish: Wish, kinds: Sequence[str], *, alone: bool,
 
 
 def _quota(team: str, quota: int) -> str:
-    return f"the quota of team {team}, {_slots(quota)}"
-
-
-def _slots(num: int) -> str:
-    return f"{num} slot{'s' * (num != 1)}"
+    return f"the quota of team {team}, {slots_told(quota)}"
 
 
 def _within(asked: PlanInput, wish: Wish, slots: Sequence[int]) -> str:

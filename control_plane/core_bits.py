@@ -162,7 +162,7 @@ class Bits:
             if run.loss == loss:
                 last = run.first + (run.count - 1) * run.step
                 own = window >> most - last & (1 << last - run.first + 1) - 1
-                own &= _every(run.step, run.count)
+                own &= _repeated(1, run.step, run.count)
                 if own:
                     move = last - ((own & -own).bit_length() - 1)
                     best = move if best is None else max(best, move)
@@ -200,12 +200,7 @@ class Bits:
                 if not bits or place is None:
                     continue
                 shift = known.first + run.first - low
-                done = 1
-                while done < run.count:
-                    more = min(done, run.count - done)
-                    bits |= bits << more * run.step
-                    done += more
-                new[place] |= _shifted(bits, shift) & mask
+                new[place] |= _shifted(_repeated(bits, run.step, run.count), shift) & mask
         return _States(low, tuple(new))
 
 
@@ -221,9 +216,9 @@ def _shifted(bits: int, shift: int) -> int:
     return bits << shift if shift >= 0 else bits >> -shift
 
 
-def _every(step: int, count: int) -> int:
-    """`count` bits, each `step` after the one before."""
-    bits, done = 1, 1
+def _repeated(bits: int, step: int, count: int) -> int:
+    """The bits `count` times, each `step` after the one before."""
+    done = 1
     while done < count:
         more = min(done, count - done)
         bits |= bits << more * step

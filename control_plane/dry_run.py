@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..events import reports as r
-from ..events.orders import PlanChosen, Seat
+from ..events.orders import Allocation, PlanChosen, Seat
 from ..events.records import Report
 from . import requests
 from .decide import decide
@@ -191,7 +191,11 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
     knew it had found it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
-    pauses_s = {task: _pause_s(wish, plans) for task, wish in first.items()}
+    told: dict[int, list[Allocation]] = {}
+    for one in plans:
+        for x in one.allocations:
+            told.setdefault(x.task, []).append(x)
+    pauses_s = {task: _pause_s(wish, told[task]) for task, wish in first.items()}
     more = node_slots(old) or _NODE_SLOTS_NUM
     wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
     return Tried(
@@ -205,10 +209,12 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
         more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
 
 
-def _pause_s(wish: Wish, plans: Sequence[PlanChosen]) -> float:
-    """The requests are told in one append, so what a plan in between orders is interrupted by the
-    next one's: a task stands once. One that had nothing, and gets nothing, has nothing to stop."""
-    told = [x for one in plans for x in one.allocations if x.task == wish.task]
+def _pause_s(wish: Wish, told: Sequence[Allocation]) -> float:
+    """`told`: by one plan after the other.
+
+    The requests are told in one append, so what a plan in between orders is interrupted by the
+    next one's: a task stands once. One that had nothing, and gets nothing, has nothing to stop.
+    """
     charge_s = charged_s(wish, told[-1].slots)
     if charge_s or not wish.now:
         return charge_s

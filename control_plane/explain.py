@@ -10,17 +10,13 @@ from msgspec.structs import replace
 from ..events.orders import Allocation, Alternative, Binding, PlanChosen
 from . import floors
 from .plan_input import Ground
-from .planner import ALPHALESS, FLOORLESS, LIMITS, Choice, Plan, ideal_waf, wanted
-from .spare import SPARELESS
+from .plan_words import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told
+from .planner import Choice, Plan, ideal_waf, wanted
 from .state import ClusterState
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
 NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
-SHARE_PERCENT_MIN = 0.001
-"""A share that is smaller is not told more exactly."""
-WHOLE_PERCENT_MIN = 99.5
-"""From here on two digits would be told as a power of ten."""
 UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
 """Plans that were not to be had, whatever they are worth, or not looked for."""
 
@@ -155,8 +151,7 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
         return "there is nothing that could earn anything"
     if bound == "spare" and choice.spare is not None:
         spare = choice.spare
-        slots = f"{spare.num_slots} slot{'s' * (spare.num_slots != 1)}"
-        return (f"{slots} idle as a hot spare, which costs "
+        return (f"{slots_told(spare.num_slots)} idle as a hot spare, which costs "
                 f"{_share(spare.cost_flop, asked, plan)} until the next fault and saves "
                 f"{_share(spare.saves_flop, asked, plan)} then")
     if bound in ("limits", "floor"):
@@ -227,11 +222,3 @@ def _share(flop: float, asked: PlanInput, plan: Plan) -> str:
     """A difference of objectives as a share of the plan's."""
     worth = objective_flop(asked, plan.slots)
     return percent(flop / worth) if worth > 0 else f"{flop:.3g} weighted FLOP"
-
-
-def percent(share: float) -> str:
-    """A share of 0.214 as `21 %`: two digits, from 100 on whole ones, in groups of three."""
-    found = 100 * share
-    if found < SHARE_PERCENT_MIN:
-        return f"under {SHARE_PERCENT_MIN:g} %"
-    return f"{found:.2g} %" if found < WHOLE_PERCENT_MIN else f"{found:,.0f} %"

@@ -11,9 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-ALPHAS = (0.0, 0.5, 1.0, 2.0)
-OTHERS_WAIT_NUM = -(1 << 53)
-"""As an objective of a plan: not to be compared, since other tasks have nothing."""
 RATIO_BITS = 200
 """Rates below 2^-200 of the unit count as that."""
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10

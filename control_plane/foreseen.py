@@ -105,9 +105,8 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
             event: _by_choice(after(asked, event, gpus_per_node))
             for event in _events(asked, gpus_per_node)})
     outlooks: dict[Event, Outlook] = {}
-    losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
-    for what, num in losses:
-        if num <= asked.num_slots and asked.wishes:
+    for what, num in _losses(asked, gpus_per_node):
+        if asked.wishes:
             left = _Left(replace(asked, num_slots=asked.num_slots - num))
             outlooks |= {Event(what=what, task=wish.task): left.hurt(i)
                          for i, wish in enumerate(asked.wishes) if wish.now}
@@ -123,12 +122,16 @@ def foresee(asked: PlanInput, gpus_per_node: int) -> Foreseen:
     return Foreseen(asked=asked, gpus_per_node=gpus_per_node, outlooks=outlooks)
 
 
+def _losses(asked: PlanInput, gpus_per_node: int) -> list[tuple[What, int]]:
+    """Which can happen, and how many slots go."""
+    every: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
+    return [(what, num) for what, num in every if num <= asked.num_slots]
+
+
 def _events(asked: PlanInput, gpus_per_node: int) -> Iterator[Event]:
     """All that `foresee` has, in its order."""
-    losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
-    for what, num in losses:
-        if num <= asked.num_slots:
-            yield from (Event(what=what, task=wish.task) for wish in asked.wishes if wish.now)
+    for what, _ in _losses(asked, gpus_per_node):
+        yield from (Event(what=what, task=wish.task) for wish in asked.wishes if wish.now)
     yield from (Event(what="task ended", task=wish.task) for wish in asked.wishes)
     yield Event(what="node joined")
 

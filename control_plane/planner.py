@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -22,18 +22,12 @@ from ..events.orders import Allocation, Alternative, HotSpare
 from . import constraints, floors, movers
 from .constraints import Limits
 from .core import Ints
-from .fairness import OTHERS_WAIT_NUM
 from .knapsack import Solved, best
+from .plan_words import ALPHALESS, FLOORLESS, LIMITS, OTHERS_WAIT_NUM
 from .rows import Found, Rows
 from .wishes import PlanInput, Wish, charged_s, waf_of
 from .worth import SUM_BITS, exact, shift_of
 
-LIMITS = {f"without {', '.join(some[:-1])}{' and ' * (len(some) > 1)}{some[-1]}": some
-          for num in (1, 2, 3)
-          for some in combinations(("moves_max", "quotas", "priorities"), num)}
-"""What a plan is called that keeps none of these limits, of those that are in force."""
-FLOORLESS = "without floors"
-ALPHALESS = "the best by WAF, without alpha"
 NUM_BEATEN_MIN = 2
 """Plans that a plan is told to have beaten, where there are so many."""
 NEAREST = "the best found that changes two tasks"

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from ..events.orders import Alternative, HotSpare
 from . import floors, foreseen, planner, worth
 from .fairness import Floats
+from .plan_words import SPARELESS
 from .planner import Choice
 from .rows import Found
 from .wishes import PlanInput, waf_of
 from .worth import Exact
 
-SPARELESS = "without a hot spare"
 WORK_NUM_MAX = 1 << 18
 """Tasks times all their sizes: below 200 ms. Above it no spare is priced."""
 FLOORED_WORK_NUM_MAX = 1 << 14

@@ -9,8 +9,8 @@ from ..events.orders import TaskWaiting
 from ..events.reports import Body
 from ..events.spec import WEIGHT_RATIO_MAX
 from .barring import Bar
+from .plan_words import SPARELESS, slots_told
 from .pricing import Price
-from .spare import SPARELESS
 from .state import ClusterState, Task
 
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
@@ -27,7 +27,7 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
     low = _smallest(task)
     cost_waf = weight_from = 0.0
     if low > state.num_slots_max:
-        why, needs = "too large", (f"{_slots(low)}; the cluster has had at most "
+        why, needs = "too large", (f"{slots_told(low)}; the cluster has had at most "
                                    f"{state.num_slots_max}")
     elif task.modelled is not None and task.modelled.refused and not any(
             task.throughput.rates_flops if task.throughput is not None else ()):
@@ -46,7 +46,7 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
         drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
         away += [f"{' '.join(drained)} drained"] if drained else []
         out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
-        why, needs = "not enough slots", f"{_slots(low)}; there are {num_slots}{out}"
+        why, needs = "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
     if (task.why, task.needs, task.cost_waf, task.weight_from) != (
             why, needs, cost_waf, weight_from):
         yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
@@ -60,7 +60,7 @@ def _not_chosen(state: ClusterState, task: Task, price: Price | None, bar: Bar) 
     why, needs = bar.why, bar.needs
     if not why:
         why = ("the plan has better use for the slots" if price is None
-               else _who_earns_more(state, task, price))
+               else _who_earns_more(state, price))
         # How many is not known: of more slots, others may be given the first.
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
@@ -93,12 +93,12 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
     team = task.spec.team
     quota = state.policy.quotas.get(team, floor)
     if quota < floor:
-        return (f"the quota of team {team} is {_slots(quota)}",
-                f"a quota of {_slots(floor)}, its floor")
+        return (f"the quota of team {team} is {slots_told(quota)}",
+                f"a quota of {slots_told(floor)}, its floor")
     first = "or a higher priority (a higher weight may do)"  # it goes first of its priority alone
     if by_quota:
-        return (f"its floor does not fit the quota of team {team}, {_slots(quota)}, beside those "
-                "before it", f"a larger quota, {first}")
+        return (f"its floor does not fit the quota of team {team}, {slots_told(quota)}, beside "
+                "those before it", f"a larger quota, {first}")
     more = "more slots (and maybe a larger quota)" if team in state.policy.quotas else "more slots"
     return "there is no room for its floor beside those before it", f"{more}, {first}"
 
@@ -110,11 +110,7 @@ def _smallest(task: Task) -> int:
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
-def _slots(num: int) -> str:
-    return f"{num} slot{'s' * (num != 1)}"
-
-
-def _who_earns_more(state: ClusterState, task: Task, price: Price) -> str:
+def _who_earns_more(state: ClusterState, price: Price) -> str:
     """Which tasks hold the slots that it would run on."""
     assert state.plan is not None
     pairs = zip(state.plan.allocations, price.plan.slots, strict=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+ALPHAS = (0.0, 0.5, 1.0, 2.0)
+"""That a policy may name."""
 _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1

@@ -7,12 +7,12 @@ from heart_driver import Driver, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_floors import asking, wish
 from unicron.control_plane import barring, planner, pricing
 from unicron.control_plane.barring import Bar
 from unicron.control_plane.wishes import PlanInput, Wish
 from unicron.events import reports as r
 from unicron.events.policy import Policy
+from wished import asking, wish
 
 WEIGHT = 1e-6
 """A share of a weight above and below the one that is told."""

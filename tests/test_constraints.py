@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.cli import screen_plan
-from unicron.control_plane import constraints, explain, knapsack, planner
+from unicron.control_plane import constraints, explain, knapsack, plan_words, planner
 from unicron.control_plane.constraints import Limits
 from unicron.control_plane.rows import rows_of
 from unicron.control_plane.wishes import PlanInput, Wish
@@ -243,7 +243,7 @@ def test_only_the_limits_that_are_in_force_are_named() -> None:
     for more, what in (({"moves_max": 1}, "without moves_max and priorities"),
                        ({"quotas": (("blue", 2),)}, "without quotas and priorities"), ({}, "")):
         told = [other.what for other in choose(wishes, 6, **more).alternatives]
-        assert [x for x in told if x in planner.LIMITS] == [what] * bool(what)
+        assert [x for x in told if x in plan_words.LIMITS] == [what] * bool(what)
         assert screen_plan.bound_by({"bound": "limits", "num_slots": 5, "alternatives": [
             {"what": x} for x in told]}, {}) == {
                 "without moves_max and priorities": "moves_max or priorities",

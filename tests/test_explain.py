@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from test_planner import TRANSITION_S, asking, wishes
 from two_tasks import gives, train, two_tasks
 from unicron.cli import screen_plan
-from unicron.control_plane import explain, planner
+from unicron.control_plane import explain, plan_words, planner
 from unicron.control_plane.wishes import PlanInput, Transition, Wish, waf_of
 from unicron.events import reports as r
 from unicron.events.orders import Binding, PlanChosen
@@ -179,7 +179,7 @@ def test_one_sentence_says_why(found: list[Wish], num_slots: int, told: str) -> 
     (0.0, "under 0.001 %"), (0.00021, "0.021 %"), (0.214, "21 %"), (0.994, "99 %"),
     (0.995, "100 %"), (0.9999, "100 %"), (1.0, "100 %"), (3999.0, "399,900 %")])
 def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
-    assert explain.percent(share) == words
+    assert plan_words.percent(share) == words
 
 
 def test_the_sentence_and_the_row_tell_the_same_share() -> None:
@@ -192,8 +192,8 @@ def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     others = explain.beaten(asked, choice, objective)
     bound, _ = explain.binding(asked, choice, {})
     nearest = max(others, key=lambda other: other.objective)
-    share = explain.percent(nearest.behind_flop / objective)
-    assert share != explain.percent(nearest.behind_flop / (choice.plan.waf * asked.running_s))
+    share = plan_words.percent(nearest.behind_flop / objective)
+    assert share != plan_words.percent(nearest.behind_flop / (choice.plan.waf * asked.running_s))
     assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
     rows = screen_plan._beaten({
         "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [

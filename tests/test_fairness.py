@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from planner_cases import case
 from test_foreseen import holds
 from unicron.cli import screen_plan
-from unicron.control_plane import explain, fairness, floors, planner, pricing
+from unicron.control_plane import explain, fairness, floors, plan_words, planner, pricing
 from unicron.control_plane.wishes import PlanInput, Wish, charged_s, waf_of
 from unicron.events import reports as r
-from unicron.events.policy import Policy
+from unicron.events.policy import ALPHAS, Policy
 from wished import rising, slots
 
 CLOSE_RATIO = 1e-9
@@ -87,7 +87,7 @@ def test_rates_are_taken_relative_to_the_largest() -> None:
 # --- what users expect --------------------------------------------------------------------------
 def test_equal_tasks_share_by_weight_and_the_more_equally_the_larger_alpha_is() -> None:
     wishes = [linear(1), linear(2, weight=3.0)]
-    given_ = {alpha: slots(asking(wishes, 8, alpha)) for alpha in fairness.ALPHAS}
+    given_ = {alpha: slots(asking(wishes, 8, alpha)) for alpha in ALPHAS}
     assert given_ == {0.0: (0, 8), 0.5: (1, 7), 1.0: (2, 6), 2.0: (3, 5)}
     nine = {alpha: slots(asking([linear(1), linear(2, weight=9.0)], 8, alpha)) for alpha in FAIR}
     assert nine == {0.5: (0, 8), 1.0: (1, 7), 2.0: (2, 6)}
@@ -232,9 +232,9 @@ def test_the_plan_says_what_it_costs_in_waf() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
     choice, why = told(asked)
     by_what = {other.what: other for other in choice.alternatives}
-    most = by_what[planner.ALPHALESS]
+    most = by_what[plan_words.ALPHALESS]
     assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
-    assert (most.objective, most.behind_share) == (fairness.OTHERS_WAIT_NUM, 0.0)
+    assert (most.objective, most.behind_share) == (plan_words.OTHERS_WAIT_NUM, 0.0)
     assert choice.plan.waf == 4 * 9.0 + 4 * 6.0
     assert why == ("t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by "
                    "alpha-fairness 1; the best by WAF, without alpha, would earn 20 % more")
@@ -245,7 +245,7 @@ def test_the_plan_says_what_it_costs_in_waf() -> None:
 
 def test_without_alpha_nothing_of_it_is_told() -> None:
     choice, why = told(asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0))
-    assert planner.ALPHALESS not in [other.what for other in choice.alternatives]
+    assert plan_words.ALPHALESS not in [other.what for other in choice.alternatives]
     assert not any(other.behind_share for other in choice.alternatives)
     assert "alpha" not in why
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
-from unicron.control_plane import explain, floors, knapsack, movers, planner, pricing
+from unicron.control_plane import explain, floors, knapsack, movers, plan_words, planner, pricing
 from unicron.control_plane.wishes import PlanInput, Wish, charged_s, waf_of
 from unicron.events import reports as r
 from unicron.events.policy import Policy
@@ -38,7 +38,7 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     choice = planner.choose(asked)
     assert choice.plan.slots == (1, 2)
     told = {other.what: other for other in choice.alternatives}
-    assert [x for _, x in told[planner.FLOORLESS].slots] == [3, 0]
+    assert [x for _, x in told[plan_words.FLOORLESS].slots] == [3, 0]
     assert explain.binding(asked, choice, {}) == ("floor", (2,))
     others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
     assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
@@ -55,7 +55,7 @@ def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
 def test_a_floor_that_costs_nothing_is_not_told() -> None:
     asked = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
     choice = planner.choose(asked)
-    assert planner.FLOORLESS not in [other.what for other in choice.alternatives]
+    assert plan_words.FLOORLESS not in [other.what for other in choice.alternatives]
     assert explain.binding(asked, choice, {})[0] == "nothing"
 
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -297,3 +299,11 @@ def test_what_is_typed_wrongly_is_one_line_and_a_hint(
         ask(told, **asked)
     assert (str(refused.value), refused.value.hint) == (error, hint)
     assert not told.posted
+
+
+@pytest.mark.parametrize("face", ["incident", "plan_live", "policy_file"])
+def test_a_screen_loads_no_planner(face: str) -> None:
+    """numpy alone is a tenth of a second, of a command that only shows what was decided."""
+    subprocess.run([sys.executable, "-P", "-c", (
+        f"import sys, unicron.cli.{face}; assert 'numpy' not in sys.modules")],
+        check=True, timeout=60)

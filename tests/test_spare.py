@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
 from spare_by_force import both, may_idle, spare_by_force
-from test_constraints import wish
 from test_foreseen import inputs
 from two_tasks import lose
-from unicron.control_plane import foreseen, planner, pricing, spare
+from unicron.control_plane import foreseen, plan_words, planner, pricing, spare
 from unicron.control_plane.wishes import PlanInput, Transition
 from unicron.events import reports as r
 from unicron.events.orders import Slot
 from unicron.events.policy import Policy
+from wished import wish
 
 TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 
@@ -103,7 +103,7 @@ def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
     free = 200.0 * after_s - 2 / 3 * 100.0 * 10.0 - 5.0 * 600.0
     assert choice.spare.saves_flop == pytest.approx(kept - free)
     others = {other.what: other for other in choice.alternatives}
-    beaten = others[spare.SPARELESS]
+    beaten = others[plan_words.SPARELESS]
     assert beaten.slots == ((1, 4), (2, 4), (3, 4))
     # Idle slots fail as the others do: both are worth what they earn within the same time.
     assert choice.plan.objective / beaten.objective == pytest.approx(200.0 / 205.0)

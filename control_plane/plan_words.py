@@ -1,0 +1,31 @@
+"""Words of plans that screens share with the heart: nothing has to be loaded for them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+LIMITS = {f"without {', '.join(some[:-1])}{' and ' * (len(some) > 1)}{some[-1]}": some
+          for num in (1, 2, 3)
+          for some in combinations(("moves_max", "quotas", "priorities"), num)}
+"""What a plan is called that keeps none of these limits, of those that are in force."""
+FLOORLESS = "without floors"
+ALPHALESS = "the best by WAF, without alpha"
+SPARELESS = "without a hot spare"
+OTHERS_WAIT_NUM = -(1 << 53)
+"""As an objective of a plan: not to be compared, since other tasks have nothing."""
+SHARE_PERCENT_MIN = 0.001
+"""A share that is smaller is not told more exactly."""
+WHOLE_PERCENT_MIN = 99.5
+"""From here on two digits would be told as a power of ten."""
+
+
+def percent(share: float) -> str:
+    """A share of 0.214 as `21 %`: two digits, from 100 on whole ones, in groups of three."""
+    found = 100 * share
+    if found < SHARE_PERCENT_MIN:
+        return f"under {SHARE_PERCENT_MIN:g} %"
+    return f"{found:.2g} %" if found < WHOLE_PERCENT_MIN else f"{found:,.0f} %"
+
+
+def slots_told(num: int) -> str:
+    return f"{num} slot{'s' * (num != 1)}"
