@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from statistics import median
 from typing import Any
 
-from ..control_plane.severity import NCCL_TIMEOUT
+from ..events.statuses import NCCL_TIMEOUT
 from .figures import clipped, count, lost_in_words, ms, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
@@ -57,6 +57,12 @@ def status_in_words(status: str) -> str:
 
 def _who(body: Plain) -> str:
     return f"task {body['task']} rank {body['rank']}.{body['attempt']}"
+
+
+def _at(body: Plain) -> str:
+    """A node, and the slots of it that are meant."""
+    devices = " ".join(str(device) for device in body["devices"])
+    return f"{body['node']}{'/' + devices if devices else ''}"
 
 
 def _joined(body: Plain) -> str:
@@ -246,6 +252,18 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "CheckpointPublished": lambda b: f"task {b['task']} {b['path']}",
     "RankFinished": lambda b: f"{_who(b)} at step {b['step_version']}, "
                               f"{b['forward_calls']} forward calls",
+    "HealthChanged": lambda b: f"{_at(b)} {b['check']} {b['health']}{_because(b['why'])}",
+    "DeviceErred": lambda b: f"{_at(b)} {b['status']} ({b['rule']}): {_first_line(b['text'])}",
+    "RankStalled": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['what']} for "
+                             f"{span(b['in_s'])}, an iteration takes {span(b['normal_s'])}",
+    "RankWentOn": lambda b: f"{_who(b)} iteration {b['iteration']}, "
+                            f"stalled for {span(b['stalled_s'])}",
+    "RankPaced": lambda b: f"{_who(b)} works {span(b['own_s'])} of {span(b['iteration_s'])} "
+                           f"an iteration, at first {span(b['normal_s'])}",
+    "QuarantineLifted": lambda b: f"{b['node']} is no longer quarantined{_because(b['reason'])}",
+    "NodeQuarantined": lambda b: f"{b['node']} until {rfc3339(b['until_s'])}: {b['why']}",
+    "DegradedPriced": lambda b: f"{b['node']} costs {scaled(b['cost_waf'], 'FLOP/s')}, draining "
+                                f"it earns {scaled(b['drain_waf'], 'FLOP/s')}: {b['why']}",
     "IncidentOpened": _opened,
     "IncidentEscalated": lambda b: f"inc-{b['of']} {b['severity']} {ranks(b['ranks'])}: {b['why']}",
     "IncidentClosed": _closed,

@@ -16,8 +16,8 @@ from statistics import median
 
 from ..events.records import Record
 from ..events.reports import EpochStarted
+from ..events.statuses import WRONG_INPUT
 from .faults import Incident, Standing
-from .severity import WRONG_INPUT
 from .state import ClusterState, Task
 from .wishes import Transition
 

@@ -14,6 +14,7 @@ from ..events import reports as r
 from ..events.codec import decode_record
 from ..events.orders import Reconfigure, first_keeper
 from ..events.records import Record
+from ..events.statuses import EXITED_ABNORMALLY
 from .calibration import keep_times
 from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
@@ -36,7 +37,7 @@ from .folding import (
     take_origin,
 )
 from .input_count import part
-from .severity import EXITED_ABNORMALLY, network_status
+from .severity import network_status
 from .state import (
     NUM_SLOTS_MAX,
     ClusterState,

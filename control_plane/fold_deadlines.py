@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ..events.records import Record
 from ..events.reports import DeadlineReached
+from ..events.statuses import TASK_HANG
 from .folding import STOPPED, broken, fault, find, has_settled, mute
-from .severity import TASK_HANG, network_status
+from .severity import network_status
 from .state import ClusterState, Rank, Task
 
 

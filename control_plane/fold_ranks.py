@@ -8,6 +8,7 @@ from typing import Any
 from ..events import reports as r
 from ..events.orders import Seat
 from ..events.records import Record
+from ..events.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from .folding import (
     STOPPED,
     arm,
@@ -20,7 +21,7 @@ from .folding import (
     set_phase,
     stepped,
 )
-from .severity import EXITED_ABNORMALLY, OTHER_SOFTWARE, exit_in_words, last_line, status_of
+from .severity import exit_in_words, last_line, status_of
 from .state import ClusterState, Task
 
 

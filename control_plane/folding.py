@@ -7,9 +7,10 @@ from msgspec.structs import replace
 from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
+from ..events.statuses import EXITED_ABNORMALLY
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import ORIGINS, Fault, Incident, Source
-from .severity import EXITED_ABNORMALLY, severity_of
+from .severity import severity_of
 from .state import (
     EARNED_S,
     NUM_EARNED_MAX,

@@ -12,14 +12,8 @@ from ..events.orders import (
     Severity,
 )
 from ..events.reports import Body
-from .severity import (
-    LOST_CONNECTION,
-    TASK_HANG,
-    WRONG_INPUT,
-    network_status,
-    severity_of,
-    worse,
-)
+from ..events.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
+from .severity import network_status, severity_of, worse
 from .state import ClusterState, Rank, Task
 
 NUM_STOPS_MAX = 3

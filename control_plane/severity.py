@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from ..events.orders import Severity
 from ..events.reports import RankExited
-
-LOST_CONNECTION = "lost connection"
-EXITED_ABNORMALLY = "exited abnormally"
-CONNECTION_REFUSED = "connection refused"
-CONNECTION_RESET = "connection reset"
-NCCL_TIMEOUT = "NCCL timeout"
-"""The table's name of a collective's timeout, NCCL's or another backend's."""
-OTHER_NETWORK = "other network"
-OTHER_SOFTWARE = "other software"
-TASK_HANG = "task hang"
-WRONG_INPUT = "wrong input"
-"""No row of the paper: a rank cannot use what the job spec names; starting again does not help."""
+from ..events.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    CUDA_ERRORS,
+    ECC_ERRORS,
+    EXITED_ABNORMALLY,
+    GPU_DRIVER_ERRORS,
+    ILLEGAL_MEMORY_ACCESS,
+    INVALID_DMA_MAPPING,
+    LINK_FLAPPING,
+    LOST_CONNECTION,
+    NCCL_TIMEOUT,
+    NVLINK_ERRORS,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    TASK_HANG,
+    WRONG_INPUT,
+)
 
 TABLE: dict[str, Severity] = {
     # node health monitoring
@@ -25,17 +31,17 @@ TABLE: dict[str, Severity] = {
     # exception propagation
     CONNECTION_REFUSED: "SEV3",
     CONNECTION_RESET: "SEV3",
-    "illegal memory access": "SEV2",
-    "ECC": "SEV1",
-    "invalid DMA mapping": "SEV1",
-    "CUDA errors": "SEV2",
-    "NVLink": "SEV1",
-    "GPU driver": "SEV1",
+    ILLEGAL_MEMORY_ACCESS: "SEV2",
+    ECC_ERRORS: "SEV1",
+    INVALID_DMA_MAPPING: "SEV1",
+    CUDA_ERRORS: "SEV2",
+    NVLINK_ERRORS: "SEV1",
+    GPU_DRIVER_ERRORS: "SEV1",
     OTHER_NETWORK: "SEV3",
     OTHER_SOFTWARE: "SEV2",
     # online statistical monitoring
     NCCL_TIMEOUT: "SEV3",
-    "link flapping": "SEV3",
+    LINK_FLAPPING: "SEV3",
     TASK_HANG: "SEV2",
     # ours
     WRONG_INPUT: "SEV2",

@@ -17,7 +17,7 @@ from ..events.reports import Policy
 from ..events.spec import JobSpec
 from .faults import Fault, Incident, Logged, Standing
 
-SCHEMA = "unicron-state-4"
+SCHEMA = "unicron-state-5"
 NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
@@ -355,7 +355,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-4:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-5:` and 16 hex digits; two folds of one log have the same."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 

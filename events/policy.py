@@ -18,6 +18,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "reconfigure_s_max": _WAIT,
     "stop_s_max": _WAIT,
     "stopped_s_max": _WAIT,
+    "suspect_s_max": _WAIT,
+    "hang_s_min": (0, 1e9),
+    "quarantine_faults": (1, _NUM_MAX),
+    "quarantine_window_s": _SPAN,
+    "quarantine_s": _SPAN,
+    "unconfirmed_share_max": (0, 1),
     "restarts_max": (0, _NUM_MAX),
     "restart_iterations": (1, _NUM_MAX),
     "replace_after_s": (0, 1e9),
@@ -51,6 +57,18 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stop_s_max: float = 10.0
     stopped_s_max: float = 2.0
     """How long a training rank may be stopped (SIGSTOP) before its process is ended."""
+    suspect_s_max: float = 1.2
+    """So long a silence is enough where a task's other members tell of a collective that failed."""
+    hang_s_min: float = 2.0
+    """A rank that stands still is no hang before this, however short its iterations are."""
+    quarantine_faults: int = 2
+    """So many faults of one node within `quarantine_window_s` and it is quarantined."""
+    quarantine_window_s: float = 30 * 86400.0
+    quarantine_s: float = 86400.0
+    """How long a quarantined node gets no tasks, unless an operator lifts it."""
+    unconfirmed_share_max: float = 0.1
+    """Of all nodes, at most this share (one at least) is taken out by what no second source says:
+    a site's check that fails everywhere is the check's fault."""
     restarts_max: int = 3
     """Restarts of one rank, or of a whole task, without progress in between."""
     restart_iterations: int = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from . import logged, orders, reports
+from . import decided, detected, logged, orders, reports
 from .reports import Body
 
 VERSIONS: dict[str, int] = {}
@@ -20,8 +20,8 @@ def _kinds(*modules: object) -> dict[str, type[Body]]:
     return found
 
 
-KINDS: dict[str, type[Body]] = _kinds(reports, logged, orders)
-REPORTS: frozenset[str] = frozenset(_kinds(reports, logged))
+KINDS: dict[str, type[Body]] = _kinds(reports, logged, detected, orders, decided)
+REPORTS: frozenset[str] = frozenset(_kinds(reports, logged, detected))
 
 
 class Report(Struct, frozen=True, kw_only=True):

@@ -207,6 +207,11 @@ class RankErrored(Body, frozen=True):
     iteration: int
     error: str
     text: str
+    status: str = ""
+    """The row of the table that `text` is of ("": not told)."""
+    rule: str = ""
+    second_hand: bool = False
+    """It tells of another's end ("closed by peer")."""
 
 
 class RankExited(Body, frozen=True):
@@ -224,6 +229,12 @@ class RankExited(Body, frozen=True):
     signal: int | None
     tail: str = ""
     """The end of what it wrote to stderr."""
+    status: str = ""
+    """What it died of, by `cause`; "": nothing is known but its end."""
+    rule: str = ""
+    cause: str = ""
+    """The line that says why: of stderr, torch's error file, the OOM killer."""
+    second_hand: bool = False
 
 
 class RankSuspended(Body, frozen=True):
@@ -253,6 +264,9 @@ class CollectiveFailed(Body, frozen=True):
     generation: int
     iteration: int
     error: str
+    status: str = ""
+    rule: str = ""
+    peer: str = ""  # whom the error names, as host:port
 
 
 class Quiesced(Body, frozen=True):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
-from unicron.events import codec, orders, reports
+from unicron.events import codec, decided, orders, reports
 from unicron.events.codec import UnknownBody
 from unicron.events.errors import CorruptLog
 from unicron.events.finite import not_finite
@@ -79,7 +79,8 @@ def test_every_kind_comes_back_by_wire_and_by_json(kind: str, data: st.DataObjec
 def test_reports_and_orders_are_told_apart() -> None:
     assert "RankExited" in REPORTS
     assert not REPORTS & {order.__name__ for order in orders.ORDERS}
-    assert set(KINDS) == REPORTS | {name for name in KINDS if hasattr(orders, name)}
+    assert set(KINDS) == REPORTS | {
+        name for name in KINDS if hasattr(orders, name) or hasattr(decided, name)}
 
 
 # --- golden bytes --------------------------------------------------------------------------------

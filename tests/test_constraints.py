@@ -39,8 +39,8 @@ def test_a_plan_gives_what_the_spec_allows(d: Driver, slots: object, begins: int
     task = d.running(spec(slots=slots, throughput=table))
     assert len(task_of(d, task).target) == begins
     lost = d.tell("n3/1", r.RankErrored(
-        task=task, rank=task_of(d, task).target[-1].rank, attempt=1, generation=1, error="ECC",
-        text="uncorrectable", iteration=0))
+        task=task, rank=task_of(d, task).target[-1].rank, attempt=1, generation=1, iteration=0,
+        error="ECC errors", text="uncorrectable"))
     d.obey(lost)
     assert len(task_of(d, task).target) == shrinks
     d.progress(task)

@@ -26,7 +26,7 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
     ("DistNetworkError: connect() to [n1]:29: Connection refused", "connection refused"),
     ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
     ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
-    ("RuntimeError: unexpected size of a message", "other network"),
+    ("RuntimeError: unexpected size of a message", "other network errors"),
 ])
 def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
     assert network_status(said) == status

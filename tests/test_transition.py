@@ -317,7 +317,7 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
 def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver) -> None:
     task = d.running()
     told = d.tell(d.source("n2"), r.RankErrored(
-        task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC", text="row 7"))
+        task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC errors", text="row 7"))
     assert kinds(told) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
     assert the(o.IncidentOpened, told).severity == "SEV1"
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 3]

@@ -33,7 +33,9 @@ Each record travels in one envelope:
 ROOMS = (
     ("reports", "Reports: what happened"),
     ("logged", "Reports: what commands print"),
+    ("detected", "Reports: what detection tells"),
     ("orders", "Decisions and orders: what was decided"),
+    ("decided", "Decisions: nodes that erred or are slow"),
     ("policy", "Policy: what PolicySet sets"),
 )
 
