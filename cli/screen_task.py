@@ -43,7 +43,7 @@ def lag_s(task: Plain, now_s: float) -> float:
 
     Above 3 iterations and 10 s; else 0.
     """
-    if task["phase"] != "training" or task["state"] not in ("running", "healing"):
+    if task["phase"] != "training" or task["state"] not in ("running", "degraded", "healing"):
         return 0.0
     if task["tier"] != "train":
         return 0.0
@@ -140,7 +140,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
         if past.skipped:
             lines += labelled("skipped", f"{count(past.skipped)} of {count(task['iteration'])} "
                                          "steps: the gradient was not finite")
-    if task["step_s"] and task["state"] == "running":
+    if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
         num = len(past.members) if past is not None else 0  # who prepares has no part in it yet
         own = past.paces_s.get(num, []) if past is not None else []

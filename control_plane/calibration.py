@@ -57,9 +57,10 @@ def batch_counts(task: Task) -> bool:
 
 
 def _counts(state: ClusterState, task: Task) -> bool:
-    """Whether it is of interest how long an iteration takes now: the task is not disturbed."""
+    """Whether it is of interest how long an iteration takes now: the task is not disturbed, and
+    no rank holds up the others."""
     return (_num_times(state) > 0 and not task.spec.throughput and task.phase == "training"
-            and not task.incident)
+            and not task.incident and not task.slow)
 
 
 def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
@@ -70,6 +71,14 @@ def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
     task.times_s[size] = [*task.times_s.pop(size, ()), *times][-num:]
     while len(task.times_s) > NUM_SIZES_MAX:
         del task.times_s[next(iter(task.times_s))]
+
+
+def forget_times(state: ClusterState, task: Task, num: int) -> None:
+    """Fold: the last iterations are found to have been slow; the task does not take so long."""
+    times = task.times_s.get(num_slots(task), [])
+    del times[max(len(times) - max(num, 0), 0):]
+    if not times:
+        task.times_s.pop(num_slots(task), None)
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -11,6 +11,7 @@ from ..events.records import Record
 from . import (
     barring,
     calibration,
+    degraded,
     explain,
     floors,
     placement,
@@ -39,6 +40,11 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
     The driver folds each body before it asks for the next. Called for reports only. `known`: optima
     that were found before; with them and without the decisions are the same.
     """
+    yield from _answer(state, record, known)
+    yield from degraded.priced(state)
+
+
+def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,
                                state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
@@ -64,8 +70,9 @@ def _concerned(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
     task = state.tasks.get(getattr(record.body, "task", 0))
-    if task is None or (isinstance(record.body, _PROGRESS) and not task.incident):
-        return []  # progress heals, and nothing else
+    if task is None or (isinstance(record.body, _PROGRESS)
+                        and not task.incident and not task.faults):
+        return []  # progress heals, or shows that a slow rank holds up the others
     return [task]
 
 

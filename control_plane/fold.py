@@ -21,8 +21,10 @@ from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
 from .fold_logged import LOGGED
+from .fold_pace import PACES, too_slow
 from .fold_ranks import PROCESSES
 from .fold_requests import REQUESTS, acts_again, forget_requests
+from .fold_stalls import STALLS, passed
 from .folding import (
     arm,
     await_continued,
@@ -249,6 +251,7 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
     if body.step_s:
         task.step_s = body.step_s[-1]
     _stepped_to(state, task, body.first_iteration + len(body.losses))
+    too_slow(state, record, task)
 
 
 def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite) -> None:
@@ -263,6 +266,7 @@ def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite)
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     earned(state, task, iteration)
+    passed(state, task, iteration)
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     task.furthest = max(task.furthest, iteration)
@@ -309,5 +313,6 @@ HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
-    r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **COPIES, **REQUESTS, **DECISIONS,
+    r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **STALLS, **PACES, **COPIES,
+    **REQUESTS, **DECISIONS,
 }

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from ..events.records import Record
 from ..events.reports import DeadlineReached
 from ..events.statuses import TASK_HANG
-from .folding import STOPPED, broken, fault, find, has_settled, mute
+from .fold_stalls import late_hang
+from .folding import STOPPED, broken, fault, find, has_settled, mute, price_anew
 from .severity import network_status
 from .state import ClusterState, Rank, Task
 
@@ -90,7 +91,7 @@ def _names(ranks: list[Rank]) -> str:
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "start": _late_rank, "error": _late_exit, "stop": _late_exit, "stopped": _late_stopped,
-    "quiesce": _late_quiesce,
+    "quiesce": _late_quiesce, "hang": late_hang,
     "silent": _late_silent,
     "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
 }
@@ -107,6 +108,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         node = state.nodes.get("/".join(of))
         if node is not None:
             node.replace = True
+        return
+    if what == "price":
+        price_anew(state, "/".join(of))
         return
     number, *rest = (int(part) for part in of)
     task = state.tasks.get(number)

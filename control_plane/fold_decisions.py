@@ -7,11 +7,13 @@ from typing import Any
 
 from ..events import orders as o
 from ..events.codec import encode_record
+from ..events.decided import DegradedPriced
 from ..events.records import Record
 from ..events.reports import Body
 from .calibration import learn_slot
 from .economics import arrived, is_fault, settle_mtbf, stands
 from .faults import Incident
+from .fold_pace import degraded_priced
 from .folding import (
     arm,
     await_silent,
@@ -188,6 +190,7 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
     task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
+    task.stalls, task.slowed = {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     say_why(task, body.why)
     set_phase(state, task, "ended")
@@ -254,6 +257,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
+    task.stalls = {}
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)
@@ -290,4 +294,5 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     o.TaskEnded: _task_ended, o.OrderWithheld: _order_withheld,
     o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
+    DegradedPriced: degraded_priced,
 }

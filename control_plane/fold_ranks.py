@@ -13,6 +13,7 @@ from .folding import (
     STOPPED,
     arm,
     await_continued,
+    await_hang,
     disarm,
     drop_rank,
     fault,
@@ -113,6 +114,7 @@ def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) 
     if task.logged is not None:
         task.logged.disturbed = True
     await_continued(state, task, rank)
+    await_hang(state, task, anew=True)
 
 
 def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
@@ -125,6 +127,7 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
     disarm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
     if rank.overdue == STOPPED and not rank.stopping:
         rank.overdue = ""
+    await_hang(state, task, anew=True)
 
 
 PROCESSES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -10,6 +10,7 @@ from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import ORIGINS, Fault, Incident, Source
+from .hang import located
 from .severity import severity_of
 from .state import (
     EARNED_S,
@@ -24,6 +25,8 @@ from .state import (
 
 STOPPED = "is stopped (SIGSTOP)"
 """Why a rank that stood still for too long is overdue."""
+PRICE_S = 60.0
+"""A degraded node is priced at most once in so long."""
 
 
 def arm(state: ClusterState, deadline: str, length_s: float) -> None:
@@ -37,7 +40,7 @@ def disarm(state: ClusterState, deadline: str) -> None:
 
 def disarm_phase(state: ClusterState, task: Task) -> None:
     """Forget what the current generation was to do in time."""
-    for what in ("quiesce", "silent", "reconfigure", "evidence", "finish"):
+    for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
         disarm(state, f"{what}/{task.id}/{task.generation}")
 
 
@@ -79,6 +82,35 @@ def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     close_orders(state, [rank.start_order, *rank.stop_orders])
 
 
+def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
+    """It is none of the task's any more: it holds up nobody."""
+    task.stalls.pop(rank.rank, None)
+    task.paces.pop(rank.rank, None)
+    if task.slow.pop(rank.rank, None) is not None:
+        price_anew(state, rank.slot.node)
+
+
+def price_anew(state: ClusterState, name: str) -> None:
+    """What is wrong with the node has changed: it is priced, but not more often than once in
+    PRICE_S; nothing is left to price where nothing is wrong any more."""
+    priced = state.degraded.get(name)
+    state.to_price = [other for other in state.to_price if other != name]
+    disarm(state, f"price/{name}")
+    if not is_degraded(state, name):
+        state.degraded.pop(name, None)
+    elif priced is not None and state.at_s - priced.at_s < PRICE_S:
+        arm(state, f"price/{name}", priced.at_s + PRICE_S - state.at_s)
+    else:
+        state.to_price.append(name)
+
+
+def is_degraded(state: ClusterState, name: str) -> bool:
+    """Whether the node holds a rank that holds up others."""
+    return any(task.slow and any(
+        number in task.ranks and task.ranks[number].slot.node == name for number in task.slow)
+        for task in state.tasks.values())
+
+
 def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     """The process is gone and reaped: its slot is free."""
     forget_rank(state, task, rank)
@@ -91,6 +123,7 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     if find(task, rank.rank, rank.attempt) is not None:
         del task.ranks[rank.rank]
         state.num_running -= 1
+        forget_pace(state, task, rank)
     else:
         task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
     settle_phase(state, task)
@@ -102,6 +135,7 @@ def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
     state.num_running -= 1
+    forget_pace(state, task, rank)
     rank.overdue, rank.stop_orders = why, []
     task.ghosts.append(rank)
     settle_phase(state, task)
@@ -158,6 +192,19 @@ def await_silent(state: ClusterState, task: Task) -> None:
         disarm(state, name)
     elif name not in state.deadlines:
         arm(state, name, state.policy.evidence_s_max)
+    await_hang(state, task)
+
+
+def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:
+    """Hold a deadline for a task that stands. `anew`: who stands, or where, is told otherwise."""
+    name = f"hang/{task.id}/{task.generation}"
+    if not task.stalls and name not in state.deadlines:
+        return
+    hang = located(state, task)
+    if hang is None or anew:
+        disarm(state, name)
+    if hang is not None and name not in state.deadlines:
+        arm(state, name, max(hang.due_s - state.at_s, 0.0))
 
 
 def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..events import detected as d
 from ..events import orders as o
 from ..events import reports as r
+from ..events.decided import DegradedPriced
 from ..events.logged import IterationsLogged
 from .plan_input import is_pinned, is_whole
 from .state import ClusterState, Task
@@ -19,7 +21,7 @@ _NEVER = frozenset((
     r.RankReady, r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved,
     r.CheckpointPublished, r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume,
     o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
-    o.OrderWithheld))
+    o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, DegradedPriced))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
 _OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))
 """Kinds that name a task, and may change nodes."""

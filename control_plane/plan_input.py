@@ -28,13 +28,13 @@ class Ground(Struct, frozen=True, kw_only=True):
     """Of every node that has not left."""
 
 
-def plan_input(state: ClusterState) -> Ground:
-    """The ground of a plan that would be made now.
+def plan_input(state: ClusterState, *, without: str = "") -> Ground:
+    """The ground of a plan that would be made now, or if the node `without` were drained.
 
     Tasks that are ending, or that have ranks on a node that is silent, keep what they have: their
     slots are not the plan's to give, unless another task has been given them already.
     """
-    slots = usable_slots(state)
+    slots = [slot for slot in usable_slots(state) if slot.node != without]
     open_tasks: list[Task] = []
     theirs: list[Slot] = []
     for task in live_tasks(state):

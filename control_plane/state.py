@@ -16,6 +16,7 @@ from ..events.records import Record
 from ..events.reports import Policy
 from ..events.spec import JobSpec
 from .faults import Fault, Incident, Logged, Standing
+from .noticed import Pace, Priced, Slow, Stall
 
 SCHEMA = "unicron-state-5"
 NUM_REQUESTS_MAX = 1024
@@ -234,6 +235,13 @@ class Task(Struct, kw_only=True):
     micro_batches: int = 0
     forward_calls: int = 0
     faults: list[Fault] = field(default_factory=list[Fault])
+    stalls: dict[int, Stall] = field(default_factory=dict[int, Stall])
+    """By rank: members of this generation that stand, as told."""
+    paces: dict[int, Pace] = field(default_factory=dict[int, Pace])
+    slow: dict[int, Slow] = field(default_factory=dict[int, Slow])
+    """By rank: those that hold up the others."""
+    slowed: dict[str, int] = field(default_factory=dict[str, int])
+    """By slot (node/index): how often what ran there was started again for being slow."""
     incident: int = 0
     healed: int = 0
     iterations_lost: int = 0
@@ -326,6 +334,10 @@ class ClusterState(Struct, kw_only=True):
     """Faults in that time (economics.py says what counts)."""
     mtbf_gpu_s: float = 0.0
     """Time between two faults of one slot, as plans take it."""
+    degraded: dict[str, Priced] = field(default_factory=dict[str, Priced])
+    """By node that is degraded: what it costs, as last priced."""
+    to_price: list[str] = field(default_factory=list[str])
+    """Nodes that are to be priced with the next decision."""
     reports_lost: int = 0
 
     @property

@@ -7,7 +7,11 @@ from typing import Any
 import msgspec
 
 from . import throughput
+from .degraded import achieved_waf
 from .economics import transition
+from .hang import located
+from .pace import slowdown
+from .plan_input import plan_input
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
@@ -41,7 +45,7 @@ def view(state: ClusterState) -> dict[str, Any]:
 
 
 def state_in_words(state: ClusterState, task: Task) -> str:
-    """waiting, starting, running, healing, finishing, finished, failed or cancelled."""
+    """waiting, starting, running, degraded, healing, finishing, finished, failed or cancelled."""
     if task.outcome:
         return task.outcome
     if task.ending or task.finished:
@@ -49,7 +53,7 @@ def state_in_words(state: ClusterState, task: Task) -> str:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome and task.target:
         return "healing"
-    return _PHASES[task.phase]
+    return "degraded" if task.phase == "training" and task.slow else _PHASES[task.phase]
 
 
 def _node(state: ClusterState, node: Node) -> dict[str, Any]:
@@ -68,12 +72,22 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
             "since_s": node.since_s, "drained": node.drained, "drain_reason": node.drain_reason,
             "incarnation": node.incarnation,
             "accelerator": node.accelerator, "num_slots": node.num_slots,
-            "labels": msgspec.to_builtins(node.labels), "slots": slots}
+            "labels": msgspec.to_builtins(node.labels), "slots": slots,
+            "degraded": _degraded(state, node.name)}
+
+
+def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
+    """What is wrong with the node, in whose words, and what it costs, once that is priced."""
+    priced = state.degraded.get(name)
+    if priced is None:
+        return None
+    waf = achieved_waf(state, plan_input(state).every)
+    return {**msgspec.to_builtins(priced), "drain_share": priced.drain_waf / waf if waf else 0.0}
 
 
 def _task(state: ClusterState, task: Task) -> dict[str, Any]:
     spec = task.spec
-    living = task.living_members()
+    living, hang = task.living_members(), located(state, task)
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
@@ -95,6 +109,9 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "modelled_layout": throughput.layout(task.modelled, len(task.target)),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
+        "slow": [_slow(task, number) for number in sorted(task.slow) if number in task.ranks],
+        "slowdown": slowdown(task), "stands": hang.why if hang is not None else "",
+        "stands_since_s": hang.since_s if hang is not None else 0.0,
         "incident": task.incident, "why": task.why, "needs": task.needs,
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
@@ -104,6 +121,12 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _slow(task: Task, number: int) -> dict[str, Any]:
+    slot = task.ranks[number].slot
+    return {"rank": number, "node": slot.node, "slot": slot.index,
+            **msgspec.to_builtins(task.slow[number])}
 
 
 def _iterations_lost(task: Task) -> int | None:

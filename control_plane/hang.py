@@ -1,0 +1,122 @@
+"""Hangs, located: who keeps a task waiting that stands, and whether that is known.
+
+A rank that stands in work of its own waits for nobody; its peers, which stand in a collective that
+it has not entered, are the second source. Where all are in collectives, the network is what stands;
+where most are in work of their own, they stand for a reason that they share: a file system, a
+machine. Nobody of them is to blame.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from .noticed import Stall
+from .state import ClusterState, Rank, Task
+
+STANDS = "stands still"
+"""Why a rank that was found to hang is overdue."""
+STANDS_TIMES = 3.0
+"""Times the average iteration: the paper's line of a fault."""
+NETWORK_TIMES = 2.0
+"""Where all wait in collectives: so many times as patient, nobody is behind."""
+UNKNOWN_TIMES = 30.0
+UNKNOWN_S_MIN = 1800.0
+"""Where most are in work of their own: as long as a collective's timeout gives them (NCCL's)."""
+
+
+class Hang(Struct, frozen=True, kw_only=True):
+    """A task stands: all that can be asked say so."""
+
+    kind: Literal["rank", "network", "unknown"]
+    ranks: tuple[int, ...]
+    """Who is to blame; `network`, `unknown`: all that stand."""
+    since_s: float
+    due_s: float
+    """When it has lasted so long that it is acted upon."""
+    why: str
+    evidence: tuple[int, ...]
+
+
+def located(state: ClusterState, task: Task) -> Hang | None:
+    """The hang of a task, None where somebody may still go on, or where another fault explains it.
+
+    Those that are stopped (SIGSTOP) have a deadline of their own, and of those on a silent node
+    nobody knows: neither is asked, and while there are such, only a rank that waits for nobody is
+    to blame.
+    """
+    if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
+        return None
+    if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
+        return None
+    silent = {node.name for node in state.nodes.values() if node.silent}
+    if len(task.stalls) < len(task.members) and not silent and not any(
+            rank.suspended for rank in task.ranks.values()):
+        return None
+    living = task.living_members()
+    if len(living) < len(task.members) or any(
+            not rank.sound or rank.quiesced == task.generation for rank in living):
+        return None
+    asked = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
+    if not asked or any(rank.rank not in task.stalls for rank in asked):
+        return None
+    return _judged(state, task, asked, all_asked=len(asked) == len(living))
+
+
+def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
+            all_asked: bool) -> Hang | None:
+    stalls = {rank.rank: task.stalls[rank.rank] for rank in asked}
+    own = [rank for rank in asked if stalls[rank.rank].where == "own"]
+    limits_s = {number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
+                for number, stall in stalls.items()}
+    evidence = tuple(stalls[rank.rank].seq for rank in asked)
+    num_waiting = len(asked) - len(own)
+    if own and num_waiting and 2 * len(own) <= len(asked):
+        numbers = tuple(rank.rank for rank in own)
+        return Hang(kind="rank", ranks=numbers, evidence=evidence,
+                    since_s=min(stalls[number].since_s for number in numbers),
+                    due_s=max(stalls[number].since_s + limits_s[number] for number in numbers),
+                    why=_of_ranks(own, stalls, num_waiting))
+    if not all_asked:
+        return None
+    numbers = tuple(stalls)
+    since_s = min(stall.since_s for stall in stalls.values())
+    if not own:
+        due_s = max(stall.since_s + NETWORK_TIMES * limits_s[number]
+                    for number, stall in stalls.items())
+        return Hang(kind="network", ranks=numbers, since_s=since_s, due_s=due_s,
+                    evidence=evidence, why=_of_network(stalls))
+    due_s = max(stall.since_s + max(limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
+                for number, stall in stalls.items())
+    return Hang(kind="unknown", ranks=numbers, since_s=since_s, due_s=due_s, evidence=evidence,
+                why=_of_own(stalls, len(own)))
+
+
+def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
+    """For example `rank 2 on n2 stands still (backward) and did not enter collective 1 ...`."""
+    stall = min((stalls[rank.rank] for rank in guilty), key=lambda stall: stall.position)
+    who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in guilty)
+    after = f" after {stall.what}" if stall.what else ""
+    verb = "stands still" if len(guilty) == 1 else "stand still"
+    others = "1 other waits" if num_waiting == 1 else f"{num_waiting} others wait"
+    return (f"{who} {verb}{after} in iteration {stall.iteration}, collective "
+            f"{stall.collective + 1} not entered; {others}")
+
+
+def _of_network(stalls: dict[int, Stall]) -> str:
+    where = sorted({stall.position for stall in stalls.values()})
+    iteration, place = where[0]
+    if len(where) == 1:
+        return (f"all {len(stalls)} members entered collective {place // 2} of iteration "
+                f"{iteration}, and it does not end")
+    return f"all {len(stalls)} members wait in collectives of iteration {iteration}, none works"
+
+
+def _of_own(stalls: dict[int, Stall], num: int) -> str:
+    iteration = min(stall.iteration for stall in stalls.values())
+    if len(stalls) == 1:
+        return f"its only member stands in its own work of iteration {iteration}"
+    many = f"all {num}" if num == len(stalls) else f"{num} of {len(stalls)}"
+    return (f"{many} members stand in work of their own in iteration {iteration}: a file system, "
+            "a machine, or what all of them read")

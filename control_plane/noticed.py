@@ -1,0 +1,62 @@
+"""What is noticed of ranks that go on living, as the state holds it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..events.detected import Whereabouts
+
+
+class Stall(Struct, frozen=True, kw_only=True):
+    """A member stands, as RankStalled told and RankWentOn has not denied."""
+
+    iteration: int
+    where: Whereabouts
+    what: str
+    collective: int
+    since_s: float
+    """When it passed its last mark, by the log's clock: late rather than early."""
+    normal_s: float
+    seq: int
+    """What tells so."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far it got: work of its own after a collective is beyond it, and before the next."""
+        return self.iteration, 2 * self.collective + (self.where == "own")
+
+
+class Pace(Struct, frozen=True, kw_only=True):
+    """How fast a rank works, as RankPaced told last."""
+
+    generation: int
+    num_micro_batches: int
+    """Its part of an iteration then."""
+    iteration_s: float
+    own_s: float
+    normal_s: float
+    normal_num: int
+    """Its part of an iteration when `normal_s` was told first."""
+    seq: int
+
+
+class Slow(Struct, frozen=True, kw_only=True):
+    """A rank that keeps others waiting, though all go on."""
+
+    ratio: float
+    """Its own work takes so many times what it did, or what that of its peers takes."""
+    holds_up: float
+    """For it an iteration takes so many times what it would."""
+    since_s: float
+
+
+class Priced(Struct, frozen=True, kw_only=True):
+    """What a degraded node costs, as DegradedPriced told last."""
+
+    tasks: tuple[int, ...]
+    ratios: tuple[float, ...]
+    cost_waf: float
+    drain_waf: float
+    why: str
+    seq: int
+    at_s: float

@@ -1,0 +1,378 @@
+"""A task that stands: who keeps it waiting, and what is done about it, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from heart_driver import Driver, at_rest, kinds, only, spec, task_of, the
+from unicron.control_plane.hang import located
+from unicron.control_plane.view import view
+from unicron.events import detected as s
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record
+
+VICTIM = 2
+IN = "collective"
+NORMAL_S = 0.5
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+def stalled(d: Driver, task: int, rank: int, where: s.Whereabouts = IN, /, *, collective: int = 1,
+            iteration: int = 1, in_s: float = 1.6, **changes: Any) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    told: dict[str, Any] = {
+        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
+        "iteration": iteration, "where": where, "what": "backward", "collective": collective,
+        "in_s": in_s, "normal_s": NORMAL_S}
+    return d.tell(d.source(process.slot.node), s.RankStalled(**(told | changes)))
+
+
+def went_on(d: Driver, task: int, rank: int) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    return d.tell(d.source(process.slot.node), s.RankWentOn(
+        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
+        stalled_s=2.0))
+
+
+def hung(d: Driver, task: int, *victims: int) -> list[int]:
+    """All stand, the victims in work of their own; the seqs that tell so."""
+    told = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
+                    collective=0 if rank in victims else 1)
+            for rank in sorted(task_of(d, task).ranks)]
+    assert [kinds(x) for x in told] == [[]] * len(told)
+    return [x[0].seq for x in told]
+
+
+def deadline(d: Driver, task: int) -> str:
+    return f"hang/{task}/{task_of(d, task).generation}"
+
+
+def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(d: Driver) -> None:
+    task = d.running()
+    seqs = hung(d, task, VICTIM)
+    held = d.state.deadlines[deadline(d, task)]
+    assert held.due_s - d.now_s == pytest.approx(2.0 - 1.6, abs=0.05), "hang_s_min, since it stood"
+    late = d.due(deadline(d, task))
+    opened = the(o.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
+    assert opened.why == ("rank 2 on n2 stands still after backward in iteration 1, collective 1 "
+                          "not entered; 3 others wait")
+    assert opened.evidence == (*seqs, late[0].seq), "each that was asked"
+    assert the(o.Quiesce, late).mode == "now"
+    stop = the(o.StopRank, late)
+    assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it stands still")
+    new = d.obey(late)
+    assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
+        [0, 1, 3], [0, 1, 3, VICTIM]]
+    assert not task_of(d, task).stalls
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
+    assert closed.pause_s > 1.6, "since it stood, not since that was found"
+
+
+def test_one_that_is_not_told_may_still_go_on(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1, VICTIM):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
+    assert not d.state.deadlines
+    assert located(d.state, task_of(d, task)) is None
+    stalled(d, task, 3, in_s=60.0)
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2
+
+
+@pytest.mark.parametrize("rank", [VICTIM, 0])
+def test_one_that_goes_on_ends_the_matter(d: Driver, rank: int) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    assert kinds(went_on(d, task, rank)) == []
+    assert not d.state.deadlines
+    assert kinds(went_on(d, task, rank)) == [], "twice"
+    assert not d.state.incidents
+
+
+def test_progress_ends_the_matter_but_not_that_of_earlier_iterations(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
+                collective=int(rank != VICTIM))
+    d.progress(task, 2)
+    assert d.steps[task] == 3
+    assert deadline(d, task) in d.state.deadlines, "the fourth is not finished"
+    d.progress(task)
+    assert not d.state.deadlines
+    assert not task_of(d, task).stalls
+
+
+def test_a_boundary_finds_it_too(d: Driver) -> None:
+    """A task is to leave its slots at the iteration's end, which never comes."""
+    task = d.running()
+    told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert the(o.Quiesce, told).mode == "boundary"
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(o.IncidentOpened, late).ranks == (VICTIM,)
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert [x.body.iterations_lost for x in only(o.IncidentClosed, d.log)] == [0]
+
+
+def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    d.progress(task)
+
+
+def test_two_that_are_behind_are_both_started_again(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, 1, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(o.IncidentOpened, late).ranks == (1, VICTIM)
+    d.obey(late)
+    d.progress(task)
+    assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 2, 2: 2, 3: 1}
+    assert task_of(d, task).healed == 1
+
+
+def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=2)
+    stalled(d, task, VICTIM, "own", iteration=1, collective=3)
+    d.obey(d.due(deadline(d, task)))
+    assert the(o.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_each_waits_for_three_times_its_own_iteration(d: Driver) -> None:
+    task = d.running()
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
+                normal_s=10.0, in_s=5.0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(25.0, abs=0.1)
+    d.obey(d.due(deadline(d, task)))
+
+
+def test_a_network_that_stands_is_tried_again_in_place(d: Driver) -> None:
+    """All are in the same collective: nobody is behind, nobody is started again."""
+    task = d.running()
+    hung(d, task)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
+    late = d.due(deadline(d, task))
+    opened = the(o.IncidentOpened, late)
+    assert (opened.severity, opened.status) == ("SEV3", "NCCL timeout")
+    assert opened.why == "all 4 members entered collective 1 of iteration 1, and it does not end"
+    assert len(opened.evidence) == 5
+    assert not only(o.StopRank, late)
+    d.obey(late)
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    assert all(m.attempt == 1 for m in task_of(d, task).members)
+
+
+def test_a_network_that_stands_at_a_boundary(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    hung(d, task)
+    late = d.due(deadline(d, task))
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 2
+
+
+def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver) -> None:
+    task = d.running()
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task)
+        d.obey(d.due(deadline(d, task)))
+    assert the(o.IncidentOpened, d.log).severity == "SEV3"
+    assert [x.body.severity for x in only(o.IncidentEscalated, d.log)][-1] == "SEV2"
+    d.progress(task)
+
+
+def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver) -> None:
+    """A file system that stands: to start all again would cost their state, and would not help."""
+    task = d.running()
+    hung(d, task, 0, 1, 2, 3)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    told = view(d.state)["tasks"][0]
+    assert (told["state"], told["stands"]) == ("running", (
+        "all 4 members stand in work of their own in iteration 1: a file system, a machine, or "
+        "what all of them read"))
+    went_on(d, task, 1)
+    assert not d.state.deadlines
+    stalled(d, task, 1, "own", collective=0)
+    late = d.due(deadline(d, task))
+    assert the(o.IncidentOpened, late).ranks == (0, 1, 2, 3), "as a collective's timeout would"
+    d.obey(late)
+
+
+def test_where_most_are_in_their_own_work_the_reason_is_shared(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, 0, 1, 2)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
+    assert not d.state.incidents
+
+
+def test_one_that_came_out_of_the_collective_of_the_others_waits_for_nobody(d: Driver) -> None:
+    task = d.running()
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN)
+    d.obey(d.due(deadline(d, task)))
+    assert the(o.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
+    task = d.running(spec(slots={"sizes": [1]}))
+    hung(d, task, 0)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+
+
+def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
+    task = d.running()
+    there = task_of(d, task).ranks[VICTIM].slot.node
+    d.tell("leader/abc", r.NodeSilenced(node=there, incarnation=1, silence_s=6.0))
+    heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
+    for rank in heard:
+        stalled(d, task, rank, in_s=60.0)
+    assert located(d.state, task_of(d, task)) is None, "they wait for those that are not heard"
+    stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
+    late = d.due(deadline(d, task))
+    assert the(o.IncidentOpened, late).ranks == (heard[0],), "it waits for nobody"
+    d.obey(late)
+
+
+def test_a_node_that_is_heard_again_is_asked(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1):
+        stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    assert deadline(d, task) in d.state.deadlines
+    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
+
+
+def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver) -> None:
+    """One incident, whichever of the two is told first."""
+    task = d.running()
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    assert [name.partition("/")[0] for name in d.state.deadlines] == ["stopped"]
+    late = d.due(f"stopped/{task}/{VICTIM}/1")
+    assert the(o.IncidentOpened, late).why == "rank 2 on n2 is stopped (SIGSTOP)"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(late)
+    d.progress(task)
+    assert len(only(o.IncidentOpened, d.log)) == 1
+
+
+def test_one_that_continues_and_still_stands_hangs(d: Driver) -> None:
+    task = d.running()
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.tell(d.source(it.slot.node), r.RankContinued(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.obey(d.due(deadline(d, task)))
+    assert the(o.IncidentOpened, d.log).status == "task hang"
+
+
+def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    opened = the(o.IncidentOpened, told := d.exit(task, VICTIM))
+    assert opened.status == "exited abnormally"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).healed == 1
+
+
+def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert kinds(late) == ["IncidentOpened", "OrderWithheld"]
+    for rank in range(4):
+        went_on(d, task, rank)
+    assert kinds(d.progress(task))[0] == "IncidentClosed"
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.StopRank, d.log)
+    assert not only(o.Quiesce, d.log)
+
+
+def test_held_it_is_ended_when_healing_goes_on(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    told = d.tell("operator/unfreeze", r.HealingResumed())
+    assert the(o.StopRank, told).rank == VICTIM
+    d.obey(told)
+    d.progress(task)
+    assert len(only(o.IncidentOpened, d.log)) == 1
+
+
+def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task)
+    assert "IncidentOpened" in kinds(d.due(deadline(d, task)))
+    for rank in range(4):
+        went_on(d, task, rank)
+    d.progress(task)
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.Quiesce, d.log)
+    assert task_of(d, task).failed_s < 0
+
+
+def test_what_is_stale_is_nothing(d: Driver) -> None:
+    task = d.running()
+    for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}):
+        assert kinds(stalled(d, task, 0, **wrong)) == []
+    assert not task_of(d, task).stalls
+    hung(d, task, VICTIM)
+    d.obey(d.exit(task, 3))
+    assert not task_of(d, task).stalls, "of the generation before"
+
+
+def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver) -> None:
+    task = d.running()
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task, VICTIM)
+        late = d.due(deadline(d, task))
+        d.obey(late)
+    severities = [x.body.severity for x in only(o.IncidentEscalated, d.log)]
+    assert severities[-1] == "SEV1"
+    assert [node.slots_out for node in d.state.nodes.values()] == [[], [0]]
+
+
+def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    length_s = d.state.deadlines[deadline(d, task)].length_s
+    d.now_s += 60.0
+    d.epoch = 2
+    d.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=8), epoch=2)
+    assert d.state.deadlines[deadline(d, task)].due_s == pytest.approx(d.now_s + length_s)
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2
