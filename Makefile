@@ -13,7 +13,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery bench-throughput check types docs wheel clean
+.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,10 @@ bench-planner: setup types ## the same plans by Unicron and by other solvers (N=
 	@PYTHONPATH=tests:.typing $(BIN)/python -P -m bench.planner -n $(N) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
+
+bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=5, help="strikes of each system in each case")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks for overhead")
     parser.add_argument("--minutes", type=float, default=25.0, help="nothing begins after them")
-    parser.add_argument("--systems", type=_words(SYSTEMS), default=SYSTEMS)
-    parser.add_argument("--cases", type=_words(CASES), default=CASES)
+    parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
+    parser.add_argument("--cases", type=words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     asked = parser.parse_args()
     if asked.n < 1:
@@ -45,23 +45,25 @@ def main() -> None:
     if Path(sys.prefix) != environment.PYTHON.parents[1]:
         os.execve(environment.PYTHON, [str(environment.PYTHON), "-P", "-m", "bench.recovery",
                                        *sys.argv[1:]], environment.environment(""))
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         _measure(asked)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was measured by then is told above")
 
 
-def _words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def words(text: str) -> tuple[str, ...]:
+def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Of an option: words between commas, each one of `known`."""
+    def parsed(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if wrong := [word for word in found if word not in known]:
             raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(known)}")
         return found
-    return words
+    return parsed
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends it as Ctrl-C does: with what was measured by then."""
     raise KeyboardInterrupt
 
 
@@ -77,7 +79,7 @@ def _measure(asked: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         about = {"versions": environment.versions(), "cores": os.cpu_count(),
-                 "commit": _commit(), "took_s": round(time.monotonic() - began_s),
+                 "commit": commit(), "took_s": round(time.monotonic() - began_s),
                  "load_1min": os.getloadavg()[0],
                  "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         write(rows, asked.out, about)
@@ -142,7 +144,8 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of the checkout that is measured."""
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
                           capture_output=True, text=True, check=False, timeout=10)
     return done.stdout.strip()

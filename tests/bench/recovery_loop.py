@@ -26,7 +26,8 @@ with cpu.uncompiled():
 
 from .recovery_job import BUILD_S_MAX, COLLECTIVE_S_MAX, SAVE_EVERY_NUM
 
-COLLECTIVE = datetime.timedelta(seconds=COLLECTIVE_S_MAX)
+COLLECTIVE = datetime.timedelta(seconds=float(
+    os.environ.get("UNICRON_BENCH_COLLECTIVE_S", COLLECTIVE_S_MAX)))
 ALONE = datetime.timedelta(hours=1)
 BUILD = datetime.timedelta(seconds=BUILD_S_MAX)
 SPEC, FOLDER = "UNICRON_BENCH_SPEC", "UNICRON_BENCH_FOLDER"

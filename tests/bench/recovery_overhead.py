@@ -80,10 +80,12 @@ class BareSide:
 class UnicronSide:
     """The whole of Unicron, agents, control plane and server included."""
 
-    def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron") -> None:
+    def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron", *,
+                 watches: bool = True) -> None:
         self.name = name
-        self._made = Unicron(folder, traced=False, copy_every=copy_every, policy={
-            name: STANDS_S for name in ("silence_s_max", "stopped_s_max") if has_limit(name)})
+        self._made = Unicron(folder, traced=False, copy_every=copy_every, watches=watches, policy={
+            name: STANDS_S for name in ("silence_s_max", "stopped_s_max",
+                                                 "suspect_s_max", "hang_s_min") if has_limit(name)})
 
     def start(self) -> None:
         self._made.start()
@@ -124,6 +126,12 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
         sides.append(UnicronSide(folder / "overhead", off))
     if "overhead_copies" in cases and has_copies():
         sides.append(UnicronSide(folder / "copies", COPY_EVERY_NUM, "unicron_copies"))
+    blocks = in_turn(sides, num_pairs, say)
+    return _rows(blocks, cases, [side.name for side in sides], num_pairs)
+
+
+def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, float | None]]:
+    """The mean iteration of each side in each block; all are started, and stopped in the end."""
     spans: list[dict[str, tuple[float, float]]] = []
     steps: dict[str, list[tuple[float, int]]] = {}
     try:
@@ -150,8 +158,7 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
         for side in sides:
             go_on(side)
             side.stop()
-    blocks = [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
-    return _rows(blocks, cases, [side.name for side in sides], num_pairs)
+    return [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
 
 
 def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
@@ -164,16 +171,22 @@ def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
             rows.append(Row(case, "unicron", "iteration_ratio", None, "ratio", 0,
                             f"train.{COPIES} is not in this version"))
             continue
-        pairs = [(one["bare"], one[name]) for one in blocks]
-        ratios = [ours / bare for bare, ours in pairs if bare and ours]
-        few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
-        rows += [row(case, "bare", "iteration_s", [bare for bare, _ in pairs], "s"),
-                 row(case, "unicron", "iteration_s", [ours for _, ours in pairs], "s"),
-                 row(case, "unicron", "iteration_ratio", ratios, "ratio", few)]
-        for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
-                                interval(ratios) if ratios else (None, None), strict=True):
-            rows.append(Row(case, "unicron", metric, edge, "ratio", len(ratios),
-                            "95 % interval of the median"))
+        rows += compared(case, "bare", [(one["bare"], one[name]) for one in blocks], num_pairs)
+    return rows
+
+
+def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],
+             num_pairs: int) -> list[Row]:
+    """The iterations of the other and of ours, in pairs; the ratios' median and its interval."""
+    ratios = [ours / theirs for theirs, ours in pairs if theirs and ours]
+    few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
+    rows = [row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
+            row(case, "unicron", "iteration_s", [ours for _, ours in pairs], "s"),
+            row(case, "unicron", "iteration_ratio", ratios, "ratio", few)]
+    for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
+                            interval(ratios) if ratios else (None, None), strict=True):
+        rows.append(Row(case, "unicron", metric, edge, "ratio", len(ratios),
+                        "95 % interval of the median"))
     return rows
 
 

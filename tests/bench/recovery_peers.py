@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from unicron.events.embedded import free_port
@@ -34,6 +35,9 @@ class Peer:
     """What all peers share: a folder, a trace, a mark by which every process is found."""
 
     name = ""
+    python = environment.PYTHON
+    within: Sequence[str] = ()
+    """A command that starts its processes elsewhere."""
 
     def __init__(self, folder: Path, name: str = "", *, size: str = "1M",
                  traced: bool = True) -> None:
@@ -65,7 +69,7 @@ class Peer:
         """Start `python -P COMMAND` in a session of its own."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [str(environment.PYTHON), "-P", *command], env={**self._env, **env},
+                [*self.within, str(self.python), "-P", *command], env={**self._env, **env},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def rank(self, rank: int, module: str, **env: str) -> None:

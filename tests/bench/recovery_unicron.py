@@ -28,7 +28,7 @@ class Unicron:
 
     def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
                  traced: bool = True, copy_every: int | None = None,
-                 by_exec: tuple[str, ...] = (),
+                 by_exec: tuple[str, ...] = (), watches: bool = True,
                  policy: Mapping[str, float] | None = None) -> None:
         """`by_exec`: nodes whose agents start ranks by exec, not out of a zygote."""
         folder.mkdir(parents=True)
@@ -55,12 +55,13 @@ class Unicron:
         assert server is not None
         self.server_pid = server.pid
         for name in self._local.names():
-            self._start(name)
+            self.start_agent(name)
         self._client = self._local.wait_control_plane()
         self._local.wait_agents(self._client)
         self.task = int(self._client.post("/v1/tasks", self._spec)["task"])
 
-    def _start(self, name: str) -> None:
+    def start_agent(self, name: str) -> None:
+        """That, or the control plane, if it does not run."""
         by_exec = any(name == local_cluster.agent_name(node) for node in self._by_exec)
         if by_exec:
             os.environ["UNICRON_ZYGOTE"] = "0"
@@ -120,9 +121,15 @@ class Unicron:
         return [self.server_pid, *(self.process(name).pid for name in self._local.names())]
 
     def view(self) -> dict[str, Any]:
+        return next(task for task in self._state()["tasks"] if task["id"] == self.task)
+
+    def are_healthy(self) -> bool:
+        """Whether every node is there, and heard."""
+        return [node["health"] for node in self._state()["nodes"]] == ["healthy"] * NUM_AGENTS
+
+    def _state(self) -> dict[str, Any]:
         assert self._client is not None
-        state = self._client.get("/v1/state")
-        return next(task for task in state["tasks"] if task["id"] == self.task)
+        return dict(self._client.get("/v1/state"))
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""

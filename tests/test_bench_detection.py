@@ -1,0 +1,86 @@
+"""The bench of detection: faults strike when it says they do, and what was told is counted rightly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from bench import detection, detection_faults, detection_network
+from bench.detection_faults import NotStruck, Trial
+from unicron.workers.training.trace import Struck, Trace
+
+MS = 0.001
+
+
+def test_a_rank_raises_when_it_was_told_to(tmp_path: Path) -> None:
+    """Held first, so that nothing but a look at the file lies between the word and the deed."""
+    trace, raised_s = Trace(str(tmp_path), 1, 2, 1), list[float]()
+    trace.note("start", 0, 0)
+
+    def train() -> None:
+        try:
+            for iteration in range(10_000):
+                trace.note("micro_batch", 1, iteration)
+                time.sleep(MS)
+        except Struck:
+            raised_s.append(time.time())
+
+    rank = threading.Thread(target=train)
+    rank.start()
+    told_s = detection_faults.inside(tmp_path, 1, 2, "raise")
+    rank.join(30)
+    assert raised_s and told_s <= raised_s[0]
+    assert not (tmp_path / "hold" / "1-2").exists()
+
+
+def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection_faults, "HELD_S_MAX", 0.05)
+    (tmp_path / "1-2.jsonl").touch()
+    with pytest.raises(NotStruck, match="rank 2 did not begin"):
+        detection_faults.inside(tmp_path, 1, 2, "raise")
+    assert not (tmp_path / "hold" / "1-2").exists(), "it would be struck later"
+
+
+def test_a_system_that_says_nothing_is_not_waited_for_ever() -> None:
+    silent = Trial("rank_stopped", "torchrun", None, "nothing said")
+    assert not detection_faults.never([silent] * 2)
+    assert detection_faults.never([silent] * 3)
+    assert not detection_faults.never([silent] * 5 + [Trial("rank_stopped", "torchrun", 0.2)])
+
+
+def test_rows_are_medians_of_what_was_told() -> None:
+    told = {"unicron": [Trial("rank_killed", "unicron", value) for value in (0.03, 0.02, 0.2)],
+            "torchrun": [Trial("rank_killed", "torchrun", None, "nothing said")]}
+    ours, theirs = detection.rows_of("rank_killed", told)
+    assert (ours.value, ours.low, ours.high, ours.n, ours.unit) == (0.03, 0.02, 0.2, 3, "s")
+    assert (theirs.value, theirs.n, theirs.note) == (None, 0, "0 of 1 told: nothing said")
+    assert detection.held_to([ours, theirs]) == [
+        "holds   rank_killed detect_s: 0.03, goal at most 0.1; the paper's: 1.8 s"]
+
+
+def _may_cut() -> bool:
+    return shutil.which("ip") is not None and subprocess.run(
+        ["unshare", "-n", "true"], capture_output=True, timeout=30, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _may_cut(), reason="network namespaces need rights, and ip")
+def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
+    with detection_network.namespaces(f"unicron-test-{os.getpid()}") as (near, far):
+        def answers() -> bool:
+            return subprocess.run(["ip", "netns", "exec", near, "python3", "-c", (
+                "import socket; s = socket.socket(); s.settimeout(0.5);\n"
+                "try: s.connect(('10.231.7.2', 9))\n"
+                "except ConnectionRefusedError: pass")],  # it is there, and says so
+                capture_output=True, timeout=30, check=False).returncode == 0
+
+        assert answers()
+        detection_network.cut(far)
+        assert not answers()
+        detection_network.mend(far)
+        assert any(answers() for _ in range(20))
