@@ -1,0 +1,137 @@
+"""Flight-recorder dumps from files: JSON, or torch's own pickles read without running anything.
+
+A file holds one rank's dump, and its name ends in the rank (`nccl_trace_rank_7`, `_dump_7`,
+`flight-rank-7.json`), or all ranks' under `ranks`. A folder stands for all such files in it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from ..events.errors import UsageError
+from .recorded import Dump, NotADump, read
+
+FILE_BYTES_MAX = 256 << 20
+"""A rank's dump takes about 1 KB an entry, with stacks 10; torch keeps 2,000 entries."""
+FILES_NUM_MAX = 100_000
+HINT = "give the files that torch's flight recorder wrote, one per rank, or their folder"
+_NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
+
+
+def read_files(paths: Iterable[Path]) -> list[Dump]:
+    """All dumps of the files, by rank. Raises UsageError for what is none, or a rank that is there
+    twice."""
+    found: dict[int, tuple[Dump, Path]] = {}
+    for path in _files(paths):
+        for dump in _read_file(path):
+            if dump.rank in found:
+                raise UsageError(
+                    f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
+                    "give the dumps of one moment of one job")
+            found[dump.rank] = dump, path
+    return [found[rank][0] for rank in sorted(found)]
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        inside = sorted(one for one in path.iterdir()
+                        if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
+                        and not one.name.startswith("."))
+        if not inside:
+            raise UsageError(f"{path}: no dump in this folder", HINT)
+        if len(inside) > FILES_NUM_MAX:
+            raise UsageError(f"{path}: {len(inside)} files; at most {FILES_NUM_MAX}", HINT)
+        yield from inside
+
+
+def _read_file(path: Path) -> list[Dump]:
+    document = _document(path)
+    try:
+        ranks = _told(document, "ranks")
+        if isinstance(ranks, Mapping):
+            return _of_all(cast(Mapping[str, Any], ranks))
+        return [read(_rank_of(path, document), document)]
+    except NotADump as error:
+        raise UsageError(f"{path}: not a flight-recorder dump: {error}", HINT) from None
+
+
+def _told(document: object, key: str) -> object:
+    return cast(Mapping[str, Any], document).get(key) if isinstance(document, Mapping) else None
+
+
+def _of_all(ranks: Mapping[str, Any]) -> list[Dump]:
+    dumps: list[Dump] = []
+    for name, one in ranks.items():
+        if not str(name).isdecimal():
+            raise NotADump(f"`ranks` names {str(name)[:40]!r}, which is no rank")
+        try:
+            dumps.append(read(int(name), one))
+        except NotADump as error:
+            raise NotADump(f"rank {name}: {error}") from None
+    if not dumps:
+        raise NotADump("`ranks` is empty")
+    return dumps
+
+
+def _rank_of(path: Path, document: object) -> int:
+    """As the dump says, where it is one of ours; else as the file is named."""
+    told = _told(document, "rank")
+    if isinstance(told, int) and told >= 0:
+        return told
+    named = _NAMED.search(path.name)
+    if named is None:
+        read(0, document)  # what is no dump at all is told first
+        raise UsageError(f"{path}: its name does not end in a rank",
+                         "name each file after its rank, as torch does: nccl_trace_rank_7")
+    return int(named[1])
+
+
+def _document(path: Path) -> object:
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise UsageError(f"{path}: not a file", HINT)
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}", HINT) from None
+    if len(data) > FILE_BYTES_MAX:
+        raise UsageError(f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB",
+                         "give one file per rank")
+    if not data.strip():
+        raise UsageError(f"{path}: empty", "the rank may have ended while it wrote: leave it out")
+    try:
+        return _Plain(io.BytesIO(data)).load() if data[:1] == b"\x80" else json.loads(data)
+    except RecursionError:
+        raise UsageError(f"{path}: not a flight-recorder dump: nested too deep", HINT) from None
+    except _Refused as error:
+        raise UsageError(f"{path}: refused: it would load {error}",
+                         "a flight-recorder dump holds plain values only; do not trust this "
+                         "file") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
+            AttributeError, MemoryError, OverflowError) as error:
+        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: {error}",
+                         HINT) from None
+
+
+class _Refused(Exception):
+    """The pickle names something to import."""
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values only: torch writes nothing else, and anything else could run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise _Refused(f"{module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise _Refused("a persistent object")
