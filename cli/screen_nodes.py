@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
+from .screen_degraded import health_of, node_degraded
 
 Plain = dict[str, Any]
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
@@ -34,7 +35,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
          "RUNS", "PID", "HOST"),
         [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
         right=(4 + switched, 7 + switched))
-    return [*lines, *_reasons(view["nodes"], option)]
+    return [*lines, *_reasons(view["nodes"], tasks, option)]
 
 
 def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
@@ -52,8 +53,8 @@ def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
             for rack, found in racks.items() for start in range(0, len(found), per_line)]
 
 
-def _reasons(nodes: list[Plain], option: str) -> list[str]:
-    """Why nodes, or slots of theirs, are not given tasks, and what ends that."""
+def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str]:
+    """Why nodes, or slots of theirs, are not given tasks or slow them, and what ends that."""
     lines: list[str] = []
     for node in nodes:
         if node["drained"]:
@@ -62,6 +63,8 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
                               + command(f"unicron undrain {node['id']}{option}"))
         if trouble := node_trouble(node):
             lines += labelled(node["id"], trouble)
+        if why := node_degraded(node, names, option):
+            lines += labelled(node["id"], why)
     return ["", *lines] if lines else []
 
 
@@ -132,6 +135,6 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
     what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
     switch = [node["labels"]["switch"] or "-"] if switched else []
-    return [node["id"], *switch, node["health"], span(max(now_s - node["since_s"], 0.0)),
+    return [node["id"], *switch, health_of(node), span(max(now_s - node["since_s"], 0.0)),
             _scheduling(node), f"{num_busy}/{node['num_slots']}", node["accelerator"],
             clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

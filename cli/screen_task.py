@@ -24,6 +24,7 @@ from .figures import (
     way_to_act,
 )
 from .history import History, TaskHistory
+from .screen_degraded import degraded_why, slow_nodes
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
@@ -70,7 +71,8 @@ def above(weight: float) -> str:
 def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
                 option: str = "") -> list[str]:
     """One task. `told`: the history of the log so far, for the curve and the incidents."""
-    since_s = max([task["since_s"], *(one["opened_s"] for one in view["incidents"]
+    slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
+    since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
                                       if one["id"] == task["incident"])])
     since = f"since {rfc3339(since_s)} ({span(max(now_s - since_s, 0.0))})"
     lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
@@ -79,8 +81,13 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     if late_s:
         what = "last progress" if task["progressed_s"] else "no iteration told; it began"
         lines += labelled("silent", f"{what} {span(late_s)} ago, it trains no more or very slowly")
+    if task["stands"]:
+        lines += labelled("stands", f"{task['stands']} (for "
+                                    f"{span(max(now_s - task['stands_since_s'], 0.0))})")
     if task["why"] or task["needs"]:
         lines += labelled("why", waits(task))
+    if task["state"] == "degraded":
+        lines += labelled("why", degraded_why(task, view["nodes"]))
     if task["withheld"]:
         lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
     lines += labelled("next", _next(task, view["cluster"]["healing"], option))
@@ -99,7 +106,8 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
 def _next(task: Plain, healing: str, option: str) -> str:
     name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
     follow = "" if task["state"] in ENDED else " -f"
-    words = [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
+    words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task)]
+    words += [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
     if task["state"] == "waiting" and task["weight_from"]:
         words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:

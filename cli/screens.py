@@ -27,6 +27,7 @@ from .figures import (
     way_to_act,
 )
 from .record_line import status_in_words
+from .screen_degraded import degraded_news, health_of
 from .screen_nodes import node_trouble, slot_use
 from .screen_task import ENDED, lag_s, waits
 
@@ -75,6 +76,9 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
         words.append(f"{what}: {command(way_to_act(healing, option))}")
     for node in view["nodes"]:
         words += _node_news(node, now_s, option)
+    names = {task["id"]: task["name"] for task in view["tasks"]}
+    for node in view["nodes"]:
+        words += degraded_news(node, names, option)
     for task in view["tasks"]:
         words += _task_news(task, now_s, option)
     words += [f"{task['name']} failed: {task['why']}: "
@@ -120,6 +124,11 @@ def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
     words: list[str] = []
     if task["withheld"]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
+    if task["stands"]:
+        stood_s = max(now_s - task["stands_since_s"], 0.0)
+        words.append(f"{task['name']} stands for {span(stood_s)}: {task['stands']}: "
+                     + command(f"unicron status {task['name']}{option}"))
+        return words
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
     if late_s and task["progressed_s"]:
         words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
@@ -184,7 +193,8 @@ def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
     slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
     health: dict[str, int] = {}
     for node in nodes:
-        health[node["health"]] = health.get(node["health"], 0) + 1
+        word = health_of(node)
+        health[word] = health.get(word, 0) + 1
         for slot in node["slots"]:
             use = slot_use(node, slot)
             if use != "left":

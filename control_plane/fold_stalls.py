@@ -29,7 +29,7 @@ def _rank_stalled(state: ClusterState, record: Record, body: d.RankStalled) -> N
     task.stalls[rank.rank] = Stall(
         iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
         since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
-        normal_s=min(body.normal_s, NORMAL_S_MAX), seq=record.seq)
+        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq)
     await_hang(state, task, anew=True)
 
 

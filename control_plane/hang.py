@@ -71,24 +71,28 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
     limits_s = {number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
                 for number, stall in stalls.items()}
     evidence = tuple(stalls[rank.rank].seq for rank in asked)
+    # A machine that was paused with its agent tells of stalls, and goes on at once.
+    sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
     num_waiting = len(asked) - len(own)
     if own and num_waiting and 2 * len(own) <= len(asked):
         numbers = tuple(rank.rank for rank in own)
         return Hang(kind="rank", ranks=numbers, evidence=evidence,
                     since_s=min(stalls[number].since_s for number in numbers),
-                    due_s=max(stalls[number].since_s + limits_s[number] for number in numbers),
+                    due_s=max(sure_s, *(stalls[number].since_s + limits_s[number]
+                                        for number in numbers)),
                     why=_of_ranks(own, stalls, num_waiting))
     if not all_asked:
         return None
     numbers = tuple(stalls)
     since_s = min(stall.since_s for stall in stalls.values())
     if not own:
-        due_s = max(stall.since_s + NETWORK_TIMES * limits_s[number]
-                    for number, stall in stalls.items())
+        due_s = max(sure_s, *(stall.since_s + NETWORK_TIMES * limits_s[number]
+                              for number, stall in stalls.items()))
         return Hang(kind="network", ranks=numbers, since_s=since_s, due_s=due_s,
                     evidence=evidence, why=_of_network(stalls))
-    due_s = max(stall.since_s + max(limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
-                for number, stall in stalls.items())
+    due_s = max(sure_s, *(stall.since_s + max(
+        limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
+        for number, stall in stalls.items()))
     return Hang(kind="unknown", ranks=numbers, since_s=since_s, due_s=due_s, evidence=evidence,
                 why=_of_own(stalls, len(own)))
 

@@ -17,6 +17,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     since_s: float
     """When it passed its last mark, by the log's clock: late rather than early."""
     normal_s: float
+    told_s: float
     seq: int
     """What tells so."""
 
