@@ -38,7 +38,9 @@ PURE = (
         "best_layout", "economics", "spread", "groups", "constraints", "wishes", "state_bytes",
         "floors", "spare", "plan_words", "fold_logged", "fairness", "worth", "movers", "noticed",
         "hang", "pace", "degraded", "fold_pace", "fold_stalls")),
-    "workers/agent/megatron_lines.py", "workers/classify.py", "workers/locate.py",
+    "workers/agent/megatron_lines.py", "workers/classify.py", "workers/error_rule.py",
+    "workers/machine_rules.py", "workers/network_rules.py", "workers/process_rules.py",
+    "workers/quiet_rules.py", "workers/xids.py", "workers/locate.py",
     "workers/monitor.py", "workers/recorded.py", "workers/waits.py", "workers/training/ledger.py",
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

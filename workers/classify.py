@@ -1,11 +1,22 @@
-"""Error text to a row of the paper's table: what failed, by which rule, and whose fault it is."""
+"""Error text to a row of the paper's table: what failed, by which rule, and whose fault it is.
+
+Each line is judged alone: an XID by its number, else by the first rule that matches (error_rule.py
+has their order of depth), unless a quiet rule says that such a line means nothing. Of many lines
+the deepest cause wins, then the first: a watchdog's line only carries what it tells.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..events.statuses import CONNECTION_REFUSED, CONNECTION_RESET, NCCL_TIMEOUT
+from .error_rule import HARDWARE, KILLED, Rule
+from .machine_rules import MACHINE_RULES
+from .network_rules import NETWORK_RULES
+from .process_rules import ENDED_RULES, PROCESS_RULES
+from .quiet_rules import LEVEL, LEVEL_COLUMNS, QUIET_RULES, Quiet
+from .xids import row_of
 
 
 class Verdict(NamedTuple):
@@ -28,12 +39,30 @@ class Verdict(NamedTuple):
 
 NOTHING = Verdict("", "")
 
-_RULES: tuple[tuple[str, str, bool, re.Pattern[str]], ...] = (
-    (CONNECTION_RESET, "connection-reset", True,
-     re.compile(r"connection reset|reset by peer|closed by peer|broken pipe", re.I)),
-    (CONNECTION_REFUSED, "connection-refused", False, re.compile(r"connection refused", re.I)),
-    (NCCL_TIMEOUT, "collective-timeout", True, re.compile(r"timed out|timeout|time out", re.I)),
-)
+RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES,
+                            *PROCESS_RULES)
+"""In the order in which they are tried on a line."""
+LINE_CHARS_MAX = 4096
+"""A longer line is judged in pieces of this length, each beginning where the last half began."""
+SHOWN_CHARS_MAX = 500
+EXCEPTION = "exception"
+
+_XID = re.compile(
+    r"\bxid\b(?: ?\([^)]{0,40}\) ?:|s?[\"']?(?:[ _-]?(?:errors?|code|event|number|is|of)){0,3}"
+    r"[\"']? ?[:=#]? ?)\s?(\d{1,4})(?!\d|:\d)")
+_PCI = re.compile(
+    r"\b([0-9a-f]{3,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?|(?<=gpu )[0-9a-f]{2}:[0-9a-f]{2}"
+    r"\.[0-9a-f])(?!\w|:\w)")
+_GPU_WORDS = ("xid", "nvrm", "gpu", "nvidia ")
+_INDEX = re.compile(r"\b(?:gpu|device(?: ordinal)?|cuda:)[ =:#]{0,2}(\d{1,3})\b(?![.\w]|:\w)")
+_PEER = re.compile(
+    r"(?:peer|remote|from|connect(?:ed)? to|connecting to|host|server|recv from|send to)"
+    r"[ =:]{0,2}(?:"
+    r"\[?(?:::ffff:)?(?P<plain>[\w.%-]{2,100}|[0-9a-f:]{2,45}(?:%\w{1,15})?)\]?[<:]"
+    r"(?P<port>\d{1,5})>?"
+    r"|\((?P<pair>[\w.%:-]{1,100}), (?P<pair_port>\d{1,5})\)"
+    r"|(?P<alone>\d{1,3}(?:\.\d{1,3}){3}))")
+_FRAME = re.compile(r"file \"[^\"]{1,300}\", line \d")
 
 
 def classify(text: str) -> Verdict:
@@ -42,8 +71,116 @@ def classify(text: str) -> Verdict:
     Linear in the text's length. Where several rules match, the innermost cause decides: a
     watchdog's line only carries it.
     """
-    for status, rule, second_hand, pattern in _RULES:
-        for line in text.splitlines():
-            if pattern.search(line):
-                return Verdict(status, rule, second_hand, line.strip())
-    return NOTHING
+    best, best_depth = NOTHING, len(RULES)
+    for line in _spoken(text):
+        found, depth = _line_verdict(line)
+        if found.rule and depth < best_depth:
+            best, best_depth = found, depth
+            if depth == HARDWARE:
+                break
+    return best
+
+
+def _spoken(text: str) -> Iterator[str]:
+    """The lines that somebody said: no source code that a traceback quotes, none too long."""
+    frame = False
+    for line in text.splitlines():
+        quoted = frame and line.lstrip("│|❱ \t") != line
+        frame = '", line ' in line and _FRAME.search(line[:LINE_CHARS_MAX].lower()) is not None
+        if frame or quoted or not line or line.isspace():
+            continue
+        if len(line) <= LINE_CHARS_MAX:
+            yield line
+        else:
+            step = LINE_CHARS_MAX // 2
+            yield from (line[start:start + LINE_CHARS_MAX] for start in range(0, len(line), step))
+
+
+def _line_verdict(line: str) -> tuple[Verdict, int]:
+    """What one line says, and how deep that cause lies; a quiet line lies deeper than none."""
+    lowered = line.lower()
+    if len(lowered) != len(line):  # a letter that grows, as the Turkish I does
+        line = lowered
+    if "xid" in lowered:
+        number = _XID.search(lowered)
+        if number is not None:
+            return _xid_verdict(line, lowered, number)
+    heard = KILLED + len(RULES)
+    quiet = _quiet(line, lowered)
+    if quiet is not None:
+        heard = quiet.heard
+    if heard >= 0:
+        for rule in RULES:
+            if rule.depth <= heard:
+                at = _match(rule, line, lowered)
+                if at >= 0:
+                    return _told(rule, line, lowered, at), rule.depth
+    if quiet is not None:
+        return Verdict("", quiet.name, line=_shown(line, 0)), len(RULES) - 1
+    return NOTHING, len(RULES)
+
+
+def _match(rule: Rule, line: str, lowered: str) -> int:
+    """Where the rule matches; below 0: nowhere."""
+    for word in rule.words:
+        if word in lowered:
+            if rule.pattern is None:
+                return lowered.find(word)
+            found = rule.pattern.search(line if rule.name == EXCEPTION else lowered)
+            return -1 if found is None else found.start()
+    return -1
+
+
+def _quiet(line: str, lowered: str) -> Quiet | None:
+    """The quiet rule that this line falls under."""
+    if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:
+        return _LEVEL_RULE
+    for rule in QUIET_RULES:
+        if any(word in lowered for word in rule.words) and (
+                rule.pattern is None or rule.pattern.search(lowered) is not None):
+            return rule
+    return None
+
+
+_LEVEL_RULE = Quiet("level", (), None)
+
+
+def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
+    xid = int(number[1])
+    status = row_of(xid, lowered[number.end():number.end() + 200])
+    return Verdict(status, f"xid-{xid}" if xid else "xid-none",
+                   second_hand="caused by previous xid" in lowered,
+                   line=_shown(line, number.start()), code=xid, device=_device(lowered)
+                   ), HARDWARE if status else len(RULES) - 1
+
+
+def _told(rule: Rule, line: str, lowered: str, at: int) -> Verdict:
+    peer = _PEER.search(lowered) if rule.depth > KILLED else None
+    return Verdict(rule.status, rule.name, rule.second_hand, _shown(line, at),
+                   _peer(peer, line) if peer is not None else "",
+                   device=_device(lowered) if rule.depth <= KILLED else "")
+
+
+def _shown(line: str, at: int) -> str:
+    """The line, or what surrounds its match."""
+    if len(line) <= SHOWN_CHARS_MAX:
+        return line.strip()
+    start = max(0, min(at - SHOWN_CHARS_MAX // 4, len(line) - SHOWN_CHARS_MAX))
+    return line[start:start + SHOWN_CHARS_MAX].strip()
+
+
+def _device(lowered: str) -> str:
+    if any(word in lowered for word in _GPU_WORDS):
+        address = _PCI.search(lowered)
+        if address is not None:
+            return address[1]
+    index = _INDEX.search(lowered)
+    return index[1] if index is not None else ""
+
+
+def _peer(found: re.Match[str], line: str) -> str:
+    for host, port in (("plain", "port"), ("pair", "pair_port")):
+        if found[host]:
+            name = line[found.start(host):found.end(host)]
+            return f"[{name}]:{found[port]}" if ":" in name else f"{name}:{found[port]}"
+    return found["alone"] or ""

@@ -1,0 +1,177 @@
+"""What a kernel, a driver or CUDA say of a broken machine: GPU, link, memory, disk, node."""
+
+from __future__ import annotations
+
+from ..events.statuses import (
+    CUDA_ERRORS,
+    ECC_ERRORS,
+    EXITED_ABNORMALLY,
+    GPU_DRIVER_ERRORS,
+    ILLEGAL_MEMORY_ACCESS,
+    INVALID_DMA_MAPPING,
+    LOST_CONNECTION,
+    NVLINK_ERRORS,
+    TASK_HANG,
+)
+from .error_rule import DEVICE, HARDWARE, KILLED, rules
+
+# CUDA tells its error by name, by number or by text; the numbers before CUDA 10.1 were others.
+_CUDA_NUMBER = (r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|error|code)"
+                r" ?[=:(]? ?")
+
+MACHINE_RULES = (
+    *rules(LOST_CONNECTION, HARDWARE, (
+        ("kernel-panic", "kernel panic|not syncing:"),
+        ("kernel-oops", "kernel bug at|bug: unable to handle|[#",
+         r"kernel bug at|bug: unable to handle|(?:oops|fault): [0-9a-f]{1,8} \[#\d"),
+        ("machine-check", "machine check|hardware error]",
+         r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"),
+        ("pcie-fatal", "(fatal)|pcie bus error",
+         r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)"),
+        ("disk-lost", "disk failure on|failing i/o|failing array|reset failure"
+         "|removing after probe",
+         r"disk failure on \S{1,60} detected|no available path - failing i/o"
+         r"|nvme\d{1,3}: (?:disabling device after reset|removing after probe) failure"),
+        ("disk-error", "i/o error|medium error|controller is down|reset controller",
+         r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
+         r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
+         r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
+         r"|i/o .{0,60}timeout, reset controller)"),
+        ("node-failed", "node fail|due to node failure|node_fail|not responding|notready|node not "
+         "ready|nodelost|marked dead|lost communication with|is unreachable",
+         r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
+         r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)|nodelost"
+         r"|node .{0,200}(?:has been )?marked (?:as )?dead"
+         r"|lost communication with a remote daemon"),
+        ("overheated", "critical temperature|thermal shutdown",
+         r"critical temperature reached|thermal shutdown"),
+    )),
+    *rules(ECC_ERRORS, HARDWARE, (
+        ("ecc-uncorrectable", "ecc",
+         r"uncorrectable ecc|ecc.{0,3}uncorrectable|uncorrectable.{0,30}ecc error"
+         r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
+         r"|ecc (?:page|row).{0,30}(?:fail|pending)"),
+        ("ecc-double-bit", "dbe|double bit", r"\bdbe\b.{0,40}(?:error|detected|interrupt)"
+         r"|double[- ]bit error"),
+        ("ecc-remap-failed", "remap|retirement|retired page",
+         r"row[- ]remap\w{0,6} (?:failure|failed)(?!\w| ?(?:occurred ?)?: ?(?:no|0))"
+         r"|remapping failure occurred ?: ?yes|(?:page )?retirement (?:failure|failed)"),
+        ("ecc-host-memory", "edac|memory failure:|hardware memory",
+         r"edac .{0,40}[1-9]\d{0,8} ue\b|memory failure: 0x|uncorrected hardware memory error"),
+        ("cuda-ecc", "(39)|214", _CUDA_NUMBER + r"(?:39|214)\b(?! ?[.:]\d)(?=.{0,60}ecc)|"
+         r"(?:cuda failure|cudaerror|code=) ?214\b"),
+    )),
+    *rules(NVLINK_ERRORS, HARDWARE, (
+        ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
+        ("nvlink-peer-memory", "cuda_error_contained|cudaerrorcontained"
+         "|peer gpu memory over nvlink"),
+        ("nvswitch-sxid", "sxid", r"\bsxid\b.{0,60}, fatal\b"),
+        ("nvswitch-fatal", "nvswitch", r"nvswitch fatal|nvswitch(?:es)? .{0,80}(?:don't match"
+         r"|failed"
+         r"|aborting|uninitialized)"),
+        ("fabric-manager", "fabric|multicast team|gpu handle|imex",
+         r"aborting fabric manager|failed to find the gpu handle|multicast team request"
+         r"|fabric ?manager.{0,60}(?:\berror\b|failed|not (?:running|active)|abort)"
+         r"|fabric (?:state|health).{0,20}(?:fail|unhealthy)|imex.{0,60}(?:error|fail)"),
+        ("nvlink-failed", "nvlink", r"nvlink.{0,80}(?:fatal|fail|fault|link (?:is )?down|inactive"
+         r"|timed? ?out|lane error|flit error|crc error|replay error|recovery error)"),
+    )),
+    *rules(INVALID_DMA_MAPPING, HARDWARE, (
+        ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
+         r"dmar: \[|dmar.{0,40}(?:fault|error)|io_page_fault|iotlb_inv_timeout"
+         r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
+         r"|smmu.{0,60}(?:fault"
+         r"|event 0x)|not addressable by gpu|iommu.{0,60}(?:fault|fail)|swiotlb buffer is full"),
+        ("dma-mapping", "dma", r"dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)"
+         r"|failed to (?:dma[- ]?)?map (?:dma|sg)|invalid dma|dma.{0,20}mapping error"
+         r"|failed to map dma|dma fault"),
+        ("memory-registration", "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr",
+         r"ibv_reg_(?:dmabuf_)?mr\w{0,12}.{0,90}(?:fail|error|bad address|cannot)"
+         r"|umem.{0,6}get\S{0,4}:? failed|get_user_pages.{0,20}fail|umem get failed"
+         r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
+         r"|(?:couldn't|failed to|unable to) register .{0,20}(?:gpu|memory region|\bmr\b|rdma)"
+         r"|gdr_pin_buffer.{0,20}fail"),
+        ("peer-memory", "peermem|peer_mem", r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}"
+         r"(?:\berror\b|fail|invalid|denied)"),
+    )),
+    *rules(GPU_DRIVER_ERRORS, HARDWARE, (
+        ("gpu-lost", "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost",
+         r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
+         r"|gpu lost\b|no devices were found"),
+        ("gpu-absent", "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia",
+         r"no cuda-capable device|no cuda gpus are available|cudaerrornodevice"
+         r"|cuda_error_no_device"
+         r"|found no nvidia driver|no nvidia (?:gpu|driver|graphics adapter)"),
+        ("nvml-failed", "nvml|nvidia-smi has failed|driver/library",
+         r"failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
+         r"|nvml(?:_error_|error_?)(?:gpu_?is_?lost|driver_?not_?loaded|lib_?rm_?version"
+         r"|reset_?required|gpu_?not_?found)|nvmlinit.{0,40}fail"),
+        ("driver-unfit", "system not yet|systemnotready|system_not_ready|drivermismatch|"
+         "driver_mismatch|driver version is insufficient|insufficientdriver|forward compatibility|"
+         "unsupported display driver|compatnotsupported|driver on your system is too old|"
+         "api mismatch"),
+        ("driver-gsp", "gsp", r"\bgsp\b.{0,60}(?:timeout|fail|cannot|crash|error)"
+         r"|(?:cannot|failed to|timeout).{0,60}\bgsp\b|_kgsp\w{0,40}:.{0,60}(?:fail|cannot|bad"
+         r"|unexpected)"),
+        ("driver-init", "rminitadapter|rm_init_adapter|nvidia_drm_load|nvidia: probe",
+         r"rminitadapter.{0,40}(?:fail|cannot)|rm_init_adapter failed"
+         r"|nvidia: probe of .{0,40}failed"),
+        ("driver-locked", "rc watchdog|gpu is probably locked|gpu requires reset"
+         "|gpu reset required|"
+         "node reboot required"),
+        ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: aer: (?:can't recover|.{0,60}fatal)"),
+        ("driver-failed", "nvrm:", r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}"
+         r"(?:fail(?!over)|timed? ?out|fatal|bad state|not responding|may need to be reset|is hung"
+         r"|no nvidia graphics|not called for)"),
+    )),
+    *rules(TASK_HANG, KILLED, (
+        ("hung-task", "blocked for more than", r"task \S{1,80} blocked for more than \d{1,9} sec"),
+        ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
+        ("rcu-stall", "rcu", r"rcu\w{0,10}:? .{0,30}(?:self-)?detected (?:expedited )?stall"),
+        ("nfs-writeback", "nfs_", r"(?:^|\s)nfs_(?:lock_and_join_requests|wb_all|page_async_flush"
+         r"|writepages_callback)\+0x"),
+    )),
+    *rules(ILLEGAL_MEMORY_ACCESS, DEVICE, (
+        ("cuda-illegal-address", "illegal memory access|illegaladdress|illegal_address|misaligned|"
+         "warp illegal address|out of range address|memory access fault by gpu"
+         "|invalid address space"
+         "|invalid __global__|invaliddeviceaddress"),
+        ("cuda-illegal-number", "700|(77)|error 77|716|(74",
+         r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|code) ?[=:(]? ?(?:700|716"
+         r"|77)\b(?! ?[.:]\d)"),
+    )),
+    *rules(EXITED_ABNORMALLY, KILLED, (
+        ("oom-killer", "oom|out of memory|memory cgroup",
+         r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
+         r"|task \d{1,7}: out of memory|out_of_memory state|exceeded memory limit"),
+        ("crashed", "segfault|segmentation fault|bus error|general protection|sigsegv|sigbus"
+         "|sigill|"
+         "illegal instruction (core|stack smashing|double free|heap corruption|free(): "
+         "|malloc(): |"
+         "corrupted size|floating point exception",
+         r"segfault at|segmentation fault|\bbus error|traps: .{0,60}general protection"
+         r"|\bsig(?:segv|bus|ill)\b|illegal instruction \(core|stack smashing detected"
+         r"|double free or corruption|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs"
+         r"|floating point exception"),
+        ("worker-killed", "dataloader worker", r"dataloader worker.{0,60}(?:killed by signal"
+         r"|exited unexpectedly)"),
+    )),
+    *rules(CUDA_ERRORS, DEVICE, (
+        ("cuda-out-of-memory", "out of memory|outofmemory|out_of_memory|memory_allocation",
+         r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory|cudaerrormemoryalloc"
+         r"|hip out of memory"),
+        ("cuda-error", "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert",
+         r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure|exception)"
+         r"|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl|not_ready)\w{3}"
+         r"|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
+         r"|cuda-capable devices? ?"
+         r"(?:\(s\))? (?:is/)?are busy|hip (?:error|failure)|cuda initialization: |nvrtc_error"
+         r"|nvrtc: err"
+         r"|unspecified launch failure|device-side assert|cuda ?malloc.{0,20}fail|triton error"
+         r"|cuda unknown error"),
+        ("cuda-library", "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
+         r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
+         r"|cusolver"
+         r"|cusparse|cufft|curand) ?error|cufft_(?!success)\w{3,30}|cutlass error"),
+    )),
+)

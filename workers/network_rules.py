@@ -1,0 +1,163 @@
+"""What NCCL, gloo, torch's store, drivers of networks say of peers, links, waits that ran out."""
+
+from __future__ import annotations
+
+from ..events.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    LINK_FLAPPING,
+    NCCL_TIMEOUT,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    TASK_HANG,
+)
+from .error_rule import CARRIER, FABRIC, RAISED, rules
+
+NETWORK_RULES = (
+    *rules(LINK_FLAPPING, FABRIC, (
+        ("ib-port-error", "port error|port_err|port down|port_down",
+         r"async event.{0,30}port error|port[_ ]err\b|ibv_event_port_err"
+         r"|state:? .{0,10}port_down"),
+        ("link-down", "link|carrier",
+         r"(?:nic|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter|net\w{0,8}|port \d{1,3}"
+         r"|slave"
+         r" \S{1,20})\)?,? ?:? (?:nic |port |physical )?link (?:is |status |has gone |went )?"
+         r"(?:definitely |is )?down\b|nic link is down|link status (?:definitely )?down"
+         r"|lost carrier|carrier (?:lost|is off|down)|link flap"
+         r"|link (?:error recovery|downed)\w{0,10}.{0,20}(?:counter|incre)"),
+        ("link-cable", "cable|port module event|transceiver",
+         r"cable (?:unplugged|error|removed|disconnected)|port module event.{0,60}high temperature"
+         r"|transceiver .{0,30}(?:removed|error|fail)"),
+        ("bond-inactive", "without any active interface"),
+        ("ib-port-state", "physical_state|phys state|port state|port 1 state",
+         r"state (?:changed to |: )?down\b.{0,30}(?:physical_state|phys)"
+         r"|port \d{1,3} state changed"
+         r".{0,30}down"),
+    )),
+    *rules(OTHER_NETWORK, FABRIC, (
+        ("ib-completion", "completion|vendor err|wc_|retry exc|transport retry",
+         r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor err \d"
+         r"|ibv_wc_(?!success)"
+         r"\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed|retry_exc_err"
+         r"|completion with error"),
+        ("ib-async-event", "async", r"(?:got |ib )async (?:fatal )?event.{0,60}(?:error|fatal"
+         r"|violation"
+         r"|catastrophic)|async fatal event"),
+        ("nic-failed", "mlx|netdev watchdog|hca|efa|bnxt|irdma",
+         r"netdev watchdog: .{0,60}timed out|tx timeout|mlx\d_\w{0,20}.{0,90}(?:health compromised"
+         r"|fatal error|synd 0x|timeout\. will|command failed|device's health|internal error"
+         r"|failed with error|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal"
+         r"|reset)"),
+        ("ofi-request", "ofi|libfabric|fi_|ucx|ucs_",
+         r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
+         r"|unreachable|failed)|ucx +error|ucs_err_|endpoint timeout|unresponsive receiver"),
+        ("no-route", "unreachable|no route|host is down|ehostunreach|enetunreach",
+         r"no route to host|(?:network|host|destination) is unreachable|host is down|ehostunreach"
+         r"|enetunreach|unreachable remote"),
+        ("name-resolution", "resolution|getaddrinfo|not known|gai error|resolve",
+         r"name resolution|getaddrinfo|name or service not known|gai error|nameresolutionerror"
+         r"|(?:could|can)(?: ?not|n't) resolve"),
+        ("storage-server-silent", "not responding|lustre|lnet|ptlrpc|nfs|ceph|gpfs",
+         r"nfs: server \S{1,80} not responding|lustre.{0,160}(?:was lost|timed out|network error"
+         r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
+         r"|error"
+         r"|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
+         r"|session lost)"),
+    )),
+    *rules(CONNECTION_RESET, RAISED, (
+        ("connection-reset", "reset|closed by|broken pipe|epipe|connection abort|econnreset|"
+         "econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
+         "|connection "
+         "lost|disconnected|socket closed|stream removed|unexpected eof|remotedisconnected",
+         r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
+         r"|errno[: ]*104\b"
+         r"|(?:connection|socket) (?:was )?closed (?:by|before)|closed by (?:remote )?peer"
+         r"|broken ?pipe"
+         r"|epipe\b|econnaborted|connection abort|connectionclosederror|remotedisconnected"
+         r"|(?:remote end|peer) (?:closed|disconnected)|socket closed|stream removed"
+         r"|unexpected eof|connection lost|unexpectedly closed"),
+    ), second_hand=True),
+    *rules(CONNECTION_REFUSED, RAISED, (
+        ("connection-refused", "refused", r"connection ?(?:was )?refused|econnrefused"
+         r"|errno[: ]*111\b"),
+    )),
+    *rules(NCCL_TIMEOUT, RAISED, (
+        ("collective-timeout", "tim",
+         r"collective operation timeout|timeout at (?:collective|nccl work)"
+         r"|work ?nccl\(.{0,200}timed? ?"
+         r"(?:out|ing out)|monitoredbarrier|pass monitored barrier"
+         r"|(?:gloo|unbound_buffer|/pair\.cc).{0,120}(?:timed? ?out|timeout)"
+         r"|application timeout caused"
+         r"|timed out waiting \d{1,12} ?ms for (?:send|recv)"
+         r"|\b(?:nccl|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|reduce_?scatter"
+         r"|barrier)"
+         r"\w{0,10}\b.{0,80}(?:timed out|\btimeouts?(?: (?:error|exceeded|after|of|reached|occur)"
+         r"|$))"),
+    ), second_hand=True),
+    *rules(OTHER_NETWORK, RAISED, (
+        ("connect-timeout", "time|errno 110|etimedout|connect",
+         r"connection ?timed ?out|connection timeout|etimedout|errno[: ]*110\b"
+         r"|client socket has timed"
+         r"|failed to connect|server socket on .{0,80}timed out|(?:read|connect) ?timed? ?out"
+         r"|(?:connect|read)timeout(?:error)?|unable to connect|could ?n.t connect"
+         r"|connect call failed"
+         r"|cannot connect|connection attempt failed|connection error|connecterror"
+         r"|timed out.{0,20}"
+         r"connect|connecting to .{0,80}(?:timed out|fail)"),
+        ("store-timeout", "store|timed out|wait timeout|socket timeout",
+         r"distst?ore\w{0,8}error|store.{0,40}(?:timed? ?out|timeout)"
+         r"|timed out after \d.{0,40}waiting"
+         r"|timed out waiting for (?:clients|workers|rank|key|other)|socket timeout"
+         r"|wait timeout after"
+         r"|barrier.{0,40}timed out"),
+        ("rendezvous", "rendezvous|distnetworkerror",
+         r"rendezvous(?:connection|timeout|closed|graceful)\w{0,12}|c10d store has failed"
+         r"|distnetworkerror"),
+        ("gloo", "gloo|connectfullmesh", r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail"
+         r"|error)"),
+        ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
+        ("remote-service", "deadline|unavailable|slowdown|endpoint|max retries|503|statuscode"
+         "|rate",
+         r"deadline[_ ]exceeded|statuscode\.unavailable|endpointconnectionerror"
+         r"|max retries exceeded"
+         r"|service unavailable|slowdown\b|reduce your request rate|incompleteread"
+         r"|clientconnect\w{0,8}error"),
+    )),
+    *rules(NCCL_TIMEOUT, CARRIER, (
+        ("collective-watchdog", "nccl|watchdog|dump signal|inconsistency|flight recorder",
+         r"exception \(either an error or timeout\)|nccl operations have failed or timed out"
+         r"|to avoid data inconsistency|dump signal (?:due to|from)|dump signal"
+         r"|nccl communicator was aborted|last enqueued nccl work"),
+    ), second_hand=True),
+    *rules(TASK_HANG, CARRIER, (
+        ("no-progress", "heartbeat|stuck|no progress|hang|hung|stall|deadlock",
+         r"heartbeat monitor timed out|no heartbeat of its watchdog|watchdog got stuck"
+         r"|did not get (?:subsequent|initial) heartbeat|not received? (?:a )?heartbeat"
+         r"|heartbeat (?:was )?(?:timed? ?out|missed|lost|timeout)|hang (?:was )?detected"
+         r"|detected (?:a )?"
+         r"(?:hang|stall|deadlock)|(?:training|job|task|rank|process|step|gpu)s? \S{0,12} ?(?:is "
+         r"|seems? "
+         r"|appears? |has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"
+         r"|without making "
+         r"progress|no progress (?:for|in)|workers? (?:are )?stuck"),
+    )),
+    *rules(CONNECTION_RESET, CARRIER, (
+        ("remote-exited", "remote|prematurely", r"remote process (?:has )?exit|ncclremoteerror"
+         r"|remote error\b|exiting prematurely"),
+    ), second_hand=True),
+    *rules(OTHER_NETWORK, CARRIER, (
+        ("nccl-system", "system error|ncclsystemerror|system call", r"unhandled system error"
+         r"|ncclsystemerror|system call \(e\.g\. socket"),
+        ("nccl-socket", "nccl warn", r"nccl warn.{0,60}(?:socket|bootstrap|net/|proxy|accept"
+         r"|listen)"
+         r".{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"),
+        ("timed-out", "timed out|timeouterror|timeout expired", r"timed out\b|timeouterror"
+         r"|timeout expired|timeoutexpired"),
+    )),
+    *rules(OTHER_SOFTWARE, CARRIER, (
+        ("nccl-usage", "nccl|duplicate gpu", r"nccl(?:internal|invalid)\w{0,12}|nccl error"
+         r"|nccl failure"
+         r"|duplicate gpu detected|nccl warn.{0,200}(?:mismatch|invalid|unsupported"
+         r"|internal error)"),
+    )),
+)
