@@ -50,6 +50,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """A policy file for the control plane; empty: its defaults."""
     observe: bool = False
     allow_inject: bool = False
+    watch: bool = True
+    """Whether agents watch the pulse of their ranks."""
     labels: tuple[str, ...] = ()
     """Of the nodes: KEY=VALUE of all, NODE:KEY=VALUE of one."""
 
@@ -118,6 +120,7 @@ class LocalCluster:
                                            "--cluster", self.wanted.cluster), environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
+        common += ["--no-watch"] * (not self.wanted.watch)
         node = name.removeprefix("agent-")
         for label in labels_of(node, self.wanted.labels):
             common += ["--label", label]

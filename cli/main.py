@@ -55,6 +55,8 @@ def up(
     label: Annotated[list[str] | None, typer.Option(
         metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one; again for "
         "more; none: forget them [the last ones given].")] = None,
+    no_watch: Annotated[bool, typer.Option(
+        "--no-watch", help="Do not watch the pulse of ranks; never remembered.")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Leave it in the background.")] = False,
 ) -> None:
@@ -66,7 +68,7 @@ def up(
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.Asked(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
-        observe=observe if observe or act else None, allow_inject=allow_inject,
+        observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None), detach=detach)
 
 
@@ -94,13 +96,15 @@ def agent(
         metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
         help="The log, if the control plane's address of it is not ours "
         "[$UNICRON_REDIS_URL].")] = "",
+    no_watch: Annotated[bool, typer.Option(
+        "--no-watch", help="Do not watch the pulse of ranks: no stall, no pace is told.")] = False,
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
     from . import run
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
     run.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
-              label=label or ())
+              label=label or (), watch=not no_watch)
 
 
 @app.command("control-plane", hidden=True)

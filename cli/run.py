@@ -46,7 +46,7 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
-          redis_url: str, label: Sequence[str]) -> None:
+          redis_url: str, label: Sequence[str], watch: bool) -> None:
     """Be a node's agent until told to stop. Raises UsageError."""
     from ..workers.agent import main
 
@@ -56,7 +56,8 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: 
     _note(state, agent_name(name))
     raise typer.Exit(main.run(main.Options(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
-        state_dir=state.path, host=host, redis_url=redis_url, labels=told)))
+        state_dir=state.path, host=host, redis_url=redis_url, labels=told,
+        watch=watch)))
 
 
 def _control_plane(state: StateDir, url: str | None) -> Client:

@@ -51,7 +51,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     """KEY=VALUE of all nodes, NODE:KEY=VALUE of one."""
     observe: bool | None = None
     allow_inject: bool = False
-    """Never as the last time."""
+    watch: bool = True
+    """Neither of these is as the last time."""
 
     def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
         last = before or Wanted()
@@ -65,7 +66,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             policy=str(state.policy) if self.policy is not None or last.policy else "",
             labels=last.labels if self.labels is None else self.labels,
             observe=last.observe if self.observe is None else self.observe,
-            allow_inject=self.allow_inject)
+            allow_inject=self.allow_inject, watch=self.watch)
 
     def refuse_other(self, before: Wanted, state: StateDir) -> None:
         """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
@@ -74,7 +75,8 @@ class Asked(Struct, frozen=True, kw_only=True):
                 ("--label", self.labels, before.labels),
                 ("--port", self.port or None, before.port),
                 ("--redis", self.redis, before.redis_url),
-                ("--cluster", self.cluster, before.cluster)):
+                ("--cluster", self.cluster, before.cluster),
+                ("--no-watch", not self.watch or None, not before.watch)):
             if asked is not None and asked != runs:
                 told = ("is another" if option in ("--redis", "--label")
                         else f"{asked}, but it was {runs}")
@@ -306,6 +308,7 @@ def _detach(state: StateDir, asked: Asked) -> None:
     if asked.observe is not None:
         argv.append("--observe" if asked.observe else "--act")
     argv += ["--allow-inject"] * asked.allow_inject
+    argv += ["--no-watch"] * (not asked.watch)
     for label in ("none",) if asked.labels == () else asked.labels or ():
         argv += ["--label", label]
     # a Redis URL holds a password: not in argv, which everybody may read

@@ -25,7 +25,8 @@ ARROWS = {
     "cli": {"", "events", "control_plane", "workers", "cli"},
 }
 # What training may import of the workers' room beside its own: what agents and ranks both speak.
-SHARED = ("training", "wire", "forking", "keeping", "linux", "urls")
+SHARED = ("training", "wire", "forking", "keeping", "linux", "urls",
+          "pulse", "monitor")
 PURE = (
     *(f"control_plane/{name}.py" for name in (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-FDS_NUM = 2
-"""Files that come with a Wanted: what the rank writes to, and its end of the pipe to the agent."""
+FDS_NUM_MAX = 3
+"""Files that come with a Wanted: what the rank writes to, its end of the pipe to the agent, and the
+page of its pulse where its agent watches it."""
 REQUEST_BYTES_MAX = 128 << 10
 """An environment is bounded by what a socket takes at once; a larger one is started by exec."""
 

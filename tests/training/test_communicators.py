@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from unicron.events.spec import Model, Train
+from unicron.workers.pulse import Pulse
 from unicron.workers.training import communicators, cpu, model, sockets
 from unicron.workers.training.communicators import COLLECTIVE_S_MAX, Communicators
 from unicron.workers.training.control import Control
+from unicron.workers.training.marks import Marks
 from unicron.workers.training.reduction import Reduction, Stats
 from unicron.workers.wire import Unpacker
 
@@ -84,7 +86,8 @@ def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() ->
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up()
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
-    reduction = Reduction(trainee, lambda event, bucket=-1: None, closely=False)
+    reduction = Reduction(trainee, lambda event, bucket=-1: None,
+                          Marks(Pulse(), overlap=False), closely=False)
     agent, theirs = socket.socketpair()
     with agent, theirs:
         control = Control(theirs, 0, Unpacker())

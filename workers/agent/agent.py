@@ -1,10 +1,11 @@
-"""One node's agent between the log and its ranks: one TaskGroup, six loops."""
+"""One node's agent between the log and its ranks: one TaskGroup, seven loops."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from .outbox import Forgotten, Outbox
 from .progress import LOOK_S as READ_S
 from .ranks import STOP_GRACE_S, Ranks
 from .spool import Spool
+from .watch import WATCH_S
 
 BEAT_S = 0.5
 ORDERS_WAIT_S = 5.0
@@ -83,7 +85,8 @@ class Agent:
                          group.create_task(self._beat(), name="beats"),
                          group.create_task(self._sweep(ranks), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
-                         group.create_task(self._read(ranks), name="read")]
+                         group.create_task(self._read(ranks), name="read"),
+                         group.create_task(self._watch(ranks), name="watch")]
                 orders = group.create_task(self._follow(ranks), name="orders")
                 await stop.wait()
                 _log.info("stopping", ranks=len(ranks.pids))
@@ -172,6 +175,12 @@ class Agent:
         while True:
             ranks.readers.look()
             await asyncio.sleep(READ_S)
+
+    async def _watch(self, ranks: Ranks) -> None:
+        """The pulse of training ranks, every WATCH_S."""
+        while self._node.watch:
+            ranks.watch.look(time.monotonic())
+            await asyncio.sleep(WATCH_S)
 
     async def _sweep(self, ranks: Ranks) -> None:
         """Reap orphans that ended by themselves while their rank lives on."""

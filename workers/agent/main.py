@@ -55,6 +55,7 @@ class Options(Struct, frozen=True, kw_only=True):
     labels: Labels = Labels()
     devices: tuple[str, ...] | None = None
     trace: bool = False
+    watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
 
 
@@ -101,7 +102,7 @@ async def _run(options: Options, incarnation: int) -> int:
                         host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                         labels=options.labels,
                         devices=_devices(options, os.environ), trace=options.trace,
-                        rank_argv=options.rank_argv,
+                        watch=options.watch, rank_argv=options.rank_argv,
                         secret=keeping.secret_of(options.token, joined.cluster))
             spool, left = spools(state_dir / "agents", node.name, node.source)
             signals.is_serving = True

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from ...events.labels import Labels
 from ...events.orders import StartRank
 from .. import keeping, linux
+from ..pulse import Page
 from .pipe import Pipe
 from .processes import Process
 from .zygote import Zygote
@@ -34,6 +35,8 @@ class Node(Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
+    watch: bool = True
+    """Whether its ranks' pulse is watched."""
     secret: str = ""
     """What keepers and ranks of the cluster know each other by (workers/keeping.py)."""
 
@@ -66,8 +69,11 @@ class Starter:
         if self._zygote is not None and order.spec.train is not None:
             await self._zygote.is_ready()
 
-    def start(self, order: StartRank, pipe: Pipe | None) -> Process:
-        """Start the rank, `pipe` being its way to the agent. Raises OSError, ValueError."""
+    def start(self, order: StartRank, pipe: Pipe | None, page: Page | None) -> Process:
+        """Start the rank, `pipe` being its way to the agent, `page` what its pulse is read from.
+
+        Raises OSError, ValueError.
+        """
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
@@ -75,11 +81,16 @@ class Starter:
         env = environment(order, node, os.environ)
         if pipe is None:
             return Process.start(order.spec.command, env=env, marker=marker, log_path=log_path)
-        fd = pipe.theirs.fileno()
+        files = {"--fd": pipe.theirs.fileno()}
+        if page is not None:
+            files["--pulse"] = page.fd
+        fds = tuple(files.values())
         if self._zygote is not None and self._zygote.takes(env):
-            return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path, pipe=fd)
-        return Process.start((*node.rank_argv, "--fd", str(fd)), env=env, marker=marker,
-                             log_path=log_path, pass_fds=(fd,))
+            return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
+                                pass_fds=fds)
+        words = [word for name, fd in files.items() for word in (name, str(fd))]
+        return Process.start((*node.rank_argv, *words), env=env, marker=marker,
+                             log_path=log_path, pass_fds=fds)
 
     def close(self) -> None:
         """End the zygote; what it has forked lives on."""

@@ -63,12 +63,15 @@ class Process:
 
     @classmethod
     def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
-             log_path: Path, pipe: int) -> Process:
-        """The same out of a zygote: a training rank at the other end of `pipe`. Raises OSError."""
+             log_path: Path, pass_fds: Sequence[int]) -> Process:
+        """The same out of a zygote: a training rank that is given its pipe and its pulse's page.
+
+        Raises OSError.
+        """
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()
-            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), pipe)
+            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *pass_fds)
         return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
 
     async def wait(self) -> Exit:

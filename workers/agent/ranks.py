@@ -41,6 +41,7 @@ from .pipe import Pipe
 from .processes import Exit, Process
 from .progress import Readers
 from .publish import Overtaken, Refused, publish
+from .watch import Watch
 
 STOP_GRACE_S = 5.0
 """Given to each rank when its agent stops."""
@@ -87,6 +88,7 @@ class Ranks:
         self._starter = Starter(node)
         self._report = report
         self.readers = Readers(report)
+        self.watch = Watch(report, is_on=node.watch)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
@@ -276,15 +278,18 @@ class Ranks:
         if order.spec.train is not None:
             pipe = Pipe(lambda frame: self._heard(rank, frame),
                         lambda why: self._broken(rank, why))
+        page = self.watch.open(order)
         try:
-            process = self._starter.start(order, pipe)
+            process = self._starter.start(order, pipe, page)
         except (OSError, ValueError) as error:
-            if pipe is not None:
-                pipe.close()
+            for end in (pipe, page):
+                if end is not None:
+                    end.close()
             program = next(iter(order.spec.command), "a rank")
             self._refuse(rank.seq, f"cannot start {program}: {error}")
             return False
         rank.process, rank.pipe = process, pipe
+        self.watch.begin(order, page, process.pid)
         if pipe is None:
             self.readers.begin(order, process.log_path, process.log_start)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
@@ -320,6 +325,7 @@ class Ranks:
             process.signal_group(signal.SIGKILL)
             process.close()
             self.readers.drop(rank.order)
+            self.watch.drop(rank.order)
             if rank.pipe is not None:
                 rank.pipe.close()
 

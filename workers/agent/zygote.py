@@ -68,15 +68,16 @@ class Zygote:
         assert self._loading is not None
         return await asyncio.shield(self._loading)
 
-    def fork(self, env: Mapping[str, str], log: int, pipe: int) -> int:
+    def fork(self, env: Mapping[str, str], *files: int) -> int:
         """The pid of a new rank, a child of this process. Raises OSError, and then ends.
 
-        One that was forked all the same ends too, since its pipe is closed.
+        `files`: its log, its end of the pipe, and the page of its pulse if it has one. One that was
+        forked all the same ends too, since its pipe is closed.
         """
         assert self._socket is not None, "it takes nothing"
         try:
             self._socket.settimeout(FORK_S_MAX)
-            socket.send_fds(self._socket, [_request(env)], [log, pipe])
+            socket.send_fds(self._socket, [_request(env)], files)
             told = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=Told)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()

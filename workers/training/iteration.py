@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from ..pulse import Pulse
 from .communicators import Communicators
 from .control import Control
 from .ledger import NO_STATE, Claim, Share, deal
+from .marks import Marks
 from .model import Trainee
 from .reduction import Outcome, Reduction, Stats
 from .stepping import step
@@ -27,9 +29,10 @@ class Iteration:
     `step_version` is the number of steps taken; NO_STATE until the member has settled once.
     `loss` is that of the last step, `step_s` what it took from the iteration's first micro-batch
     on: a recovery in between counts, so that a rate told from it is never flattered.
+    `after_boundary`: a checkpoint or a copy was due since the last one, on whichever member.
     """
 
-    def __init__(self, trainee: Trainee, text: Text, trace: Trace) -> None:
+    def __init__(self, trainee: Trainee, text: Text, trace: Trace, pulse: Pulse) -> None:
         self.trainee = trainee
         self.text = text
         self.trace = trace
@@ -44,7 +47,9 @@ class Iteration:
         self.forward_calls = 0
         self.loss = 0.0
         self.step_s = 0.0
-        self.reduction = Reduction(trainee, self._note, closely=trace.is_on)
+        self.after_boundary = False
+        self.marks = Marks(pulse, overlap=trainee.train.overlap)
+        self.reduction = Reduction(trainee, self._note, self.marks, closely=trace.is_on)
         self._began_s: float | None = None
         self._item = -1
 
@@ -76,6 +81,9 @@ class Iteration:
         generation = communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
+        self.marks.begin(generation, self.step_version,
+                         "first" if self.trained_in != generation else
+                         "boundary" if self.after_boundary else "usual")
         self.trained_in = generation
         todo = [item for item in self.owned if item not in self.done]
         for item in todo:
@@ -111,11 +119,13 @@ class Iteration:
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
         self.done.append(item)
+        self.marks.pulse.worked()
         self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
         self.trace.note(event, self.trained_in, self.step_version, micro_batch=self._item,
                         bucket=bucket)
+        self.marks.note(event)
 
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
         stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
@@ -125,6 +135,7 @@ class Iteration:
         self.loss = stats.loss_sum / self.trainee.divisor(stats.num_tokens)
         self.step_version += 1
         self.step_s = clock() - (self._began_s or clock())
+        self.marks.pulse.finish()
         self._clear()
         self.owned = deal(self.trainee.train.num_micro_batches, communicators.num_members,
                           communicators.place)

@@ -24,6 +24,7 @@ from ...events.reports import (
 )
 from ...events.spec import is_url
 from .. import keeping
+from ..pulse import OUTSIDE_CODE, Pulse
 from . import checkpoint, copies, cpu, model, state, text
 from .communicators import ABORTED, Communicators
 from .control import Control, Interrupted
@@ -61,7 +62,8 @@ class Member:
     every generation it holds: it waits for the next order, with all its state.
     """
 
-    def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str]) -> None:
+    def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
+                 pulse: Pulse) -> None:
         assert start.spec.train is not None, "a command task has no training rank"
         self.control = control
         self.start = start
@@ -69,6 +71,7 @@ class Member:
         self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
                            start.attempt)
         self.trace.note("start", 0, NO_STATE)
+        self.pulse = pulse
         self.generation = 0
         self.inside = False
         self.members: tuple[int, ...] = ()
@@ -88,7 +91,7 @@ class Member:
         self.communicators.down(self.trainee.roots)
         self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
-        self.iteration = Iteration(self.trainee, words, self.trace)
+        self.iteration = Iteration(self.trainee, words, self.trace, pulse)
         self.secret = environment.get(keeping.SECRET, "")
         self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
@@ -131,6 +134,7 @@ class Member:
 
     def _note(self, event: Event) -> None:
         self.trace.note(event, self.generation, self.step_version)
+        self.pulse.mark(event, OUTSIDE_CODE)
 
     # --- joining --------------------------------------------------------------------------------
     def _join(self, order: Reconfigure) -> None:
@@ -272,9 +276,12 @@ class Member:
                 self.history.add(self.step_version - 1, self.iteration.loss, self.iteration.step_s)
                 if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:
                     self._tell_progress()
+                self.iteration.after_boundary = (self._is_due(self.train.copy_every)
+                                                 or self._is_due(self.train.checkpoint_every))
                 self._copy_when_due()
                 self._save_when_due()
                 self._end_when_worn(outcome)
+        self.pulse.mark("boundary", OUTSIDE_CODE)
         self._tell_progress()
         if outcome == "stepped":
             if self.communicators.place == 0:
@@ -318,20 +325,21 @@ class Member:
 
     def _copy_when_due(self) -> None:
         """By the first member alone."""
-        every = self.train.copy_every
-        if (every and self.step_version % every == 0 and self.step_version < self.train.iterations
-                and self.communicators.place == 0):
+        if self._is_due(self.train.copy_every) and self.communicators.place == 0:
             told = self.control.keep
             keepers = (told.keepers if told is not None and told.generation == self.generation
                        else self.keepers)
             self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
                              keepers)
 
+    def _is_due(self, every: int) -> bool:
+        """Whether this boundary is one of those, of which the last is none."""
+        return (every > 0 and self.step_version % every == 0
+                and self.step_version < self.train.iterations)
+
     def _save_when_due(self) -> None:
         """By the first member alone."""
-        every = self.train.checkpoint_every
-        if (every and self.step_version % every == 0 and self.step_version < self.train.iterations
-                and self.communicators.place == 0):
+        if self._is_due(self.train.checkpoint_every) and self.communicators.place == 0:
             self.saver.begin(self.trainee, self.step_version, self.history, self.generation)
 
     def _save(self, *, final: bool) -> None:

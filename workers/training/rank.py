@@ -1,4 +1,4 @@
-"""The process of one training rank: `python -m unicron.workers.training.rank --fd N`.
+"""The process of one training rank: `python -m unicron.workers.training.rank --fd N --pulse M`.
 
 Life: read StartRank from the agent's socket N; listen on it from a thread of its own; import torch
 and Megatron; build model, data and optimizer alone; say RankReady; then do what orders say, for as
@@ -34,6 +34,7 @@ from ...events.errors import UsageError
 from ...events.orders import StartRank
 from ...events.reports import RankErrored
 from ...events.talk import Talk
+from ..pulse import Pulse
 from ..wire import Frame, Unpacker
 from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 
@@ -47,11 +48,16 @@ def main() -> None:
     """Be a rank until there is nothing left to do."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.rank")
     parser.add_argument("--fd", type=int, required=True)
-    be(parser.parse_args().fd)
+    parser.add_argument("--pulse", type=int, default=-1)
+    asked = parser.parse_args()
+    be(asked.fd, asked.pulse)
 
 
-def be(fd: int) -> NoReturn:
-    """Be the rank at the other end of socket `fd`, in this process. Never returns."""
+def be(fd: int, pulse: int = -1) -> NoReturn:
+    """Be the rank at the other end of socket `fd`, in this process. Never returns.
+
+    Marks are written to the page of file `pulse` (workers/pulse.py), or nowhere.
+    """
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -70,7 +76,7 @@ def be(fd: int) -> NoReturn:
     load()
     from .member import Member
 
-    member = Member(control, order, os.environ)
+    member = Member(control, order, os.environ, Pulse(pulse))
     last_words.member = member
     member.live()
     _end(control, 0)

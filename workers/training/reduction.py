@@ -21,6 +21,7 @@ from .communicators import ABORTED, Communicators
 from .control import Abandoned, Control, Interrupted
 from .flight import Buckets
 from .kept import Kept
+from .marks import Marks
 from .model import Trainee
 from .trace import Note
 from .watched import Watched
@@ -45,11 +46,12 @@ class Reduction:
     that came to nothing all the same.
     """
 
-    def __init__(self, trainee: Trainee, note: Note, *, closely: bool) -> None:
+    def __init__(self, trainee: Trainee, note: Note, marks: Marks, *, closely: bool) -> None:
         self.why = ""
         self.num_complete = 0
         self._trainee = trainee
         self._note = note
+        self._marks = marks
         self._watched = Watched(trainee, note, closely=closely)
         self._kept = Kept(trainee)
         self._buckets = (Buckets(trainee.bucket_groups, self._kept, note)
@@ -119,8 +121,13 @@ class Reduction:
             return "quiesced"
         buckets.launch_rest()
         goes_on = _going_on(communicators)
-        found = self._together(control, communicators, lambda: Stats(*flight.land(
-            self._note, goes_on)))
+
+        def land() -> Stats:
+            self._until_computed()
+            self._marks.lands()
+            return Stats(*flight.land(self._note, goes_on))
+
+        found = self._together(control, communicators, land)
         self.num_complete = flight.num_complete
         if isinstance(found, str):
             if buckets.flight is not None and (left := flight.end(communicators.wake)) is not None:
@@ -144,7 +151,8 @@ class Reduction:
         found: Stats | Outcome = "failed"
         self.why = ""
         try:
-            found = self._call(control, communicators, collective)
+            with self._marks.together():
+                found = self._call(control, communicators, collective)
         except Interrupted:
             return "quiesced"
         except Abandoned:
@@ -190,16 +198,24 @@ class Reduction:
         after it was abandoned, to a sum that counts. For the same reason it is given the groups of
         its own generation, and asks before it begins anything.
         """
+        self._until_computed()
         self._note("stats")
         goes_on()
         stats = self._stats(told, world)
+        self._marks.told()
         goes_on()
         with self._watched.reduction(complete, goes_on):
             finalize_model_grads([self._trainee.ddp], None, pg_collection=groups)
-        self._note("reduced")
         if self._trainee.device.type == "cuda":
+            self._marks.lands()  # there a collective's wait holds the stream, not the host
             torch.cuda.synchronize()
+        self._note("reduced")
         return stats
+
+    def _until_computed(self) -> None:
+        """Before it waits for others, the device has done this member's own work."""
+        if self._trainee.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 def _going_on(communicators: Communicators) -> Callable[[], None]:

@@ -14,16 +14,21 @@ A rank can be held at an event, to strike it there and nowhere else. Before each
 `hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
 they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
 gone or names something else. With `"then": "raise"` it takes the file away and raises Struck
-instead; with `"fail"` a RuntimeError, as a collective does whose connection is cut.
+instead; with `"fail"` a RuntimeError, as a collective does whose connection is cut. With `"gil"`
+it takes the file away and sleeps for ever in C code that keeps the interpreter's lock, so that
+nothing of the process runs any more; with `"loop"` it takes the file away and loops for ever. With
+`"slow"` and `slow_s` it sleeps for so long at each such event for as long as the file is there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 Event = Literal[
     "start", "ready", "meet", "settle", "give", "receive",
@@ -46,6 +51,21 @@ class Struck(Exception):
 
 
 THEN: dict[str, type[Exception]] = {"raise": Struck, "fail": RuntimeError}
+
+
+def _keep_lock() -> NoReturn:
+    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the lock in every call
+    while True:
+        library.sleep(1 << 20)
+
+
+def _loop() -> NoReturn:
+    while True:
+        pass
+
+
+FOR_EVER: dict[str, Callable[[], NoReturn]] = {"gil": _keep_lock, "loop": _loop}
+
 
 class Trace:
     """Writes nothing, and holds nobody, when `folder` is empty."""
@@ -74,9 +94,17 @@ class Trace:
         is_held = False
         while (asked := self._asked()) is not None and all(
                 where[name] == asked[name] for name in where if name in asked):
-            if error := THEN.get(asked.get("then", "")):
+            then = asked.get("then", "")
+            if then == "slow":
+                time.sleep(float(asked["slow_s"]))
+                return
+            if error := THEN.get(then):
                 self._hold.unlink()
                 raise error(f"on purpose: {event} of iteration {iteration}")
+            if stand := FOR_EVER.get(then):
+                self._hold.unlink()
+                self._write(where | {"event": "held"})
+                stand()
             if not is_held:
                 self._write(where | {"event": "held"})
                 is_held = True

@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from .. import linux
-from ..forking import FDS_NUM, REQUEST_BYTES_MAX, Told, Wanted
+from ..forking import FDS_NUM_MAX, REQUEST_BYTES_MAX, Told, Wanted
 from . import rank
 
 ADOPTED_S_MAX = 5.0
@@ -46,7 +46,7 @@ def main() -> None:
     gc.freeze()
     connection.send(msgspec.msgpack.encode(Told()))
     while True:
-        data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM)
+        data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM_MAX)
         if not data:
             return
         _fork(connection, asked.agent, msgspec.msgpack.decode(data, type=Wanted), fds)
@@ -70,7 +70,7 @@ def _be_rank(connection: socket.socket, agent: int, wanted: Wanted, fds: list[in
     """Become what `rank.py` is when it is started by itself."""
     os.setsid()
     connection.close()
-    log, pipe = fds
+    log, pipe, *pulse = fds
     nothing = os.open(os.devnull, os.O_RDONLY)
     for ours, theirs in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(ours, theirs)
@@ -85,7 +85,7 @@ def _be_rank(connection: socket.socket, agent: int, wanted: Wanted, fds: list[in
         time.sleep(ADOPTED_S_MAX / 10_000)
     linux.die_with(agent)
     linux.call_oneself(f"rank {wanted.env['UNICRON_RANK']}")
-    rank.be(pipe)
+    rank.be(pipe, *pulse)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Real ranks that hold the interpreter's lock, loop, are stopped or slow: told, and rightly where.
+
+The heart is not asked here: what the agents report is. Each fault has a task of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_cluster import RealCluster, running
+from twins import small
+
+VICTIM = 1
+NUM = 4
+WARM_NUM = 24
+"""So many iterations and the usual one is known, for all that a first one and boundaries take."""
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A cluster that acts on no stall and no stop while a test lasts."""
+    with running(tmp_path_factory.mktemp("patient"), policy={
+            "stopped_s_max": 600.0, "evidence_s_max": 4.0, "hang_s_min": 600.0}) as made:
+        yield made
+
+
+def begun(cluster: RealCluster, output: Path, name: str) -> int:
+    """A task of four ranks whose pace is known."""
+    task = cluster.submit(small(name, output, checkpoint_every=0))
+    cluster.wait_whole(task, NUM)
+    for rank in range(NUM):
+        cluster.wait_told(0, "RankPaced", task=task, rank=rank)
+    return task
+
+
+def ask(cluster: RealCluster, task: int, **asked: Any) -> Path:
+    """Have the victim do this at the next event of that name."""
+    hold = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
+    hold.parent.mkdir(exist_ok=True)
+    new = hold.with_suffix(".new")
+    new.write_text(json.dumps(asked))
+    new.rename(hold)
+    return hold
+
+
+def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
+    for rank in range(NUM):
+        cluster.wait_told(after, "RankStalled", task=task, rank=rank)
+    return {record.body.rank: record.body  # type: ignore[attr-defined]
+            for record in cluster.told(after, "RankStalled", task=task)}
+
+
+def end(cluster: RealCluster, task: int) -> None:
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    cluster.wait_ended(task)
+
+
+@pytest.mark.parametrize("then", ["gil", "loop", "stop"])
+def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
+        patient: RealCluster, tmp_path: Path, then: str) -> None:
+    cluster = patient
+    task = begun(cluster, tmp_path, then)
+    after = cluster.seq()
+    assert not cluster.told(0, "RankStalled", task=task), cluster.tail(0)
+    if then == "stop":
+        ask(cluster, task, event="forward")
+        line = cluster.wait(lambda: next((line for line in cluster.traced(task)
+                                          if line["event"] == "held"), None), "it is held")
+        os.kill(line["pid"], signal.SIGSTOP)
+    else:
+        ask(cluster, task, event="forward", then=then)
+    told = stalls(cluster, task, after)
+    guilty = told.pop(VICTIM)
+    assert (guilty.where, guilty.what, guilty.collective) == ("own", "micro_batch", 0), guilty
+    assert guilty.stack.startswith(
+        {"gil": "sleeps", "loop": "computes", "stop": "stopped by a signal"}[then]), guilty
+    for waits in told.values():
+        assert (waits.where, waits.iteration) == ("collective", guilty.iteration), waits
+        assert waits.collective > 0, waits
+    assert {len(cluster.told(after, "RankStalled", task=task, rank=rank))
+            for rank in range(NUM)} == {1}
+    end(cluster, task)
+
+
+def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
+        patient: RealCluster, tmp_path: Path) -> None:
+    cluster = patient
+    task = begun(cluster, tmp_path, "held")
+    after = cluster.seq()
+    hold = ask(cluster, task, event="bucket")
+    told = stalls(cluster, task, after)
+    guilty = told.pop(VICTIM)
+    assert guilty.where == "own", guilty
+    for waits in told.values():
+        assert (waits.where, waits.iteration) == ("collective", guilty.iteration), waits
+        assert waits.collective > guilty.collective, (waits, guilty)
+    hold.unlink()
+    for rank in range(NUM):
+        went = cluster.wait_told(after, "RankWentOn", task=task, rank=rank).body
+        assert went.iteration in (guilty.iteration, guilty.iteration + 1), went
+        assert went.stalled_s >= 1.0
+    end(cluster, task)
+
+
+def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
+        patient: RealCluster, tmp_path: Path) -> None:
+    cluster = patient
+    task = begun(cluster, tmp_path, "slow")
+    first = {rank: cluster.told(0, "RankPaced", task=task, rank=rank)[0].body
+             for rank in range(NUM)}
+    after = cluster.seq()
+    normal_s = first[VICTIM].own_s  # type: ignore[attr-defined]
+    hold = ask(cluster, task, event="backward", then="slow", slow_s=3 * normal_s)
+    slow = cluster.wait(lambda: next(
+        (record.body for record in cluster.told(after, "RankPaced", task=task, rank=VICTIM)
+         if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]
+        "it is told as slow")
+    assert slow.iteration_s >= slow.own_s
+    for record in cluster.told(after, "RankPaced", task=task):
+        if record.body.rank != VICTIM:  # type: ignore[attr-defined]
+            assert record.body.own_s < slow.own_s  # type: ignore[attr-defined]
+    hold.unlink()
+    end(cluster, task)
