@@ -106,7 +106,7 @@ class TaskHistory(Struct, kw_only=True):
     stepping_num: int = 0
     """Slots that step now."""
     stopped_s: float = 0.0
-    """When it last stopped stepping."""
+    """When it last did."""
     suspended_s: dict[int, float] = field(default_factory=dict[int, float])
     """Rank -> since when this member's process stands still."""
     failed_seq: int = 0
@@ -244,7 +244,7 @@ def _incident(told: History, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentOpened":
         evidence = [told.stamps[seq] for seq in body["evidence"] if seq in told.stamps]
-        first = min(evidence, default=(record["at_s"], record["occurred_s"]))
+        first = evidence[0] if evidence else (record["at_s"], record["occurred_s"])
         told.incidents[record["seq"]] = told.open[record["seq"]] = incident = IncidentHistory(
             id=record["seq"], task=body["task"], node=body["node"], severity=body["severity"],
             status=body["status"], ranks=tuple(body["ranks"]), why=body["why"],
@@ -271,14 +271,14 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     body: Plain = record["body"]
     if record["kind"] == "IncidentEscalated":
         known = incident.ranks
-        if worse(incident.severity, body["severity"]) != incident.severity:
-            if incident.severity == "SEV3" and body["ranks"]:
-                known = ()  # a collective failed under them: here is why
+        if body.get("root") or worse(incident.severity, body["severity"]) != incident.severity:
+            if (body.get("root") or incident.severity == "SEV3") and body["ranks"]:
+                known = ()  # they saw what came of it: here is why
             incident.severity, incident.why = body["severity"], body["why"]
             incident.status = body.get("status") or incident.status
             incident.node = body.get("node") or incident.node
         incident.ranks = tuple(sorted({*known, *body["ranks"]}))
-        incident.evidence += body["evidence"]
+        incident.evidence += [x for x in body["evidence"] if x not in incident.evidence]
         return
     told.open.pop(incident.id, None)
     incident.closed_s, incident.closed_seq = record["at_s"], record["seq"]

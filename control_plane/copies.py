@@ -73,4 +73,4 @@ def drop(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _takes(node: Node) -> bool:
-    return node.health == "healthy" and not node.drained and bool(node.keeper)
+    return node.takes_tasks and bool(node.keeper)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..events import reports as r
+from ..events.detected import DeviceErred, HealthChanged, QuarantineLifted
 from ..events.logged import IterationsLogged
 from ..events.orders import Slot, TaskPlaced
 from ..events.records import Record
@@ -14,6 +15,7 @@ from . import (
     degraded,
     explain,
     floors,
+    node_incidents,
     placement,
     pricing,
     processes,
@@ -29,7 +31,8 @@ from .wishes import PlanInput
 
 Known = Callable[[PlanInput], Found | None]
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
-           r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed)
+           r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed,
+           DeviceErred, HealthChanged, QuarantineLifted)
 """What may concern every task: nodes, time, slots that become free, whether we act."""
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
@@ -56,12 +59,14 @@ def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterato
             yield fault
     for task in _concerned(state, record):
         yield from transition.step(state, task)
+    yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not live_tasks(state):
             return
         yield from _plan(state, known)
         for task in [state.tasks[key] for key in sorted(state.tasks)]:
             yield from transition.step(state, task)
+        yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
 

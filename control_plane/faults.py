@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from ..events.orders import Severity
+from ..events.orders import Severity, Slot
 from ..events.reports import Origin
 
 ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
 """From the nearest to the farthest."""
+
+
+NUM_STRIKES_MAX = 64
+NUM_EVIDENCE_MAX = 256
+"""Of one incident, what is told when it was decided upon; the log has the rest."""
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -21,6 +26,14 @@ class Source(Struct, frozen=True, kw_only=True):
     """Of a checkpoint, from the task's output folder."""
     num_bytes: int = 0
     """What came from there, without what peers passed on of it."""
+
+
+class Strike(Struct, frozen=True):
+    """A rank that failed, where and when: what its device tells around then belongs to it."""
+
+    rank: int
+    slot: Slot
+    at_s: float
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -38,6 +51,9 @@ class Fault(Struct, frozen=True, kw_only=True):
     """It took a process, so that a restart is due."""
     on_purpose: bool = False
     """Somebody asked for it (FaultRequested)."""
+    second_hand: bool = False
+    """It tells of another's end: never the cause where the evidence holds one."""
+    strikes: tuple[Strike, ...] = ()
 
 
 class Incident(Struct, kw_only=True):
@@ -74,6 +90,10 @@ class Incident(Struct, kw_only=True):
     """Of these, from other members."""
     outcome: str = ""
     closed_s: float = 0.0
+    second_hand: bool = False
+    """Nothing is known of its cause but what others saw of it."""
+    strikes: list[Strike] = field(default_factory=list[Strike])
+    """The newest."""
 
 
 class Logged(Struct, kw_only=True):

@@ -20,12 +20,14 @@ from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
+from .fold_health import HEALTH, carry_over, settle_sick
 from .fold_logged import LOGGED
 from .fold_pace import PACES, too_slow
 from .fold_ranks import PROCESSES
 from .fold_requests import REQUESTS, acts_again, forget_requests
 from .fold_stalls import STALLS, passed
 from .folding import (
+    add_evidence,
     arm,
     await_continued,
     await_silent,
@@ -39,9 +41,10 @@ from .folding import (
     take_origin,
 )
 from .input_count import part
-from .severity import network_status
+from .node_incidents import is_open
+from .nodes import NUM_SLOTS_MAX
+from .severity import OF_DEVICES, TABLE, last_line, network_status
 from .state import (
-    NUM_SLOTS_MAX,
     ClusterState,
     Node,
     Rank,
@@ -62,6 +65,8 @@ def fold(state: ClusterState, record: Record) -> None:
         state.sources[record.source] = record.source_seq
         if record.source.startswith("operator/"):
             forget_requests(state)
+    if state.ailing:
+        state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
     handler = HANDLERS.get(type(record.body))
     if handler is not None:
         before = part(state, record.body)
@@ -72,8 +77,9 @@ def fold(state: ClusterState, record: Record) -> None:
 # --- said by the leader -------------------------------------------------------------------------
 def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
     state.nonce, state.heart = body.nonce, body.heart
-    for deadline in state.deadlines.values():
-        deadline.due_s = record.at_s + deadline.length_s
+    for name, deadline in state.deadlines.items():
+        if not name.startswith("quarantine/"):  # a time of its own: no leader has to be there
+            deadline.due_s = record.at_s + deadline.length_s
     for source in list(state.sources):
         if source.startswith("leader/") and source != record.source:
             del state.sources[source]
@@ -81,6 +87,7 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     old, held, state.policy = state.policy, state.held, body.policy
+    settle_sick(state)
     if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
                                  for name in _PLANNED_BY):
         state.replan = "the policy was set"
@@ -124,7 +131,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     why = f"the agent of {body.node} started again"
     if old is not None:
         give_up_node(state, record, old, why)
-    state.nodes[body.node] = Node(
+    state.nodes[body.node] = node = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
         since_s=record.at_s, keeper=body.keeper, keeper_start=first_keeper(body.incarnation),
@@ -132,6 +139,9 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
+    if old is not None:
+        carry_over(state, old, node)
+    settle_sick(state)
     disarm(state, f"replace/{body.node}")
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
     present = [node.num_slots for node in state.nodes.values() if node.health == "healthy"]
@@ -153,6 +163,7 @@ def _node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
         return
     give_up_node(state, record, node, "")
     node.health, node.since_s = "left", record.at_s
+    settle_sick(state)
     disarm(state, f"replace/{node.name}")
     state.replan = f"node {node.name} left"
 
@@ -193,11 +204,29 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
         broken(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
         return
-    rank.failed, rank.failed_seq, rank.failed_error = task.generation, record.seq, body.error
+    rank.failed, rank.failed_seq = task.generation, record.seq
+    own = body.status in OF_DEVICES
+    rank.failed_status = (body.status if own or TABLE.get(body.status) == "SEV3"
+                          else network_status(body.error))
+    add_evidence(state.incidents.get(task.incident), record)
+    if own:
+        _broken_inside(task, record, rank, body.error)
     if task.failed_s < 0:
         task.failed_s = record.at_s
         if len(task.living_members()) == len(task.members):
             arm(state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max)
+
+
+def _broken_inside(task: Task, record: Record, rank: Rank, error: str) -> None:
+    """What failed under the collective is the rank's own: its process is to be started again.
+
+    Not where it alone has the state: then it is tried in place first.
+    """
+    fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
+    if any(other.has_state and other.sound and other is not rank and not (
+            other.failed == task.generation and other.failed_status in OF_DEVICES)
+           for other in task.living_members()):
+        rank.overdue = f"has {rank.failed_status}"
 
 
 def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
@@ -314,5 +343,5 @@ HANDLERS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
     r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **STALLS, **PACES, **COPIES,
-    **REQUESTS, **DECISIONS,
+    **REQUESTS, **DECISIONS, **HEALTH,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..events.records import Record
 from ..events.reports import DeadlineReached
 from ..events.statuses import TASK_HANG
+from .fold_health import late_of_node
 from .fold_stalls import late_hang
 from .folding import STOPPED, broken, fault, find, has_settled, mute, price_anew
 from .severity import network_status
@@ -73,9 +74,10 @@ def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[i
     told = [rank for rank in task.living_members() if rank.failed == task.generation]
     if told and not task.faults and len(task.living_members()) == len(task.members):
         task.evidence_over = task.generation
-        fault(task, record, told, network_status(told[0].failed_error),
+        fault(task, record, told, told[0].failed_status,
               f"a collective failed under {_names(told)}, no root cause in "
-              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told))
+              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told),
+              second_hand=True)
 
 
 def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -111,6 +113,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         return
     if what == "price":
         price_anew(state, "/".join(of))
+        return
+    if what in ("device", "recovered", "quarantine"):
+        late_of_node(state, what, "/".join(of))
         return
     number, *rest = (int(part) for part in of)
     task = state.tasks.get(number)

@@ -11,8 +11,9 @@ from ..events.decided import DegradedPriced
 from ..events.records import Record
 from ..events.reports import Body
 from .calibration import learn_slot
-from .economics import arrived, is_fault, settle_mtbf, stands
-from .faults import Incident
+from .economics import arrived, is_fault, settle_mtbf, stands, was_harmed
+from .faults import NUM_STRIKES_MAX, Incident
+from .fold_health import blame, take_evidence
 from .fold_pace import degraded_priced
 from .folding import (
     arm,
@@ -41,28 +42,52 @@ def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened
         status=body.status, ranks=sorted(body.ranks), why=body.why,
         evidence=list(body.evidence), opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.is_train else 0)
+    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    take_evidence(state, incident, body)
     if task is not None:
         task.incident = record.seq
         state.num_faults += is_fault(state, task, incident)
         settle_mtbf(state)
+        _hear(incident, task, opened=True)
         _take_in(state, task, incident, body.severity, body.ranks)
+
+
+def _on_purpose(state: ClusterState, task: Task | None, name: str) -> bool:
+    """Whether somebody asked for what is decided upon now."""
+    node = state.nodes.get(name)
+    ranks = task.ranks.values() if task is not None else ()
+    harmed = [rank.harmed_s for rank in ranks] + ([node.harmed_s] if node is not None else [])
+    return any(was_harmed(harmed_s, state.at_s) for harmed_s in harmed) or (
+        task is not None and any(fault.on_purpose for fault in task.faults))
+
+
+def _hear(incident: Incident, task: Task, *, opened: bool) -> None:
+    """Whose words the incident rests on, and which ranks it has struck."""
+    hearsay = bool(task.faults) and all(fault.second_hand for fault in task.faults)
+    incident.second_hand = hearsay and (opened or incident.second_hand)
+    strikes = [strike for fault in task.faults for strike in fault.strikes]
+    incident.strikes = [*incident.strikes, *strikes][-NUM_STRIKES_MAX:]
 
 
 def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEscalated) -> None:
     incident = state.incidents.get(body.of)
     task = state.tasks.get(incident.task) if incident is not None else None
-    if incident is None or task is None:
+    if incident is None:
         return
+    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    take_evidence(state, incident, body)
     known = incident.ranks
-    if worse(incident.severity, body.severity) != incident.severity:
-        if incident.severity == "SEV3" and body.ranks:
-            known = []  # a collective failed under them: here is why
+    if body.root or worse(incident.severity, body.severity) != incident.severity:
+        if (body.root or incident.severity == "SEV3") and body.ranks:
+            known = []  # they saw what came of it: here is why
         incident.severity, incident.why = body.severity, body.why
         incident.status = body.status or incident.status
         incident.node = body.node or incident.node
     incident.ranks = sorted({*known, *body.ranks})
-    incident.evidence += body.evidence
-    _take_in(state, task, incident, body.severity, body.ranks)
+    incident.evidence += [x for x in body.evidence if x not in incident.evidence]
+    if task is not None:
+        _hear(incident, task, opened=False)
+        _take_in(state, task, incident, body.severity, body.ranks)
 
 
 def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Severity,
@@ -76,6 +101,10 @@ def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Se
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []
+    if not task.is_train and any(not node.takes_tasks or node.is_out(seat.slot.index)
+                                 for seat in task.target
+                                 if (node := state.nodes.get(seat.slot.node)) is not None):
+        state.replan = f"task {task.spec.name} is to start elsewhere"
     if task.reattempts > state.policy.restarts_max:
         _restart(task, ranks)
     if severity == "SEV1":
@@ -108,7 +137,8 @@ def _take_out(state: ClusterState, task: Task, number: int) -> None:
     else:
         node.slots_out = sorted({*node.slots_out, slot.index})
         task.restarts.pop(number, None)
-        if rank is None or not rank.stopping:  # one that cannot be ended holds its slot
+        proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
+        if not proved and (rank is None or not rank.stopping):  # one that cannot be ended holds it
             task.blamed[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
@@ -121,7 +151,9 @@ def _incident_closed(state: ClusterState, record: Record, body: o.IncidentClosed
         return
     incident.outcome, incident.closed_s, incident.pause_s = (
         body.outcome, record.at_s, body.pause_s)
-    task = state.tasks.get(incident.task)
+    task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
+    if node is not None and node.incident == incident.id:
+        node.incident = 0
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why

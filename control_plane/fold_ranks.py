@@ -11,6 +11,7 @@ from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from .folding import (
     STOPPED,
+    add_evidence,
     arm,
     await_continued,
     await_hang,
@@ -22,8 +23,8 @@ from .folding import (
     set_phase,
     stepped,
 )
-from .severity import exit_in_words, last_line, status_of
-from .state import ClusterState, Task
+from .severity import exit_in_words, last_line, status_of, told_status
+from .state import ClusterState, Rank, Task
 
 
 def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
@@ -68,11 +69,14 @@ def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> N
     rank = find(task, body.rank, body.attempt)
     if task is None or rank is None or rank.error_seq or rank.state == "finished":
         return
-    rank.error, rank.error_text, rank.error_seq = status_of(body.error), body.text, record.seq
+    rank.error, rank.error_text, rank.error_seq = (
+        told_status(body.status, status_of(body.error)), body.text, record.seq)
+    rank.second_hand = body.second_hand
     if not rank.stopping and not task.ending:
         arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
         what = last_line(body.text) or body.error
-        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True)
+        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True,
+              second_hand=body.second_hand)
 
 
 def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
@@ -96,12 +100,20 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
     if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
         return
     if rank.error_seq:
-        incident = state.incidents.get(task.incident)
-        if incident is not None:
-            incident.evidence.append(record.seq)
+        if rank.second_hand and body.status and not body.second_hand:  # here is why
+            _ended(task, record, rank, body, hurts=member or None)
+        else:
+            add_evidence(state.incidents.get(task.incident), record)
         return
-    fault(task, record, [rank], EXITED_ABNORMALLY,
-          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None)
+    _ended(task, record, rank, body, hurts=member or None)
+
+
+def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
+           hurts: bool | None) -> None:
+    cause = f": {body.cause}" if body.cause else ""
+    fault(task, record, [rank], told_status(body.status, EXITED_ABNORMALLY),
+          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}{cause}", hurts=hurts,
+          ended=True, second_hand=body.second_hand)
 
 
 def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:

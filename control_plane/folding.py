@@ -9,7 +9,7 @@ from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
 from .economics import halts, stands, stood_to_leave, was_harmed
-from .faults import ORIGINS, Fault, Incident, Source
+from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Source, Strike
 from .hang import located
 from .severity import severity_of
 from .state import (
@@ -241,7 +241,7 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
 
 def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
-          since_s: float = -1.0) -> None:
+          second_hand: bool = False, since_s: float = -1.0) -> None:
     """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains.
 
     `since_s`: when it struck; below 0: with this record.
@@ -256,10 +256,11 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
         for rank in ranks:
             task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
     node = ranks[0].slot.node if ranks else ""
+    strikes = tuple(Strike(rank.rank, rank.slot, record.at_s) for rank in ranks)
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
         evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
-        hurts=hurts, ended=ended,
+        hurts=hurts, ended=ended, second_hand=second_hand, strikes=strikes,
         on_purpose=any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)))
 
 
@@ -268,8 +269,14 @@ def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str)
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
     for rank in ranks:
-        rank.failed, rank.failed_seq = task.generation, record.seq
-    fault(task, record, ranks, status, why)
+        rank.failed, rank.failed_seq, rank.failed_status = task.generation, record.seq, status
+    fault(task, record, ranks, status, why, second_hand=True)
+
+
+def add_evidence(incident: Incident | None, record: Record) -> None:
+    """What is told of an incident that is decided upon already."""
+    if incident is not None and len(incident.evidence) < NUM_EVIDENCE_MAX:
+        incident.evidence.append(record.seq)
 
 
 def stepped(state: ClusterState, task: Task) -> None:

@@ -13,7 +13,8 @@ from ..events.orders import (
 )
 from ..events.reports import Body
 from ..events.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
-from .severity import network_status, severity_of, worse
+from .root_cause import root_cause
+from .severity import worse
 from .state import ClusterState, Rank, Task
 
 NUM_STOPS_MAX = 3
@@ -34,28 +35,20 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
-    faults, limit = task.faults, state.policy.restarts_max
-    severities = [severity_of(fault.status, process_ended=fault.ended) for fault in faults]
-    severity: Severity = "SEV1" if "SEV1" in severities else (
-        "SEV2" if "SEV2" in severities else "SEV3")
-    worst = faults[severities.index(severity)]
-    # Where a process died or hangs, a collective that failed under others is what came of it.
-    causes = [fault for fault, own in zip(faults, severities, strict=True)
-              if own != "SEV3" or severity == "SEV3"]
-    ranks = tuple(sorted({number for fault in causes for number in fault.ranks}))
-    status, node = worst.status, worst.node
-    why = "; ".join(fault.why for fault in faults)
-    evidence = tuple(seq for fault in faults for seq in fault.evidence)
+    limit = state.policy.restarts_max
+    cause = root_cause(state, task)
+    severity, status, ranks, why, evidence = (
+        cause.severity, cause.status, cause.ranks, cause.why, cause.evidence)
     if task.reattempts > limit:
         ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
-    yield _tell(state, task, severity, status, node, ranks, why, evidence)
+    yield _tell(state, task, severity, status, cause.node, ranks, why, evidence, root=cause.root)
     if not task.furthest and any(task.ranks[number].error == WRONG_INPUT
                                  for number in ranks if number in task.ranks):
         yield _close(state, task, "failed", f"it cannot start: {why}")
         return
     spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
-    if not spent:
+    if not spent or cause.is_hearsay:
         return
     left = [rank for rank in task.living_members() if rank.rank not in spent]
     followed = [number for number in spent if number in task.blamed]
@@ -91,7 +84,7 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
         else:
             continue
-        evidence = tuple(x for x in (node.silenced_seq, seq) if x)
+        evidence = tuple(sorted(x for x in (node.silenced_seq, seq) if x))
         yield _tell(state, task, "SEV1", LOST_CONNECTION, name,
                     tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
                     evidence)
@@ -111,7 +104,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """A collective failed and nothing else did: SEV3, before the reattempt in place."""
     told = [rank for rank in task.living_members() if rank.failed == task.generation]
     if told and task.failed_s >= 0 and not task.incident:
-        yield _tell(state, task, "SEV3", network_status(told[0].failed_error), told[0].slot.node,
+        yield _tell(state, task, "SEV3", told[0].failed_status, told[0].slot.node,
                     tuple(rank.rank for rank in told), "a collective failed, no rank is lost",
                     tuple(rank.failed_seq for rank in told))
 
@@ -144,12 +137,13 @@ def _armed(state: ClusterState, task: Task, rank: Rank) -> bool:
 
 
 def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node: str,
-          ranks: tuple[int, ...], why: str, evidence: tuple[int, ...]) -> Body:
+          ranks: tuple[int, ...], why: str, evidence: tuple[int, ...], *,
+          root: bool = False) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
         # The severity of what is told now: SEV1 takes slots out, and only those of these ranks.
         return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
-                                 evidence=evidence, status=status, node=node)
+                                 evidence=evidence, status=status, node=node, root=root)
     return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,
                           why=why, evidence=evidence)
 

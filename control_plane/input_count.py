@@ -11,7 +11,7 @@ from typing import Any
 from ..events import detected as d
 from ..events import orders as o
 from ..events import reports as r
-from ..events.decided import DegradedPriced
+from ..events.decided import DegradedPriced, NodeQuarantined
 from ..events.logged import IterationsLogged
 from .plan_input import is_pinned, is_whole
 from .state import ClusterState, Task
@@ -21,12 +21,12 @@ _NEVER = frozenset((
     r.RankReady, r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved,
     r.CheckpointPublished, r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume,
     o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
-    o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, DegradedPriced))
+    o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, d.DeviceErred, DegradedPriced))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
 _OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))
 """Kinds that name a task, and may change nodes."""
 _OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
-                          r.NodeUndrained))
+                          r.NodeUndrained, d.HealthChanged, d.QuarantineLifted, NodeQuarantined))
 """Kinds that change one node, and any task."""
 
 
@@ -62,8 +62,8 @@ def _begun(state: ClusterState, task: Task, number: int) -> tuple[Any, ...]:
 def _nodes(state: ClusterState, name: str = "") -> tuple[Any, ...]:
     """Of the named node alone, or of all."""
     found = [state.nodes[name]] if name in state.nodes else state.nodes.values() if not name else ()
-    return tuple((node.name, node.health, node.drained, node.num_slots, tuple(node.slots_out))
-                 for node in found)
+    return tuple((node.name, node.health, node.takes_tasks, node.num_slots, tuple(node.slots_out),
+                  tuple(node.slots_sick)) for node in found)
 
 
 def _task(state: ClusterState, task: Task) -> tuple[Any, ...]:

@@ -38,9 +38,8 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
     Nothing starts on a drained node, also not for a task whose seats are yet to move.
     """
     node = state.nodes.get(seat.slot.node)
-    return (node is not None and node.health == "healthy" and not node.drained
-            and seat.slot.index not in node.occupants
-            and seat.slot.index not in node.slots_out)
+    return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
+            and not node.is_out(seat.slot.index))
 
 
 def inject_fault(state: ClusterState, asked: FaultRequested) -> InjectFault | None:

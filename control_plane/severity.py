@@ -46,6 +46,9 @@ TABLE: dict[str, Severity] = {
     # ours
     WRONG_INPUT: "SEV2",
 }
+OF_DEVICES = frozenset((ILLEGAL_MEMORY_ACCESS, ECC_ERRORS, INVALID_DMA_MAPPING, CUDA_ERRORS,
+                        NVLINK_ERRORS, GPU_DRIVER_ERRORS))
+"""Rows that a rank can only tell of its own device: never another's end."""
 _NETWORK = {
     CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
     CONNECTION_REFUSED: ("connection refused",),
@@ -58,6 +61,14 @@ _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_
 def status_of(error: str) -> str:
     """The row of the table that a reported error belongs to; a stranger is other software."""
     return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
+
+
+def told_status(told: str, else_: str) -> str:
+    """What a worker's classifier called it, where that is a row of the table.
+
+    What the job spec names wrongly is told by the rank alone.
+    """
+    return told if told in TABLE and else_ != WRONG_INPUT else else_
 
 
 def severity_of(status: str, *, process_ended: bool = False) -> Severity:

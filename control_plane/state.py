@@ -9,13 +9,15 @@ import msgspec
 from msgspec import Struct, field
 
 from ..events.codec import decode_record
-from ..events.labels import Labels
 from ..events.model_spec import Modelled
 from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, ThroughputSet
 from ..events.records import Record
 from ..events.reports import Policy
 from ..events.spec import JobSpec
 from .faults import Fault, Incident, Logged, Standing
+from .nodes import Health as Health
+from .nodes import Node as Node
+from .nodes import Occupant as Occupant
 from .noticed import Pace, Priced, Slow, Stall
 
 SCHEMA = "unicron-state-5"
@@ -23,15 +25,12 @@ NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
-NUM_SLOTS_MAX = 1024
-"""Of one node; a report of more is absurd."""
 EARNED_S = 1800
 """Length of the spans over which the cluster's achieved work is summed."""
 NUM_EARNED_MAX = 48
 """Spans that the state keeps: 24 h."""
 
 Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
-Health = Literal["healthy", "unreachable", "lost", "left"]
 RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
 
@@ -40,48 +39,6 @@ class Deadline(Struct):
 
     due_s: float
     length_s: float
-
-
-class Occupant(Struct):
-    """The process on a slot."""
-
-    task: int
-    rank: int
-    attempt: int
-
-
-class Node(Struct, kw_only=True):
-    """One node, in its newest incarnation."""
-
-    name: str
-    incarnation: int
-    host: str
-    pid: int
-    num_slots: int
-    accelerator: str
-    keeper: str = ""
-    """Where its keeper takes copies, host:port; empty: it has none."""
-    keeper_start: int = 0
-    """The keeper's process that may have copies: what earlier ones had is gone with them."""
-    labels: Labels = Labels()
-    health: Health = "healthy"
-    since_s: float = 0.0
-    silenced_seq: int = 0
-    replace: bool = False
-    """Unreachable for replace_after_s."""
-    drained: bool = False
-    """An operator wants it empty; it stays so when its agent joins again."""
-    drain_reason: str = ""
-    harmed_s: float = -1.0
-    """When somebody asked to kill it; below 0: nobody did."""
-    slots_out: list[int] = field(default_factory=list[int])
-    """Slots with a hardware fault; they come back when the agent joins again."""
-    occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing is heard of it; its processes may live all the same."""
-        return self.health in ("unreachable", "lost")
 
 
 class Rank(Struct, kw_only=True):
@@ -105,7 +62,7 @@ class Rank(Struct, kw_only=True):
     failed: int = 0
     """The last generation in which a collective, or the coming up, failed under it."""
     failed_seq: int = 0
-    failed_error: str = ""
+    failed_status: str = ""
     overdue: str = ""
     """What it was too late for; it is to be ended at once."""
     suspended_s: float = -1.0
@@ -119,6 +76,8 @@ class Rank(Struct, kw_only=True):
     error: str = ""
     error_text: str = ""
     error_seq: int = 0
+    second_hand: bool = False
+    """Its error tells of another's end."""
 
     @property
     def suspended(self) -> bool:
@@ -312,6 +271,8 @@ class ClusterState(Struct, kw_only=True):
     plan: PlanChosen | None = None
     plan_seq: int = 0
     plan_s: float = 0.0
+    ailing: list[str] = field(default_factory=list[str])
+    """Nodes of which something is still to be decided."""
     num_inputs: int = 0
     """How often that has changed which a plan follows from: not with every record."""
     replan: str = ""
@@ -382,11 +343,9 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 
 def usable_slots(state: ClusterState) -> list[Slot]:
-    """Slots that a plan may give: of healthy nodes not drained, without a hardware fault."""
+    """Slots that a plan may give: of nodes that take tasks, and not out."""
     return [
         Slot(name, index)
-        for name in sorted(state.nodes)
-        if (node := state.nodes[name]).health == "healthy" and not node.drained
-        for index in range(node.num_slots)
-        if index not in node.slots_out
+        for name in sorted(state.nodes) if (node := state.nodes[name]).takes_tasks
+        for index in range(node.num_slots) if not node.is_out(index)
     ]

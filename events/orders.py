@@ -76,8 +76,7 @@ class Copy(Struct, frozen=True, kw_only=True):
     copy_bytes: int
     checksum: str
     step_version_max: int = -1
-    """The task went on from this step: what its keeper has of this generation beyond it was left
-    behind. -1: nothing was."""
+    """Where the task went on from: what is beyond it was left behind. -1: nothing was."""
 
 
 # --- decisions ----------------------------------------------------------------------------------
@@ -97,7 +96,8 @@ class IncidentOpened(Body, frozen=True):
 class IncidentEscalated(Body, frozen=True):
     """More of the same incident, by which evidence; severity, status, node: of what is told now.
 
-    Where that is graver than what was known, it is what the incident is called from now on.
+    Where that is graver than what was known, or is its cause (`root`: till now there were only
+    others' words for it), it is what the incident is called from now on.
     """
 
     of: int
@@ -107,6 +107,7 @@ class IncidentEscalated(Body, frozen=True):
     evidence: tuple[int, ...]
     status: str = ""
     node: str = ""
+    root: bool = False
 
 
 class IncidentClosed(Body, frozen=True):
@@ -114,11 +115,10 @@ class IncidentClosed(Body, frozen=True):
     some were, it was `set back`. `pause_s`: detected to stepped.
 
     `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
-    that had been stepped and were done again (None: a command has yet to print how far it is);
-    `ckpt_read`: a checkpoint was needed. `origin` is the farthest that a member's state came from:
-    of which node (a copy, a peer), which path (a checkpoint), how many steps it had taken, and how
-    many bytes came from there, not what a try found that came to nothing. `received_bytes` is what
-    all members received of state in all tries, `peer_bytes` the part that they had from each other.
+    that were stepped and done again (None: a command has yet to print how far it is); `ckpt_read`:
+    a checkpoint was needed. `origin` is the farthest that a member's state came from: which node,
+    which path, after how many steps and how many bytes, not what a try found that came to nothing.
+    `received_bytes` of state came to all members in all tries, `peer_bytes` of it from each other.
     """
 
     of: int

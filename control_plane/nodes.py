@@ -1,0 +1,77 @@
+"""One node as the state holds it: what it has, what runs there, and what ails it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from ..events.labels import Labels
+from .ailments import Check, Erred, Offence, Quarantine
+
+NUM_SLOTS_MAX = 1024
+"""Of one node; a report of more is absurd."""
+
+Health = Literal["healthy", "unreachable", "lost", "left"]
+
+
+class Occupant(Struct):
+    """The process on a slot."""
+
+    task: int
+    rank: int
+    attempt: int
+
+
+class Node(Struct, kw_only=True):
+    """One node, in its newest incarnation."""
+
+    name: str
+    incarnation: int
+    host: str
+    pid: int
+    num_slots: int
+    accelerator: str
+    keeper: str = ""
+    """Where its keeper takes copies, host:port; empty: it has none."""
+    keeper_start: int = 0
+    """The keeper that may have copies: what earlier ones had is gone with them."""
+    labels: Labels = Labels()
+    health: Health = "healthy"
+    since_s: float = 0.0
+    silenced_seq: int = 0
+    replace: bool = False
+    """Unreachable for replace_after_s."""
+    drained: bool = False
+    """An operator wants it empty; it stays so when its agent joins again."""
+    drain_reason: str = ""
+    harmed_s: float = -1.0
+    """When somebody asked to kill it; below 0: nobody did."""
+    slots_out: list[int] = field(default_factory=list[int])
+    """Slots with a hardware fault; they come back when the agent joins again."""
+    slots_sick: list[int] = field(default_factory=list[int])
+    """Slots that a check calls unhealthy; they come back when it calls them healthy for a time."""
+    sick_why: str = ""
+    """Why these, or why not in spite of what a check says."""
+    checks: list[Check] = field(default_factory=list[Check])
+    """Those that do not say healthy, the oldest first."""
+    erred: list[Erred] = field(default_factory=list[Erred])
+    incident: int = 0
+    """The open one that is of the node alone; no task was hurt."""
+    offences: list[Offence] = field(default_factory=list[Offence])
+    quarantine: Quarantine | None = None
+    occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is heard of it; its processes may live all the same."""
+        return self.health in ("unreachable", "lost")
+
+    @property
+    def takes_tasks(self) -> bool:
+        """Whether something may be started on it: healthy, neither drained nor quarantined."""
+        return self.health == "healthy" and not self.drained and self.quarantine is None
+
+    def is_out(self, index: int) -> bool:
+        """Whether nothing may be started on this slot: it erred, or a check says so."""
+        return index in self.slots_out or index in self.slots_sick

@@ -1,0 +1,81 @@
+"""Quarantine: a node that fails again and again gets no tasks for a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..events.decided import NodeQuarantined
+from ..events.reports import Body
+from ..events.statuses import LOST_CONNECTION, TASK_HANG
+from .ailments import NUM_OFFENCES_MAX, Offence
+from .faults import Incident
+from .severity import TABLE
+from .state import ClusterState, Node
+
+OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG))
+"""Statuses that count against a node, where they were SEV1: of a device, a lost connection, and a
+process that nothing could end."""
+
+
+def offend(state: ClusterState, incident: Incident, *, node: str, status: str, why: str) -> None:
+    """Fold: an incident names the node. Once for what one fault did to several tasks.
+
+    Not what was asked for, nor on a node that an operator has drained to work on it.
+    """
+    found = state.nodes.get(node)
+    if found is None or status not in OFFENCES or found.drained:
+        return
+    at_s = state.at_s
+    if any(other.incident == incident.id or (
+            other.status == status and at_s - other.at_s <= state.policy.replace_after_s)
+            for other in found.offences):
+        return
+    found.offences = [*found.offences, Offence(at_s=at_s, incident=incident.id, status=status,
+                                               why=why)][-NUM_OFFENCES_MAX:]
+    ail(state, found)
+
+
+def ail(state: ClusterState, node: Node) -> None:
+    """Fold: something of it is still to be decided."""
+    if node.name not in state.ailing:
+        state.ailing = sorted([*state.ailing, node.name])
+
+
+def is_due(state: ClusterState, node: Node) -> bool:
+    """Whether it has failed so often that it is to be quarantined, the last time since it was."""
+    if node.quarantine is not None or not any(one.fresh for one in node.offences):
+        return False
+    return len(counting(state, node)) >= state.policy.quarantine_faults
+
+
+def counting(state: ClusterState, node: Node) -> list[Offence]:
+    """What counts against it now. Many nodes that are silent at once are the network's fault."""
+    since_s = state.at_s - state.policy.quarantine_window_s
+    return [one for one in node.offences if one.at_s >= since_s
+            and not (one.status == LOST_CONNECTION and _is_shared(state, one))]
+
+
+def _is_shared(state: ClusterState, offence: Offence) -> bool:
+    near_s = state.policy.replace_after_s
+    alike = [node.name for node in state.nodes.values() if any(
+        one.status == offence.status and abs(one.at_s - offence.at_s) <= near_s
+        for one in node.offences)]
+    return len(alike) > num_unconfirmed_max(state)
+
+
+def num_unconfirmed_max(state: ClusterState) -> int:
+    """Nodes that may be taken out by what no second source says."""
+    num = sum(node.health != "left" for node in state.nodes.values())
+    return max(int(state.policy.unconfirmed_share_max * num), 1)
+
+
+def judge(state: ClusterState, node: Node) -> Iterator[Body]:
+    """The decision, where it is due."""
+    if not is_due(state, node):
+        return
+    found = counting(state, node)
+    incidents = tuple(one.incident for one in found)
+    days = state.policy.quarantine_window_s / 86400
+    why = f"{len(found)} faults in {days:.3g} days, the last: {found[-1].why}"
+    yield NodeQuarantined(node=node.name, until_s=state.at_s + state.policy.quarantine_s, why=why,
+                          incidents=incidents)
