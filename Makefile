@@ -13,7 +13,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection check types docs wheel clean
+.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,9 @@ SEED ?= 4
 PICTURE ?= build/chaos-training
 chaos-training: setup types $(DRAWS) ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
 	@$(BIN)/python tests/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
+
+confusion: setup types ## what the classifier makes of the labelled error lines, as tables
+	@PYTHONPATH=tests $(BIN)/python -P -m confusion
 
 bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery -n $(N) \

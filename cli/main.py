@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from . import locate_command, operator_commands, plan_command, say
+from . import classify_command, locate_command, operator_commands, plan_command, say
 from .options import Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -206,6 +206,7 @@ def cancel(
 
 app.add_typer(plan_command.app)
 app.add_typer(operator_commands.app)
+app.add_typer(classify_command.app)
 app.add_typer(locate_command.app)
 
 

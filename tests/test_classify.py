@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from confusion import tables
 from unicron.control_plane.severity import TABLE
 from unicron.workers.classify import LINE_CHARS_MAX, NOTHING, RULES, Verdict, classify
 from unicron.workers.xids import XIDS
@@ -37,6 +38,11 @@ def test_each_labelled_line_gets_its_row(line: dict[str, Any]) -> None:
 def test_the_samples_hold_every_row_with_many_lines_that_mean_nothing() -> None:
     assert {line["status"] for line in LABELLED} == {"", *TABLE} - {"wrong input"}
     assert len(QUIET) >= 50
+
+
+def test_the_page_holds_the_tables_that_come_out_today() -> None:
+    page = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
+    assert tables() in page, "make confusion prints them anew"
 
 
 def test_the_xids_are_those_of_the_catalogue() -> None:

@@ -27,7 +27,7 @@ from unicron.events.reports import EpochStarted, Policy, PolicySet
 
 COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
             "export", "demo", "doctor", "set-weight", "drain", "undrain", "freeze", "unfreeze",
-            "inject", "incident", "plan", "locate")
+            "inject", "incident", "plan", "locate", "classify")
 LIMIT_S = 60
 JOB = """\
 apiVersion: unicron/v1

@@ -92,7 +92,7 @@ PROCESS_RULES = (
          r"(?:is dead|was killed)"),
     )),
     *rules(OTHER_SOFTWARE, TRACE, (
-        ("traceback", "traceback (most recent call last)|unhandled exception|uncaught exception"),
+        ("unhandled", "unhandled exception|uncaught exception"),
     )),
 )
 """The rule `exception` is the only one whose pattern reads the line as it stands: names have

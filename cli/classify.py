@@ -1,0 +1,187 @@
+"""`unicron classify`: what the lines of a log mean, and what would be done about them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from msgspec import Struct
+
+from ..control_plane.severity import severity_of
+from ..events.errors import UsageError
+from ..workers.classify import Verdict
+from ..workers.classify import classify as verdict_on
+from . import say
+from .figures import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
+
+READ_BYTES_MAX = 16 * 1024 * 1024
+"""Of a longer line the rest is not read."""
+LOOK_BYTES = 8192
+ROWS_NUM_MAX = 40
+INDENT_COLUMNS = 10
+HINT = "give a log as it is, or one JSON object with text a line"
+NONE, NO_SEVERITY = "none", "NONE"
+DONE = {
+    "SEV1": "the node is taken out, and the cluster is planned anew",
+    "SEV2": "the process is restarted; if that does not help, SEV1",
+    "SEV3": "tried again in place; if that does not help, SEV2",
+}
+
+
+class Group(Struct):
+    """Lines with one meaning by one rule."""
+
+    severity: str
+    verdict: Verdict
+    first: int
+    """The number of the first line, from 1."""
+    num_lines: int = 0
+
+
+def classify(file: Path | None, *, as_json: bool) -> None:
+    """Read, judge each line, show. Raises UsageError for what cannot be read as text."""
+    name = str(file) if file is not None else "standard input"
+    with ExitStack() as stack:
+        stream = _opened(file, stack)
+        if b"\0" in _begins(stream):
+            raise UsageError(f"{name} is not text", HINT)
+        judged = _judged(_texts(stream, name))
+        if as_json:
+            for _, text, verdict in judged:
+                say.out(json.dumps(plain(text, verdict)))
+        else:
+            say.lines(screen(name if file is not None else "", judged))
+
+
+def plain(text: str, verdict: Verdict) -> dict[str, Any]:
+    """One answer as plain data: what is not set is left out."""
+    told: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
+                            "severity": _severity(verdict), "rule": verdict.rule}
+    rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
+            "code": verdict.code, "device": verdict.device}
+    return told | {key: value for key, value in rest.items() if value}
+
+
+def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
+    """The page: each meaning once, the gravest first; then what is done about it, and the next
+    command. Only what is shown is held, so a log may be of any length."""
+    groups: dict[tuple[str, str], Group] = {}
+    num_lines = num_speaking = 0
+    for number, _, verdict in judged:
+        num_lines += 1
+        if verdict.status:
+            num_speaking += 1
+            group = groups.setdefault((verdict.status, verdict.rule),
+                                      Group(_severity(verdict), verdict, number))
+            group.num_lines += 1
+    yield (f"{number_of(num_lines, 'line')}: {count(num_speaking)} of a fault, "
+           f"{count(num_lines - num_speaking)} that mean nothing")
+    if not groups:
+        return
+    found = sorted(groups.values(), key=lambda one: (one.severity, one.first))
+    yield ""
+    rows = found[:ROWS_NUM_MAX]
+    lines = iter(table(
+        ("SEVERITY", "STATUS", "RULE", "LINES", "FIRST"),
+        [[one.severity, one.verdict.status, one.verdict.rule, count(one.num_lines),
+          count(one.first)] for one in rows], right=(3, 4)))
+    yield next(lines)
+    for line, one in zip(lines, rows, strict=True):
+        yield line
+        yield clipped(" " * INDENT_COLUMNS + _said(one.verdict), SCREEN_COLUMNS)
+    if len(found) > ROWS_NUM_MAX:
+        yield f"and {len(found) - ROWS_NUM_MAX} rules more: {command('-o json')}"
+    yield ""
+    for severity in sorted({one.severity for one in found}):
+        yield from labelled(severity, DONE[severity])
+    if any(one.verdict.second_hand for one in found):
+        yield from labelled("(peer)", "tells of another's end, or of a wait for it: look for the "
+                            "cause where that one ran")
+    yield from _next(name, found)
+
+
+def _next(name: str, found: list[Group]) -> Iterator[str]:
+    if any(one.verdict.status in ("NCCL timeout", "task hang") for one in found):
+        yield from labelled("next", f"{command('unicron locate DUMP...')}: whom they wait for")
+    else:
+        words = " ".join(["unicron classify", *([name] if name else []), "-o json"])
+        yield from labelled("next", f"{command(words)}: each line, with the peer and the GPU that "
+                            "it names")
+
+
+def _said(verdict: Verdict) -> str:
+    words = "".join(letter if letter.isprintable() else " " for letter in verdict.line)
+    return ("(peer) " if verdict.second_hand else "") + " ".join(words.split())
+
+
+def _severity(verdict: Verdict) -> str:
+    return severity_of(verdict.status) if verdict.status else NO_SEVERITY
+
+
+# --- reading ------------------------------------------------------------------------------------
+def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
+    if file is None:
+        if sys.stdin.isatty():
+            say.talk("reading standard input; Ctrl-D ends it")
+        return sys.stdin.buffer
+    try:
+        return stack.enter_context(file.open("rb"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{file}: {why.lower()}", "give the name of a text file, or pipe the "
+                         "text in") from None
+
+
+def _begins(stream: BinaryIO) -> bytes:
+    """Its first bytes, which stay to be read."""
+    peek = getattr(stream, "peek", None)
+    return bytes(peek(LOOK_BYTES))[:LOOK_BYTES] if peek is not None else b""
+
+
+def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
+    """Each text with its verdict. A line of a log is read with the one ahead: source code that a
+    traceback quotes is nobody's error."""
+    ahead = ""
+    for number, text, whole in texts:
+        yield number, text, verdict_on(text if whole or not ahead else f"{ahead}\n{text}")
+        ahead = text if not whole and '", line ' in text else ""
+
+
+def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
+    """(line number, text, whether it is whole) of each line: the `text` of its JSON object, which
+    is whole, or the line itself."""
+    number = 0
+    while raw := stream.readline(READ_BYTES_MAX):
+        number += 1
+        if len(raw) == READ_BYTES_MAX:
+            rest = raw
+            while rest and not rest.endswith(b"\n"):
+                rest = stream.readline(READ_BYTES_MAX)
+            say.talk(f"line {number} of {name} is longer than {count(READ_BYTES_MAX)} bytes: "
+                     "the rest of it is not read")
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "replace").rstrip("\r\n")
+        words = line.strip()
+        if words == "{}" or (words.startswith('{"') and words.endswith("}")):
+            yield number, _text_of(words, f"line {number} of {name}"), True
+        else:
+            yield number, line, False
+
+
+def _text_of(words: str, place: str) -> str:
+    try:
+        told = json.loads(words, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{place} is no JSON object", HINT) from None
+    text = told.get("text")
+    if not isinstance(text, str):
+        raise UsageError(f"{place}: {'its text is no string' if 'text' in told else 'no text'}",
+                         HINT)
+    return text
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")

@@ -1,0 +1,137 @@
+"""`unicron classify`: what it prints for people and for machines, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.cli.main import run_command
+
+DATA = Path(__file__).parent / "data"
+UNICRON = Path(sys.executable).parent / "unicron"
+LIMIT_S = 60
+LOG = """\
+[1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=7, GPU has fallen off the bus.
+iteration 12/ 100 | lm loss: 2.1
+Traceback (most recent call last):
+  File "train.py", line 3, in step
+    raise RuntimeError("CUDA error: of source code")
+RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
+RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.13]:43185
+"""
+PAGE = """\
+7 lines: 3 of a fault, 4 that mean nothing
+
+SEVERITY  STATUS             RULE              LINES  FIRST
+SEV1      GPU driver errors  xid-79                1      1
+          [1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=7, GPU has fallen off the bus.
+SEV3      connection reset   connection-reset      2      6
+          (peer) RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
+
+SEV1       the node is taken out, and the cluster is planned anew
+SEV3       tried again in place; if that does not help, SEV2
+(peer)     tells of another's end, or of a wait for it: look for the cause where that one ran
+next       unicron classify LOG -o json: each line, with the peer and the GPU that it names
+"""
+Capture = pytest.CaptureFixture[str]
+
+
+def written(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "LOG"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def answers(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_log_is_told_by_meaning_the_gravest_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    written(tmp_path, LOG)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", "LOG"]) == 0
+    assert capsys.readouterr().out == PAGE
+
+
+def test_each_line_of_a_log_as_json(tmp_path: Path, capsys: Capture) -> None:
+    assert run_command(["classify", written(tmp_path, LOG), "-o", "json"]) == 0
+    told = answers(capsys)
+    assert [line["status"] for line in told] == [
+        "GPU driver errors", "none", "none", "none", "none", "connection reset",
+        "connection reset"]
+    assert told[0] == {"text": LOG.splitlines()[0], "status": "GPU driver errors",
+                       "severity": "SEV1", "rule": "xid-79", "line": LOG.splitlines()[0],
+                       "code": 79, "device": "0000:4e:00"}
+    assert told[1] == {"text": LOG.splitlines()[1], "status": "none", "severity": "NONE",
+                       "rule": "iteration", "line": LOG.splitlines()[1]}
+    assert told[5]["peer"] == "172.28.0.12:43185"
+    assert told[5]["second_hand"] is True
+
+
+@pytest.mark.parametrize("name", ["error_lines.jsonl", "error_lines_more.jsonl"])
+def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None:
+    asked = [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+    assert run_command(["classify", str(DATA / name), "-o", "json"]) == 0
+    told = answers(capsys)
+    for one, answer in zip(asked, told, strict=True):
+        assert answer["text"] == one["text"]
+        assert answer["status"] == (one["status"] or "none")
+        assert answer["severity"] == one["severity"]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ('{"message": "no"}\n', "no text"), ('{"text": 3}\n', "text is no string"),
+    ('{"text": NaN}\n', "no JSON object"), ('fine\n{"text": "a", "b": Infinity}\n', "line 2"),
+    ("{}\n", "no text"), ('{"text": "cut}\n', "no JSON object"), (b"\x7fELF\0\0", "is not text"),
+    ('{"a": ' * 20_000 + "}", "no JSON object"),
+])
+def test_what_cannot_be_read_is_one_line_with_a_hint(
+        content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
+    assert run_command(["classify", written(tmp_path, content), "-o", "json"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert words in error
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize("name", ["none", ".", "none/inside"])
+def test_a_file_that_there_is_not(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", name]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_standard_input_with_whatever_bytes(
+        monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    told = b"\xff\xfe CUDA error: x\r\n\n" + json.dumps({"text": "a\ud800\n"}).encode() + b"\nend"
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(told)))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run_command(["classify", "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors", "none", "none", "none"]
+
+
+def test_an_endless_log_is_streamed_to_a_reader_who_leaves() -> None:
+    source = subprocess.Popen(["yes", "CUDA error: unknown error"], stdout=subprocess.PIPE)
+    judge = subprocess.Popen([str(UNICRON), "classify", "-o", "json"], stdin=source.stdout,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert source.stdout is not None
+    assert judge.stdout is not None
+    assert judge.stderr is not None
+    source.stdout.close()
+    try:
+        assert json.loads(judge.stdout.readline())["status"] == "CUDA errors"
+        judge.stdout.close()
+        assert judge.wait(LIMIT_S) == 0
+        assert judge.stderr.read() == b""
+    finally:
+        for process in (source, judge):
+            process.kill()
+            process.wait(LIMIT_S)
+        judge.stderr.close()
