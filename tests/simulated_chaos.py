@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,11 @@ class Chaos:
         nodes: list[Fault] = [self.crash, self.cut, self.storm, self.leave, self.stop_agent,
                               self.stop_server, self.lose_copies]
         ranks: list[Fault] = [self.kill_rank, self.kill_rank, self.raise_in, self.blip,
-                              self.stop_rank, self.aim, self.aim, self.aim, self.wipe]
+                              self.stop_rank, self.aim, self.aim, self.aim, self.wipe,
+                              self.hang, self.hang, self.jam, self.slow]
+        if random.Random(f"stalls {self.world.seed}").random() < 0.25:  # little else goes wrong
+            return [self.hang, self.hang, self.hang, self.jam, self.slow, self.slow,
+                    self.kill_leader, self.cut, self.storm, self.stop_agent, self.kill_rank]
         people: list[Fault] = [self.weigh, self.drain, self.freeze, self.observe, self.cancel,
                                self.inject]
         return [*leaders, *nodes, *ranks, *ranks, *people]
@@ -132,6 +137,25 @@ class Chaos:
         if running:
             agent, process = self.rng.choice(running)
             agent.halt(process, self.rng.choice([0.5, 5.0, 20.0, 0.0]))
+
+    async def hang(self) -> None:
+        """A rank stands still in an iteration and is not stopped: for a moment, or for ever."""
+        running = [x for x in self.world.cluster.running() if x[1].rank and x[1].rank.iterates]
+        if running:
+            rank = self.rng.choice(running)[1].rank
+            assert rank is not None
+            rank.freeze(self.rng.choice([0.4, 1.5, 6.0, 0.0, 0.0]))
+
+    async def jam(self) -> None:
+        """A task's collectives do not end, and nobody says why."""
+        for task in self.world.tasks_running():
+            self.world.cluster.jam(task, self.rng.choice([1.0, 8.0, 1e6]))
+
+    async def slow(self) -> None:
+        """A process takes longer for its own work from now on."""
+        running = [x[1].rank for x in self.world.cluster.running() if x[1].rank]
+        if running:
+            self.rng.choice(running).marks.slow = self.rng.choice([1.2, 1.6, 5.0])
 
     async def blip(self) -> None:
         for task in self.world.tasks_running():

@@ -9,7 +9,9 @@ from typing import Any
 from simulated_plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane import transition
 from unicron.control_plane.fold import fold
+from unicron.control_plane.fold_pace import SLOWED
 from unicron.control_plane.folding import STOPPED
+from unicron.control_plane.hang import located as hang_of
 from unicron.control_plane.plan_input import Ground, plan_input
 from unicron.control_plane.state import ClusterState, Task
 from unicron.events import orders as o
@@ -118,6 +120,30 @@ class Witness:
             stood_s = record.at_s - rank.suspended_s if rank.suspended else 0.0
             self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after {stood_s} s")
             self.counts["stopped ranks ended"] += 1
+        if rank is not None and rank.overdue == SLOWED and not rank.stopping:
+            self.counts["slow ranks ended"] += 1
+
+    def _deadline(self, record: Record, body: r.DeadlineReached) -> None:
+        """What is done about a hang is done when all that can be asked stand, for long enough."""
+        what, *of = body.deadline.split("/")
+        task = self.state.tasks.get(int(of[0])) if what == "hang" else None
+        if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
+            return
+        silent = {node.name for node in self.state.nodes.values() if node.silent}
+        asked = [rank for rank in task.living_members()
+                 if not rank.suspended and rank.slot.node not in silent]
+        hang = hang_of(self.state, task)
+        self._check(record, hang is not None and int(of[1]) == task.generation, "nobody stands")
+        assert hang is not None
+        self._check(record, all(rank.rank in task.stalls for rank in asked), "not all stand")
+        own = [number for number, stall in task.stalls.items() if stall.where == "own"]
+        self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
+                    "who waits for others is blamed")
+        for number in hang.ranks:
+            stall = task.stalls[number]
+            least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
+            self._check(record, record.at_s - stall.since_s >= least_s - 0.01, "too early")
+        self.counts[f"hangs found: {hang.kind}"] += 1
 
     def _reconfigure(self, record: Record, body: o.Reconfigure) -> None:
         task = self.state.tasks[body.task]
@@ -263,5 +289,6 @@ LOOKS: dict[type[r.Body], Callable[[Witness, Record, Any], None]] = {
     o.PublishCheckpoint: Witness._publish, o.IncidentOpened: Witness._opened,
     o.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
     r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
-    r.CollectiveFailed: Witness._failed, r.ReconfigureFailed: Witness._failed,
+    r.DeadlineReached: Witness._deadline, r.CollectiveFailed: Witness._failed,
+    r.ReconfigureFailed: Witness._failed,
 }

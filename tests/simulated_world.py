@@ -13,10 +13,13 @@ from simulated_log import AgentDoor, LeaderLog, Server, WitnessedLog
 from simulated_witness import Witness
 from unicron.control_plane.best_layout import modelled
 from unicron.control_plane.coordinator import Coordinator
+from unicron.control_plane.hang import STANDS
 from unicron.control_plane.state import ClusterState, Task, state_hash
 from unicron.events import spec
+from unicron.events.detected import RankWentOn
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
 from unicron.events.log import AgentPort
+from unicron.events.orders import StopRank
 from unicron.events.records import Record
 from unicron.events.reports import (
     Body,
@@ -26,7 +29,7 @@ from unicron.events.reports import (
     TaskCancelRequested,
     TaskSubmitted,
 )
-from unicron.workers.simulated import PaperCluster
+from unicron.workers.simulated_cluster import PaperCluster
 from unicron.workers.simulated_link import CALM, PaperLink
 
 MODEL = {"gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
@@ -34,7 +37,10 @@ MODEL = {"gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "seque
 """What some commands say that they train."""
 
 START_S = 1_700_000_000.0
-PEACE_S_MAX = 1_500.0
+PEACE_S_MAX = 6_000.0
+"""A task of one rank that hangs is waited for as long as a collective's timeout would."""
+NEWS_S = 1.0
+"""So long after a rank goes on its agent may not have told so."""
 REST_S = 20.0
 """After the last task: what is still late comes, and finds nobody."""
 POLICY = Policy(start_s_max=20.0, quiesce_s_max=10.0, boundary_s_max=30.0, reconfigure_s_max=30.0,
@@ -102,6 +108,23 @@ class World:
     def saw(self, record: Record, row: str) -> None:
         """A record stands in the log, by this row of the transition table (or none)."""
         self.chaos.see(record)
+        if isinstance(record.body, StopRank) and record.body.why == f"it {STANDS}":
+            self._stands(record.body)
+
+    def _stands(self, order: StopRank) -> None:
+        """Who is ended for standing still does so, or its agent has had no time to tell that it
+        goes on."""
+        for agent, process in self.cluster.running():
+            rank, told = process.rank, process.order
+            if rank is None or (told.task, told.rank, told.attempt) != (
+                    order.task, order.rank, order.attempt):
+                continue
+            news = any(isinstance(report.body, RankWentOn) and report.body.task == order.task
+                       and report.body.rank == order.rank for report in agent.spool)
+            late = self.loop.time() - rank.goes_on_s < NEWS_S or not agent.sees
+            self.counts["hung ranks ended"] += 1
+            if not (rank.stopped_s or news or late):
+                self.cluster.net.never(f"{order} ends a rank that goes on")
 
     def _port_of(self, node: str) -> AgentPort:
         if node not in self.links:

@@ -9,7 +9,8 @@ from heart_driver import spec
 from unicron.events.orders import Member, Quiesce, Reconfigure, Resume, Slot, StartRank
 from unicron.events.reports import Body
 from unicron.workers import virtual_time
-from unicron.workers.simulated_rank import PaperNet, PaperRank, Tempo
+from unicron.workers.simulated_net import PaperNet, Tempo
+from unicron.workers.simulated_rank import PaperRank
 
 TEMPO = Tempo(load_s=(1.0, 1.0))
 TASK = 7

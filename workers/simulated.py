@@ -1,4 +1,4 @@
-"""A cluster on paper: agents and their processes behind the agents' port, with a seed."""
+"""Agents on paper: what they run, tell and carry out, behind the agents' port."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ from ..events.reports import (
     RankSuspended,
 )
 from .simulated_command import PaperLines
-from .simulated_rank import PaperNet, PaperRank, Tempo
+from .simulated_net import PaperNet
+from .simulated_rank import PaperRank
+from .simulated_watch import WATCH_S, PaperWatch
 
 RESEND_S = 0.5
 """How long an agent waits for an acknowledgement before it sends again."""
@@ -95,6 +97,7 @@ class PaperAgent:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
             group.create_task(self._listen(), name=f"{self.source} listen")
             group.create_task(self._beat(), name=f"{self.source} beat")
+            group.create_task(self._watch(), name=f"{self.source} watch")
 
     def crash(self) -> None:
         """The node is gone: nothing is told, peers see their connections close."""
@@ -122,6 +125,11 @@ class PaperAgent:
         for process in list(self.processes.values()):
             self._look(process)
 
+    @property
+    def sees(self) -> bool:
+        """Whether it runs: a stopped one sees nothing."""
+        return self._goes_on.is_set()
+
     def say(self, body: Body) -> None:
         """Spool a report; it is sent until the log has it."""
         if not self.alive:
@@ -140,7 +148,7 @@ class PaperAgent:
         """SIGSTOP to a rank, and SIGCONT after `stop_s` (0: never); the agent sees it soon."""
         if process.rank is not None:
             process.rank.stop(stop_s)
-            for in_s in (0.0, process.rank.stopped_s):
+            for in_s in (0.0, process.rank.suspended_s):
                 self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
 
     def lose_copies(self) -> None:
@@ -165,7 +173,7 @@ class PaperAgent:
         there = self.processes.get(order.slot.index) is process
         if rank is None or not there or not self._goes_on.is_set():
             return
-        if (rank.stopped_s > 0) != process.is_suspended:
+        if (rank.suspended_s > 0) != process.is_suspended:
             process.is_suspended = not process.is_suspended
             kind = RankSuspended if process.is_suspended else RankContinued
             self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt,
@@ -224,6 +232,13 @@ class PaperAgent:
             except (Unavailable, Ambiguous):
                 pass
             await asyncio.sleep(BEAT_S)
+
+    async def _watch(self) -> None:
+        watch = PaperWatch(self.net, self.say)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._goes_on.wait()
+            watch.look([p.rank for p in self.processes.values() if p.rank is not None])
 
     # --- orders ----------------------------------------------------------------------------------
     def _carry_out(self, sent: SentOrder, *, again: bool) -> None:
@@ -338,52 +353,3 @@ class PaperAgent:
             process.lines.end()
         if process.rank:
             process.rank.die()
-
-
-class PaperCluster:
-    """All nodes on paper. `port_of` gives each its way to the log; `clock` is in seconds."""
-
-    def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
-                 clock: Callable[[], float], tempo: Tempo | None = None) -> None:
-        self.net = PaperNet(seed, tempo or Tempo())
-        self._port_of, self._clock = port_of, clock
-        self.agents: dict[str, PaperAgent] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
-
-    def boot(self, node: str, num_slots: int) -> None:
-        """Start the node's agent, in a new incarnation if it ran before."""
-        assert node not in self._running, f"{node} runs already"
-        old = self.agents.get(node)
-        incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
-        agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
-                           num_slots=num_slots, clock=self._clock,
-                           fall=lambda: self.crash(node))
-        self.agents[node] = agent
-        self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
-
-    def crash(self, node: str) -> None:
-        """The node is gone with all that runs on it."""
-        self.agents[node].crash()
-        self._running.pop(node).cancel()
-
-    def is_up(self, node: str) -> bool:
-        return node in self._running
-
-    def running(self) -> list[tuple[PaperAgent, PaperProcess]]:
-        """Every process of every living node, in a fixed order."""
-        return [(self.agents[node], self.agents[node].processes[slot])
-                for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]
-
-    def cut(self, task: int) -> bool:
-        """The connections of the task's generation are gone: its next collective, or the one that
-        is going on, fails under every member. Whether there was such a generation."""
-        groups = {p.rank.group: None for _, p in self.running()
-                  if p.rank and p.rank.task == task and p.rank.group and not p.rank.group.broken}
-        for group in groups:
-            group.hiccup()
-        return bool(groups)
-
-    def stop(self) -> None:
-        """End everything, telling nobody."""
-        for node in list(self._running):
-            self.crash(node)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..events.logged import IterationsLogged
 from ..events.orders import StartRank
 from ..events.reports import Body
-from .simulated_rank import PaperNet
+from .simulated_net import PaperNet
 
 STEP_S = (0.1, 0.15)
 """An iteration on one slot; on more it takes that much less."""

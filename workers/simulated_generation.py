@@ -13,7 +13,8 @@ from .simulated_copies import COPY_BYTES
 from .training.ledger import NO_STATE, settle
 
 if TYPE_CHECKING:
-    from .simulated_rank import PaperNet, PaperRank
+    from .simulated_net import PaperNet
+    from .simulated_rank import PaperRank
 
 
 def first_digest(seed: int) -> int:
@@ -34,7 +35,7 @@ class PaperGeneration:
         self.members: tuple[Member, ...] = order.members
         self.checkpoint, self.copies = order.checkpoint, order.copies
         self.ranks: list[PaperRank] = []
-        self.broken = self.stop = False
+        self.broken = self.stop = self._jammed = False
         self._entered: list[PaperRank] = []
         self._pending: dict[tuple[int, int], asyncio.TimerHandle] = {}
         net.later(net.tempo.meet_s_max, self._give_up)
@@ -54,8 +55,20 @@ class PaperGeneration:
             self._notice(rank)
             return
         self._entered.append(rank)
-        if len(self._entered) < len(self.ranks):
-            return
+        if len(self._entered) == len(self.ranks) and not self._jammed:
+            self._complete()
+
+    def jam(self, jam_s: float) -> None:
+        """Its collectives do not end for `jam_s`, and nobody hears of it."""
+        self._jammed = True
+        self.net.later(jam_s, self._flow)
+
+    def _flow(self) -> None:
+        self._jammed = False
+        if len(self._entered) == len(self.ranks) and not self.broken:
+            self._complete()
+
+    def _complete(self) -> None:
         self._entered = []
         first = self.ranks[0]
         batch = tuple(sorted(i for r in self.ranks for i in r.kept))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 from functools import partial
 from math import floor
 from typing import Literal
-
-from msgspec import Struct
 
 from ..events.orders import KeepCopies, Keeper, Order, Quiesce, Reconfigure, Resume, StartRank
 from ..events.reports import (
@@ -23,8 +20,10 @@ from ..events.reports import (
     ReconfigureFailed,
     TaskProgressed,
 )
-from .simulated_copies import COPY_BYTES, PaperCopy, PaperKeepers
+from .simulated_copies import COPY_BYTES, PaperCopy
 from .simulated_generation import PaperGeneration, next_digest
+from .simulated_marks import Marks
+from .simulated_net import PaperNet
 from .training.ledger import Claim, deal
 
 FLOPS = 1e9
@@ -32,67 +31,6 @@ FLOPS = 1e9
 FOR_GOOD_S = 1e7
 """Longer than any day on paper."""
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
-
-
-class Tempo(Struct, frozen=True, kw_only=True):
-    """How long things take on paper: seconds, each drawn between its two ends."""
-
-    load_s: tuple[float, float] = (0.5, 3.0)
-    micro_batch_s: tuple[float, float] = (0.02, 0.12)
-    reduce_s: tuple[float, float] = (0.01, 0.05)
-    notice_s: tuple[float, float] = (0.02, 0.05)
-    """How long until a peer's closed connection shows."""
-    meet_s: tuple[float, float] = (0.05, 0.2)
-    meet_s_max: float = 20.0
-    save_s: tuple[float, float] = (0.05, 0.5)
-    copy_s: tuple[float, float] = (0.02, 0.3)
-    exit_s: tuple[float, float] = (0.01, 0.1)
-    progress_s: float = 1.0
-
-
-class PaperNet:
-    """What processes share: time, chance, generations, files; and what must never have happened."""
-
-    def __init__(self, seed: int, tempo: Tempo) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.rng = random.Random(f"net {seed}")
-        self.tempo = tempo
-        self.generations: dict[tuple[int, int], PaperGeneration] = {}
-        self.files: dict[tuple[str, str], tuple[int, int]] = {}
-        """(output, path) -> step version and digest of a complete checkpoint."""
-        self.keepers = PaperKeepers()
-        self.latest: dict[str, tuple[tuple[int, int], str]] = {}
-        """output -> generation, order and path of what was published last."""
-        self.printed: dict[int, int] = {}
-        """Task -> iterations in the checkpoint of a command's own."""
-        self.gone_on: dict[int, list[tuple[int, int]]] = {}
-        """Task -> each generation that was resumed, and the step it went on from."""
-        self.violations: list[str] = []
-        self.num_steps = self.num_stopped = 0
-        self._pid = 100
-
-    def next_pid(self) -> int:
-        self._pid += 1
-        return self._pid
-
-    def draw(self, span: tuple[float, float]) -> float:
-        return self.rng.uniform(*span)
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return self.loop.call_later(delay_s, call)
-
-    def never(self, what: str) -> None:
-        self.violations.append(f"at {self.loop.time():.3f} s: {what}")
-
-    def meet(self, order: Reconfigure) -> PaperGeneration:
-        """The generation's meeting point, one for all its members."""
-        found = self.generations.get((order.task, order.generation))
-        if found is None:
-            found = PaperGeneration(self, order)
-            self.generations[order.task, order.generation] = found
-        elif found.members != order.members:
-            self.never(f"task {order.task} has two generations {order.generation}")
-        return found
 
 
 class PaperRank:
@@ -124,7 +62,8 @@ class PaperRank:
         self._saves = False
         """It leaves for good, as the first: what it holds is written before it says Quiesced."""
         self._finished = False
-        self._goes_on_s = 0.0
+        self.goes_on_s = self._continues_s = 0.0
+        self.marks = Marks()
         self._unread: list[Order] = []
         self._timer: asyncio.TimerHandle | None = None
         self._call: Callable[[], None] = self._ready
@@ -139,17 +78,28 @@ class PaperRank:
     @property
     def stopped_s(self) -> float:
         """How long it still stands still; 0: it does not."""
-        return max(self._goes_on_s - self.net.loop.time(), 0.0)
+        return max(self.goes_on_s - self.net.loop.time(), 0.0)
+
+    @property
+    def suspended_s(self) -> float:
+        """How long it is still stopped (SIGSTOP); 0: it is not, but may stand still."""
+        return max(self._continues_s - self.net.loop.time(), 0.0)
 
     def stop(self, stop_s: float) -> None:
-        """SIGSTOP, and SIGCONT after `stop_s` (0: never): it computes and reads nothing, its
-        connections stand."""
+        """SIGSTOP, and SIGCONT after `stop_s` (0: never)."""
+        until_s = self.net.loop.time() + (stop_s or FOR_GOOD_S)
+        self._continues_s = max(self._continues_s, until_s)
+        self.freeze(stop_s)
+
+    def freeze(self, stop_s: float) -> None:
+        """It computes and reads nothing for `stop_s` (0: for ever); its connections stand."""
         stop_s = stop_s or FOR_GOOD_S
+        self.marks.freeze(self.net.loop.time(), self.stopped_s)
         now_s, added_s = self.net.loop.time(), max(stop_s - self.stopped_s, 0.0)
         left_s = 0.0
         if self._timer:
-            left_s = max(self._timer.when() - max(now_s, self._goes_on_s), 0.0)
-        self._goes_on_s = max(self._goes_on_s, now_s + stop_s)
+            left_s = max(self._timer.when() - max(now_s, self.goes_on_s), 0.0)
+        self.goes_on_s = max(self.goes_on_s, now_s + stop_s)
         self._began_s += added_s
         if self._timer:
             self._after(left_s, self._call)
@@ -216,7 +166,8 @@ class PaperRank:
     def begin(self) -> None:
         """Run what is to do of the iteration, then meet in its reduction."""
         self.phase, self._began_s, self.begun = "computing", self.net.loop.time(), True
-        self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s)
+        self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s) * self.marks.slow
+        self.marks.begin(self._began_s, self.seen)
         last = self.step_version >= self.train.iterations
         busy_s = len(self.todo) * self._micro_batch_s
         if last and self._is_first:
@@ -236,6 +187,7 @@ class PaperRank:
         self.digest = next_digest(self.digest, self.step_version, batch)
         self.step_version += 1
         self.net.num_steps += 1
+        self.marks.step(self.net.loop.time())
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
         if self._is_first and self.train.copy_every and (
@@ -289,6 +241,13 @@ class PaperRank:
         self.phase, self.kept, self.todo, self.begun = "settled", kept, todo, begun
         self.owned = tuple(sorted((*kept, *todo)))
 
+    @property
+    def iterates(self) -> bool:
+        """Whether it is in an iteration: neither between generations nor after the last one."""
+        trains = self.phase in ("computing", "reducing") and self.trained_in == self.seen
+        return self.alive and trains and (
+            0 <= self.step_version < self.train.iterations)
+
     # --- inside ------------------------------------------------------------------------------
     @property
     def _is_first(self) -> bool:
@@ -313,6 +272,7 @@ class PaperRank:
         assert self.group is not None
         self.kept = tuple(sorted((*self.kept, *self.todo)))
         self.todo, self.phase = (), "reducing"
+        self.marks.enter(self.net.loop.time())
         self.group.enter(self)
 
     def _final(self) -> None:
