@@ -29,7 +29,8 @@ def pairs(name: str) -> list[tuple[str, str]]:
 
 def tables() -> str:
     """The tables of all samples, as markdown."""
-    return "\n".join(line for title, name in SAMPLES.items() for line in _tables(title, pairs(name)))
+    return "\n".join(line for title, name in SAMPLES.items()
+                     for line in _tables(title, pairs(name)))
 
 
 def _tables(title: str, found: list[tuple[str, str]]) -> Iterator[str]:

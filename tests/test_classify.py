@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confusion import tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from confusion import tables
 from unicron.control_plane.severity import TABLE
 from unicron.workers.classify import LINE_CHARS_MAX, NOTHING, RULES, Verdict, classify
 from unicron.workers.xids import XIDS
