@@ -54,6 +54,9 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Whether agents watch the pulse of their ranks."""
     labels: tuple[str, ...] = ()
     """Of the nodes: KEY=VALUE of all, NODE:KEY=VALUE of one."""
+    checks: str = ""
+    """A folder of the site's own checks; empty: none."""
+    checks_every_s: float = 60.0
 
 
 def wanted_before(state: StateDir) -> Wanted | None:
@@ -124,6 +127,9 @@ class LocalCluster:
         node = name.removeprefix("agent-")
         for label in labels_of(node, self.wanted.labels):
             common += ["--label", label]
+        if self.wanted.checks:
+            common += ["--checks", self.wanted.checks,
+                       "--checks-every", f"{self.wanted.checks_every_s:g}"]
         return processes.start(
             self.state, name, _unicron("agent", *common, "--node", node,
                                        "--slots", str(self.wanted.num_slots)), environment)

@@ -13,7 +13,7 @@ from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
 from . import classify_command, locate_command, operator_commands, plan_command, say
-from .options import Form, State, TaskArg, Url, folder
+from .options import Checks, Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -57,6 +57,11 @@ def up(
         "more; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not watch the pulse of ranks; never remembered.")] = False,
+    checks: Annotated[Path | None, typer.Option(
+        "--checks", metavar="DIR", help="Your own checks of the nodes, as of unicron agent; none: "
+        "forget them [the last ones given].")] = None,
+    checks_every: Annotated[float | None, typer.Option(
+        min=1, metavar="S", help="Seconds between two runs of each check [60].")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Leave it in the background.")] = False,
 ) -> None:
@@ -69,7 +74,8 @@ def up(
     command.up(folder(state), command.Asked(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
-        labels=() if label == ["none"] else tuple(label or ()) or None), detach=detach)
+        labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
+        checks_every_s=checks_every), detach=detach)
 
 
 @app.command()
@@ -98,13 +104,19 @@ def agent(
         "[$UNICRON_REDIS_URL].")] = "",
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not watch the pulse of ranks: no stall, no pace is told.")] = False,
+    checks: Checks = None,
+    checks_every: Annotated[float, typer.Option(
+        min=1, metavar="S", help="Seconds between two runs of each check.")] = 60,
+    checks_limit: Annotated[float, typer.Option(
+        min=1, metavar="S", help="Seconds that one run may take.")] = 30,
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
     from . import run
 
     os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
     run.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
-              label=label or (), watch=not no_watch)
+              label=label or (), watch=not no_watch, checks=checks, checks_every_s=checks_every,
+              checks_s_max=checks_limit)
 
 
 @app.command("control-plane", hidden=True)

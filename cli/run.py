@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
@@ -24,6 +25,9 @@ from . import processes
 from .client import Client, Unreachable, connect
 from .local_cluster import CONTROL_PLANE, agent_name
 from .state_dir import StateDir
+
+if TYPE_CHECKING:
+    from ..workers.agent.health.checks import Checks
 
 ASK_S_MAX = 20.0
 AWAY_S_MAX = 60.0
@@ -46,18 +50,35 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
-          redis_url: str, label: Sequence[str], watch: bool) -> None:
+          redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
+          checks_every_s: float, checks_s_max: float) -> None:
     """Be a node's agent until told to stop. Raises UsageError."""
     from ..workers.agent import main
 
     told = labels.parse(label)
+    own = own_checks(checks, checks_every_s, checks_s_max)
     client = _control_plane(state, url)
     name = node or node_name(platform.node())
     _note(state, agent_name(name))
     raise typer.Exit(main.run(main.Options(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
         state_dir=state.path, host=host, redis_url=redis_url, labels=told,
-        watch=watch)))
+        watch=watch, checks=own)))
+
+
+def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
+               ) -> Checks | None:
+    """A site's own checks, absolute: whoever starts the agent again may stand elsewhere.
+
+    Raises UsageError where the folder cannot be read.
+    """
+    if folder is None:
+        return None
+    from ..workers.agent.health.checks import Checks, check_folder
+
+    checks = Checks(folder=folder.absolute(), every_s=every_s, s_max=s_max)
+    check_folder(checks.folder)
+    return checks
 
 
 def _control_plane(state: StateDir, url: str | None) -> Client:

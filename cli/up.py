@@ -21,7 +21,7 @@ from msgspec import Struct
 from ..events import embedded
 from ..events.errors import ServerError, UnicronError, UsageError
 from ..events.spec import NAME
-from . import job_file, local_cluster, processes, say
+from . import job_file, local_cluster, processes, run, say
 from .client import connect
 from .figures import way_to_act
 from .local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
@@ -53,6 +53,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     allow_inject: bool = False
     watch: bool = True
     """Neither of these is as the last time."""
+    checks: Path | None = None
+    """A folder; `none` forgets the last one."""
+    checks_every_s: float | None = None
 
     def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
         last = before or Wanted()
@@ -66,7 +69,9 @@ class Asked(Struct, frozen=True, kw_only=True):
             policy=str(state.policy) if self.policy is not None or last.policy else "",
             labels=last.labels if self.labels is None else self.labels,
             observe=last.observe if self.observe is None else self.observe,
-            allow_inject=self.allow_inject, watch=self.watch)
+            allow_inject=self.allow_inject, watch=self.watch,
+            checks=last.checks if self.checks is None else _absolute(self.checks),
+            checks_every_s=self.checks_every_s or last.checks_every_s)
 
     def refuse_other(self, before: Wanted, state: StateDir) -> None:
         """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
@@ -74,11 +79,14 @@ class Asked(Struct, frozen=True, kw_only=True):
                 ("--slots", self.slots, before.num_slots),
                 ("--label", self.labels, before.labels),
                 ("--port", self.port or None, before.port),
+                ("--checks", None if self.checks is None else _absolute(self.checks),
+                 before.checks),
+                ("--checks-every", self.checks_every_s, before.checks_every_s),
                 ("--redis", self.redis, before.redis_url),
                 ("--cluster", self.cluster, before.cluster),
                 ("--no-watch", not self.watch or None, not before.watch)):
             if asked is not None and asked != runs:
-                told = ("is another" if option in ("--redis", "--label")
+                told = ("is another" if option in ("--redis", "--label", "--checks")
                         else f"{asked}, but it was {runs}")
                 raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
                                  f"unicron down {state.option}, then up again")
@@ -126,6 +134,8 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         if CONTROL_PLANE in before:
             asked.refuse_other_policy(last, state)
     wanted = asked.wanted(last, state)
+    if wanted.checks:
+        run.own_checks(Path(wanted.checks))
     if CONTROL_PLANE not in before and asked.policy is None and wanted.policy:
         _policy_kept(wanted.policy, state)
     cluster = LocalCluster(state, wanted)
@@ -143,6 +153,11 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
     finally:
         (state.pids / f"{UP}.json").unlink(missing_ok=True)
         lock.close()
+
+
+def _absolute(checks: Path) -> str:
+    """Of --checks: agents that are started again may stand elsewhere; "" for the word none."""
+    return "" if checks == Path("none") else str(checks.absolute())
 
 
 def _policy(path: Path | str) -> object:
@@ -300,7 +315,8 @@ def _detach(state: StateDir, asked: Asked) -> None:
     """Run `up` in a session of its own; return when it is ready, show what it said."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
-               "--cluster": asked.cluster, "--policy": asked.policy}
+               "--cluster": asked.cluster, "--policy": asked.policy,
+               "--checks": asked.checks, "--checks-every": asked.checks_every_s}
     argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
     for option, value in options.items():
         if value is not None:

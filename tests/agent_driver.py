@@ -33,13 +33,17 @@ B = TypeVar("B", bound=Body)
 
 TOKEN = "a-token"
 AGENT = """
-import sys
+import os, sys
 from pathlib import Path
 from unicron.events.errors import UsageError
+from unicron.workers.agent.health.checks import Checks
 from unicron.workers.agent.main import Options, run
 url, state, token = sys.argv[1:]
+folder = os.environ.get("CHECKS")
+checks = Checks(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
 try:
-    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state))))
+    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
+                         checks=checks)))
 except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")
 """

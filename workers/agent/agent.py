@@ -1,4 +1,4 @@
-"""One node's agent between the log and its ranks: one TaskGroup, seven loops."""
+"""One node's agent between the log and its ranks: one TaskGroup, eight loops."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...events.log import AgentPort
 from ...events.orders import first_keeper
 from ...events.reports import Body, CopiesLost, NodeJoined, NodeLeft
 from .. import linux
+from .health.health import Health, Sources
 from .keeper import Keeper
 from .link import CALL_S_MAX, Link
 from .node import MARK, Node
@@ -39,10 +40,14 @@ _log = structlog.get_logger("agent")
 
 
 class Agent:
-    """`clock` gives seconds since 1970. `sweeps`: every child of this process is the agent's."""
+    """`clock` gives seconds since 1970. `sweeps`: every child of this process is the agent's.
+
+    `sources` is what the node's health is read from; None: nothing.
+    """
 
     def __init__(self, node: Node, port: AgentPort, clock: Callable[[], float], pid: int, *,
-                 spool: Spool, left: list[Spool], sweeps: bool) -> None:
+                 spool: Spool, left: list[Spool], sweeps: bool,
+                 sources: Sources | None = None) -> None:
         self._node = node
         self._port = port
         self._clock = clock
@@ -51,16 +56,17 @@ class Agent:
         self._outbox = Outbox(port, self._link, spool, left)
         self._spool = spool
         self._sweeps = sweeps
+        self._sources = sources
         self._has_joined = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
 
         Start: NodeJoined is spooled behind what predecessors left; then, beside each other,
-        reports, beats and orders begin. No rank starts before NodeJoined is in the log.
-        Stop: no more orders; NodeLeft; ranks end (SIGTERM, after STOP_GRACE_S SIGKILL) and are
-        reaped; reports are flushed for at most FLUSH_S_MAX; reports and beats end. What was not
-        acknowledged stays in the spool's file.
+        reports, beats, orders and health begin. No rank starts before NodeJoined is in the log.
+        Stop: no more orders, no more health; NodeLeft; ranks end (SIGTERM, after STOP_GRACE_S
+        SIGKILL) and are reaped; reports are flushed for at most FLUSH_S_MAX; reports and beats end.
+        What was not acknowledged stays in the spool's file.
         Cancel, or an error in a loop: ranks are killed at once, nothing is told or flushed.
         Raises Forgotten when the log is another one than before.
         """
@@ -80,17 +86,20 @@ class Agent:
             keeper=keeper.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
             ranks = Ranks(node, self._report, group, keeper)
+            health = Health(node, self._sources, self._outbox.put) if self._sources else None
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),
-                         group.create_task(self._sweep(ranks), name="sweep"),
+                         group.create_task(self._sweep(ranks, health), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
                          group.create_task(self._read(ranks), name="read"),
                          group.create_task(self._watch(ranks), name="watch")]
                 orders = group.create_task(self._follow(ranks), name="orders")
+                heeds = [group.create_task(health.run(), name="health")] if health else []
                 await stop.wait()
                 _log.info("stopping", ranks=len(ranks.pids))
-                orders.cancel()
+                for task in (orders, *heeds):
+                    task.cancel()
                 # First, or the ends of its ranks would look like faults.
                 self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
                                           reason="stopped"))
@@ -182,10 +191,10 @@ class Agent:
             ranks.watch.look(time.monotonic())
             await asyncio.sleep(WATCH_S)
 
-    async def _sweep(self, ranks: Ranks) -> None:
+    async def _sweep(self, ranks: Ranks, health: Health | None) -> None:
         """Reap orphans that ended by themselves while their rank lives on."""
         while self._sweeps:
             for pid in linux.dead_children():
-                if pid not in ranks.pids:
+                if pid not in ranks.pids and not (health and pid in health.pids):
                     linux.reap(pid)
             await asyncio.sleep(SWEEP_S)

@@ -21,6 +21,8 @@ from ...events.talk import Talk
 from .. import keeping, linux
 from ..keeper.process import bytes_max
 from .agent import Agent
+from .health.checks import Checks, check_folder
+from .health.health import Sources
 from .join import join
 from .link import backoff_s
 from .node import MARK, RANK_ARGV, Node, mark
@@ -32,6 +34,8 @@ CONNECT_S_MAX = 60.0
 """How long the log's server is tried at the start; later, for ever."""
 EXIT_S_MAX = 1.0
 """How long a second signal waits for a tidy end."""
+HEALTH = "UNICRON_HEALTH"
+"""In the environment; "off": the node's health is not read, and a site's checks are not run."""
 LEFT_NUM_MAX = 8
 """Spools of predecessors that are kept for delivery; older ones are given up."""
 
@@ -57,6 +61,7 @@ class Options(Struct, frozen=True, kw_only=True):
     trace: bool = False
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
+    checks: Checks | None = None
 
 
 def run(options: Options) -> int:
@@ -68,6 +73,8 @@ def run(options: Options) -> int:
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")
+    if options.checks is not None:
+        check_folder(options.checks.folder)
     bytes_max(os.environ)  # here it is told; in the keeper it would be an end without end
     pid_file = PidFile(options.state_dir.absolute(), options.node)
     incarnation = pid_file.take(time.time())
@@ -105,10 +112,12 @@ async def _run(options: Options, incarnation: int) -> int:
                         watch=options.watch, rank_argv=options.rank_argv,
                         secret=keeping.secret_of(options.token, joined.cluster))
             spool, left = spools(state_dir / "agents", node.name, node.source)
+            sources = (None if os.environ.get(HEALTH) == "off"
+                       else Sources(checks=options.checks))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                        sweeps=True).run(stop)
+                        sweeps=True, sources=sources).run(stop)
             spool.close(forget=not spool.num_unacked)
         finally:
             await log.close()

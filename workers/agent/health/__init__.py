@@ -1,0 +1,1 @@
+"""Reads how the node is: GPUs, kernel messages, network, disk, memory, a site's own checks."""

@@ -1,0 +1,198 @@
+"""Network ports of the node, by what the kernel says under /sys/class: links, rates, errors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from ....events.detected import CheckHealth
+from ....events.statuses import LINK_FLAPPING, OTHER_NETWORK
+from .finding import Erred, Finding, Look, worst
+from .limits import (
+    FLAPS_NUM_MAX,
+    FLAPS_WITHIN_S,
+    NETWORK_EVERY_S,
+    NETWORK_S_MAX,
+    RECOVERIES_PER_MINUTE_NUM_MAX,
+    SYMBOL_ERRORS_HZ_MAX,
+    SYMBOL_ERRORS_PER_HOUR_NUM_MAX,
+)
+
+SYS_CLASS = Path("/sys/class")
+MINUTE_S, HOUR_S = 60.0, 3600.0
+# Any growth says that data or a connection was lost.
+_FATAL = ("counters/excessive_buffer_overrun_errors", "counters/local_link_integrity_errors",
+          "hw_counters/rnr_nak_retry_err", "hw_counters/req_transport_retries_exceeded")
+_SYMBOLS = "counters/symbol_error"
+_RECOVERIES = "counters/link_error_recovery"
+_RECEIVED_BAD = "counters/port_rcv_errors"
+_DOWNED = "counters/link_downed"
+_NUMBER = re.compile(r"[0-9.]+")
+
+
+class Grown:
+    """A counter since it was first seen, and its growth within a time. It may be set back."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._last: int | None = None
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def see(self, value: int | None, at_s: float) -> int:
+        """By how much it grew since the last look."""
+        grown = 0
+        if value is not None:
+            grown = 0 if self._last is None else value - self._last if value >= self._last else 0
+            self._last = value
+        if grown:
+            self._steps.append((at_s, grown))
+        while self._steps and at_s - self._steps[0][0] > self._within_s:
+            self._steps.popleft()
+        return grown
+
+    @property
+    def num(self) -> int:
+        """Within the time."""
+        return sum(grown for _, grown in self._steps)
+
+
+class _Port:
+    """What ports of both kinds share: a link that was up, its best rate, how often it went down.
+
+    A port that never was up is nobody's business: unused ones are common.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.was_up = False
+        self._best = 0.0
+        self.flaps = Grown(FLAPS_WITHIN_S)
+
+    def read(self, name: str) -> str:
+        """A file's text; "" where it is not there or says nothing (the kernel's EINVAL)."""
+        try:
+            return (self.folder / name).read_text("ascii").strip()
+        except OSError:
+            return ""
+
+    def number(self, name: str) -> int | None:
+        text = self.read(name)
+        return int(text) if text.isdecimal() else None
+
+    def link(self, is_up: bool, rate: str, down: CheckHealth) -> list[Finding]:
+        """What its state and rate say."""
+        self.was_up |= is_up
+        if not is_up:
+            return [self.bad(down, "link down", OTHER_NETWORK, "link-down")] if self.was_up else []
+        found = _NUMBER.match(rate)
+        now = float(found[0]) if found else 0.0
+        self._best = max(self._best, now)
+        if 0.0 < now < self._best:
+            return [self.bad("degraded", f"{now:g} Gb/s, it was {self._best:g} Gb/s",
+                             OTHER_NETWORK, "link-slow")]
+        return []
+
+    def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[Erred]]:
+        """`num` times since the last look, `num_within` in all within FLAPS_WITHIN_S."""
+        erred = [Erred("network", LINK_FLAPPING, "link-went-down",
+                       f"{self.name}: link went down"
+                       + (f" {num} times" if num > 1 else ""))] if num else []
+        if num_within < FLAPS_NUM_MAX:
+            return [], erred
+        return [self.bad("degraded", f"link went down {num_within} times in "
+                         f"{FLAPS_WITHIN_S / MINUTE_S:.0f} minutes", LINK_FLAPPING,
+                         "link-flapping")], erred
+
+    def bad(self, health: CheckHealth, why: str, status: str, rule: str) -> Finding:
+        return Finding("", health, f"{self.name}: {why}", status=status, rule=rule)
+
+
+class _Fabric(_Port):
+    """A port under /sys/class/infiniband: InfiniBand, or RDMA over Ethernet."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, folder)
+        self._fatal = {file: Grown(MINUTE_S) for file in _FATAL}
+        self._symbols = Grown(MINUTE_S), Grown(HOUR_S)
+        self._recoveries, self._received = Grown(MINUTE_S), Grown(MINUTE_S)
+
+    def look(self, at_s: float) -> tuple[list[Finding], list[Erred]]:
+        is_up = self.read("state").startswith("4:")  # 4: ACTIVE
+        found = self.link(is_up, self.read("rate"), "unhealthy")
+        num = self.flaps.see(self.number(_DOWNED), at_s)
+        flapping, erred = self.flapped(num, self.flaps.num)
+        found += flapping
+        for file, counter in self._fatal.items():
+            name = file.rpartition("/")[2]
+            if grown := counter.see(self.number(file), at_s):
+                erred.append(Erred("network", OTHER_NETWORK, name,
+                                   f"{self.name}: {name} grew by {grown}"))
+            if counter.num > grown:  # again within a minute
+                found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
+                                      OTHER_NETWORK, name))
+        symbols = self.number(_SYMBOLS)
+        for counter in self._symbols:
+            counter.see(symbols, at_s)
+        minute, hour = self._symbols
+        if minute.num > SYMBOL_ERRORS_HZ_MAX * MINUTE_S or (
+                hour.num > SYMBOL_ERRORS_PER_HOUR_NUM_MAX and minute.num):
+            found.append(self.bad("degraded", f"{hour.num} symbol errors within an hour, "
+                                  f"{minute.num} in the last minute", OTHER_NETWORK,
+                                  "symbol_error"))
+        for file, counter in ((_RECOVERIES, self._recoveries), (_RECEIVED_BAD, self._received)):
+            counter.see(self.number(file), at_s)
+            if counter.num > RECOVERIES_PER_MINUTE_NUM_MAX:
+                name = file.rpartition("/")[2]
+                found.append(self.bad("degraded", f"{name} grew by {counter.num} in a minute",
+                                      OTHER_NETWORK, name))
+        return found, erred
+
+
+class _Interface(_Port):
+    """A physical interface under /sys/class/net. What it carries is not known: never unhealthy."""
+
+    def look(self, at_s: float) -> tuple[list[Finding], list[Erred]]:
+        is_up = self.read("operstate") in ("up", "unknown")
+        speed = self.number("speed")  # in Mb/s; -1 or EINVAL where nobody knows
+        found = self.link(is_up, f"{(speed or 0) / 1000:g}", "degraded")
+        changes = self.number("carrier_changes")
+        # Down is one change and up another.
+        downs = None if changes is None else (changes + 1) // 2
+        num = self.flaps.see(downs, at_s) if self.was_up else 0
+        flapping, erred = self.flapped(num, self.flaps.num)
+        return found + flapping, erred
+
+
+class Network:
+    """All ports under `sys_class`: one check for each, named `network/PORT`."""
+
+    name = "network"
+    every_s, s_max = NETWORK_EVERY_S, NETWORK_S_MAX
+
+    def __init__(self, sys_class: Path = SYS_CLASS,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._sys_class = sys_class
+        self._clock = clock
+        self._ports: dict[str, _Fabric | _Interface] = {}
+
+    def read(self) -> Look:
+        """Ports that come later are taken in; one that is gone has its link down."""
+        at_s = self._clock()
+        for folder in sorted(self._sys_class.glob("infiniband/*/ports/*")):
+            name = f"{folder.parts[-3]}/{folder.name}"
+            if name not in self._ports:
+                self._ports[name] = _Fabric(name, folder)
+        for folder in sorted(self._sys_class.glob("net/*")):
+            if folder.name not in self._ports and (folder / "device").exists():
+                self._ports[folder.name] = _Interface(folder.name, folder)
+        findings: list[Finding] = []
+        erred: list[Erred] = []
+        for name, port in self._ports.items():
+            found, told = port.look(at_s)
+            findings.append(worst(f"{self.name}/{name}", found))
+            erred += told
+        return Look(findings, erred)

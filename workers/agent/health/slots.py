@@ -1,0 +1,57 @@
+"""Which slot has which GPU: by its PCI address, its UUID, or its index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+_UUID = re.compile(r"^GPU UUID:\s*(\S+)", re.MULTILINE)
+_ADDRESS = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.\d)?$", re.IGNORECASE)
+
+
+class Slots:
+    """PCI addresses of the slots' GPUs. Unknown: nobody could say which GPU is where."""
+
+    def __init__(self, addresses: Mapping[int, str] | None = None, num_slots: int = 0) -> None:
+        self._by_address = {plain(address): slot for slot, address in (addresses or {}).items()}
+        self.is_known = num_slots > 0 and len(self._by_address) == num_slots
+
+    def find(self, device: str) -> int | None:
+        """The slot of a PCI address; None where it is not ours, or nobody knows."""
+        return self._by_address.get(plain(device))
+
+
+def plain(address: str) -> str:
+    """A PCI address as domain:bus:device: the kernel, NVML and tools each pad it their own way."""
+    found = _ADDRESS.search(address.strip())
+    if found is None:
+        return address.strip().lower()
+    domain, bus, device = (int(part or "0", 16) for part in found.groups())
+    return f"{domain:04x}:{bus:02x}:{device:02x}"
+
+
+def by_driver(devices: Sequence[str], gpus: Path = GPUS) -> Slots:
+    """From the driver's own files, without a library.
+
+    `devices` are entries of CUDA_VISIBLE_DEVICES: an index counts in the order of PCI addresses, as
+    CUDA_DEVICE_ORDER=PCI_BUS_ID and nvidia-smi do; or a UUID, or the beginning of one.
+    """
+    found: dict[str, str] = {}
+    try:
+        folders = sorted(gpus.iterdir(), key=lambda folder: plain(folder.name))
+        for number, folder in enumerate(folders):
+            found[str(number)] = folder.name
+            uuid = _UUID.search((folder / "information").read_text(encoding="utf-8"))
+            if uuid is not None:
+                found[uuid[1]] = folder.name
+    except OSError:
+        return Slots()
+    addresses: dict[int, str] = {}
+    for slot, device in enumerate(devices):
+        matches = [address for name, address in found.items()
+                   if name == device or (device.startswith("GPU-") and name.startswith(device))]
+        if len(matches) == 1:
+            addresses[slot] = matches[0]
+    return Slots(addresses, len(devices))
