@@ -39,7 +39,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     disputes_max: int = 50
     """Conflicts or lost replies in a row after which something else must be wrong."""
     beats_s: float = 1.0
-    """How often heartbeats are looked at, at most; a fifth of the lease where that is shorter."""
+    """How often heartbeats are looked at, at most; oftener where leases are short."""
     trim_s: float = 1.0
     writes_max: int = 256
     recent_records_max: int = 4_096
@@ -376,14 +376,14 @@ class Coordinator:
     async def _watch(self) -> None:
         """Look at the heartbeats again and again; deafness of our own grants a full lease."""
         while True:
-            lease_s = self._leader.state.policy.silence_s_max
-            pause_s = min(self._limits.beats_s, lease_s / 5)
+            policy = self._leader.state.policy
+            pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)
             await asyncio.sleep(pause_s)
             try:
                 beats = await self._within(self._log.beats(), Unavailable("no heartbeats"))
             except LogError:
                 continue
-            self._leases.observe(beats, self._leader.now_s(), late_s_max=pause_s + lease_s / 2)
+            self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s, policy=policy)
             if self._clean.is_set() and self._is_time():
                 self._wake.set()
 

@@ -43,7 +43,7 @@ from .simulated_watch import WATCH_S, PaperWatch
 
 RESEND_S = 0.5
 """How long an agent waits for an acknowledgement before it sends again."""
-BEAT_S = 1.0
+BEAT_S = 0.5
 ORDERS_WAIT_S = 10.0
 COMMAND_S = (5.0, 30.0)
 LOOK_S = (0.001, 0.2)
