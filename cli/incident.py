@@ -23,6 +23,7 @@ from .record_line import essentials, status_in_words
 from .screen_incident import name_of
 from .screen_nodes import node_trouble
 from .screen_plan import bound_by, not_taken
+from .screen_quarantine import why_quarantined
 from .state_dir import StateDir
 from .story import Story, story
 from .tail import incident_id
@@ -107,7 +108,8 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
     evidence = [x for x in found.records if x["seq"] in one.evidence]
     decisions = [x for x in found.records if x["kind"] in ("IncidentOpened", "IncidentEscalated")]
     return {
-        "id": one.id, "task": one.task, "name": name_of(told, one.task),
+        "id": one.id, "task": one.task,
+        "name": name_of(told, one.task) if one.task else f"node {one.node}",
         "node": one.node, "ranks": list(one.ranks), "status": one.status,
         "severity": one.severity, "outcome": one.outcome, "detected_s": one.detected_s,
         "closed_s": one.closed_s, "seq": told.seq,
@@ -133,7 +135,8 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
         "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
-        "effects": [_hurt(told, found, now_s), *(_other(told, key, found) for key in found.others)],
+        "effects": [*([_hurt(told, found, now_s)] if one.task else []),
+                    *(_other(told, key, found) for key in found.others)],
         "timeline": [_event(told, one, x) for x in found.records],
         "left": left(one, task, found, view, option),
     }
@@ -267,6 +270,8 @@ def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Pla
     touched = {one.node, *(x["body"].get("node", _who(x)) for x in evidence)}
     words += [f"{node['id']} {trouble}" for node in view["nodes"]
               if node["id"] in touched and (trouble := node_trouble(node))]
+    words += [f"{node['id']} {kept}" for node in view["nodes"]
+              if node["id"] in touched and (kept := why_quarantined(node, option))]
     healing = view["cluster"]["healing"]
     if one.outcome == "open" and healing != "on":
         what = (f"healing is {healing}" if healing.startswith("frozen") else

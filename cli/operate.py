@@ -61,6 +61,16 @@ def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json
     _tell(state, f"{node}  may have tasks again", followed, view, as_json=as_json)
 
 
+def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+    """End a node's quarantine."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    pick_node(view["nodes"], node)
+    followed = _ask(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
+    _tell(state, f"{node}  quarantined no longer; its next fault is its first", followed, view,
+          as_json=as_json)
+
+
 def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
     """Hold healing."""
     why = reason_or_user(reason)

@@ -49,6 +49,15 @@ def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = 
 
 
 @app.command()
+def lift(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+         output: Form = "text") -> None:
+    """End the quarantine of a node that failed again and again."""
+    from . import operate
+
+    operate.lift(folder(state), url, node, reason, as_json=output == "json")
+
+
+@app.command()
 def freeze(reason: Reason = "", state: State = None, url: Url = None,
            output: Form = "text") -> None:
     """Hold healing: decide and log, order nothing."""

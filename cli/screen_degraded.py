@@ -26,8 +26,13 @@ def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
 
 
 def health_of(node: Plain) -> str:
-    """A node that is healthy may slow its tasks all the same."""
-    return "degraded" if node["health"] == "healthy" and node["degraded"] else str(node["health"])
+    """A node that is heard may slow its tasks all the same, or a check calls it ill."""
+    said = [check["health"] for check in node["checks"]]
+    if node["health"] != "healthy":
+        return str(node["health"])
+    if "unhealthy" in said:
+        return "unhealthy"
+    return "degraded" if node["degraded"] or "degraded" in said else "healthy"
 
 
 def degraded_why(task: Plain, nodes: list[Plain]) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
 from .screen_degraded import health_of, node_degraded
+from .screen_quarantine import until, why_quarantined, why_unhealthy
 
 Plain = dict[str, Any]
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
@@ -63,6 +64,10 @@ def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str
                               + command(f"unicron undrain {node['id']}{option}"))
         if trouble := node_trouble(node):
             lines += labelled(node["id"], trouble)
+        if kept := why_quarantined(node, option):
+            lines += labelled(node["id"], kept)
+        if said := why_unhealthy(node):
+            lines += labelled(node["id"], said)
         if why := node_degraded(node, names, option):
             lines += labelled(node["id"], why)
     return ["", *lines] if lines else []
@@ -78,7 +83,7 @@ def node_trouble(node: Plain, since: str = "") -> str:
     if node["health"] == "lost":
         return f"lost{since}: repair it and start its agent, it is given tasks at once"
     out = _slots_out(node)
-    if out and node["health"] == "healthy":
+    if out and node["health"] == "healthy" and not node["sick_why"]:
         return (f"slot{'s' * (len(out) > 1)} {' '.join(out)} out: repair, then start its agent "
                 "again")
     return ""
@@ -109,7 +114,7 @@ def slot_use(node: Plain, slot: Plain) -> SlotUse:
         return "out"
     if slot["task"]:
         return "train"
-    return "drained" if node["drained"] else "idle"
+    return "drained" if node["drained"] else "out" if node["quarantine"] else "idle"
 
 
 def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
@@ -122,7 +127,7 @@ def _scheduling(node: Plain) -> str:
     out = _slots_out(node)
     if node["health"] != "healthy":
         return "out, drained" if node["drained"] else "out"
-    word = "drained" if node["drained"] else "eligible"
+    word = until(node) or ("drained" if node["drained"] else "eligible")
     return f"{word}, {' '.join(out)} out" if out else word
 
 

@@ -29,6 +29,7 @@ from .figures import (
 from .record_line import status_in_words
 from .screen_degraded import degraded_news, health_of
 from .screen_nodes import node_trouble, slot_use
+from .screen_quarantine import why_quarantined
 from .screen_task import ENDED, lag_s, waits
 
 Plain = dict[str, Any]
@@ -91,7 +92,8 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
 def _drained(view: Plain, option: str) -> list[str]:
     """Each drained node, where a task waits that has room with these and has none without."""
     there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
-                          if node["health"] == "healthy" and node["drained"] == drained)
+                          if node["health"] == "healthy" and node["drained"] == drained
+                          and not node["quarantine"])
              for drained in (False, True)}
     left, every = there[False], there[False] + there[True]
     names = [task["name"] for task in view["tasks"]
@@ -117,7 +119,12 @@ def _because(reason: str) -> str:
 def _node_news(node: Plain, now_s: float, option: str) -> list[str]:
     trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}")
     look = command(f"unicron status nodes{option}")
-    return [f"{node['id']} {trouble}; {look}"] if trouble else []
+    words = [f"{node['id']} {trouble}; {look}"] if trouble else []
+    if kept := why_quarantined(node, option):
+        words.append(f"{node['id']} {kept}")
+    if node["sick_why"]:
+        words.append(f"{node['id']} is unhealthy, {node['sick_why']}; {look}")
+    return words
 
 
 def _task_news(task: Plain, now_s: float, option: str) -> list[str]:

@@ -20,7 +20,7 @@ from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
 from .fold_decisions import DECISIONS
-from .fold_health import HEALTH, carry_over, settle_sick
+from .fold_health import HEALTH, carry_over, prove, settle_sick
 from .fold_logged import LOGGED
 from .fold_pace import PACES, too_slow
 from .fold_ranks import PROCESSES
@@ -302,7 +302,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     for rank in task.living_members():
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
-            task.blamed.pop(rank.rank, None)
+            was = task.blamed.pop(rank.rank, None)
+            if was is not None and was != rank.slot:
+                prove(state, task, was, rank.rank)
             task.reattempts = 0
     # What is told late, of iterations before the fault, does not end the interruption.
     whole = len(task.living_members()) == len(task.members) and not any(

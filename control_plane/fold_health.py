@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from ..events.decided import NodeQuarantined
 from ..events.detected import DeviceErred, HealthChanged, QuarantineLifted
-from ..events.orders import IncidentEscalated, IncidentOpened
+from ..events.orders import IncidentEscalated, IncidentOpened, Slot
 from ..events.records import Record
 from ..events.reports import Body
+from ..events.statuses import TASK_HANG
 from .ailments import (
     NUM_CHECKS_MAX,
     NUM_ERRED_MAX,
@@ -24,7 +25,7 @@ from .faults import Incident
 from .folding import add_evidence, arm, disarm
 from .quarantine import ail, num_unconfirmed_max, offend
 from .severity import TABLE, severity_of
-from .state import ClusterState, Node
+from .state import ClusterState, Node, Task
 
 RECOVERED_S = 60.0
 """So long a check says healthy before the slots are used again: flapping moves a task once."""
@@ -208,7 +209,16 @@ def blame(state: ClusterState, incident: Incident, body: IncidentOpened | Incide
           on_purpose: bool) -> None:
     """At SEV1 the node that is named has failed, unless somebody asked for it."""
     if body.severity == "SEV1" and body.node and not on_purpose:
-        offend(state, incident, node=body.node, status=body.status, why=body.why[:TEXT_CHARS_MAX])
+        offend(state, incident=incident.id, node=body.node, status=body.status,
+               why=body.why[:TEXT_CHARS_MAX])
+
+
+def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
+    """A rank that failed again and again goes on elsewhere: it was the slot."""
+    at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
+    offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
+           why=f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again, and "
+               "not elsewhere")
 
 
 def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:

@@ -85,6 +85,7 @@ class Http:
             web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
             web.post("/v1/nodes/{of}/drain", self._write(requests.drain)),
             web.post("/v1/nodes/{of}/undrain", self._write(requests.undrain)),
+            web.post("/v1/nodes/{of}/lift", self._write(requests.lift)),
             web.post("/v1/freeze", self._write(requests.freeze)),
             web.post("/v1/unfreeze", self._write(requests.unfreeze)),
             web.post("/v1/inject", self._write(requests.inject)),

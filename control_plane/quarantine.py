@@ -8,7 +8,6 @@ from ..events.decided import NodeQuarantined
 from ..events.reports import Body
 from ..events.statuses import LOST_CONNECTION, TASK_HANG
 from .ailments import NUM_OFFENCES_MAX, Offence
-from .faults import Incident
 from .severity import TABLE
 from .state import ClusterState, Node
 
@@ -17,7 +16,7 @@ OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"
 process that nothing could end."""
 
 
-def offend(state: ClusterState, incident: Incident, *, node: str, status: str, why: str) -> None:
+def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> None:
     """Fold: an incident names the node. Once for what one fault did to several tasks.
 
     Not what was asked for, nor on a node that an operator has drained to work on it.
@@ -26,11 +25,11 @@ def offend(state: ClusterState, incident: Incident, *, node: str, status: str, w
     if found is None or status not in OFFENCES or found.drained:
         return
     at_s = state.at_s
-    if any(other.incident == incident.id or (
+    if any(other.incident == incident or (
             other.status == status and at_s - other.at_s <= state.policy.replace_after_s)
             for other in found.offences):
         return
-    found.offences = [*found.offences, Offence(at_s=at_s, incident=incident.id, status=status,
+    found.offences = [*found.offences, Offence(at_s=at_s, incident=incident, status=status,
                                                why=why)][-NUM_OFFENCES_MAX:]
     ail(state, found)
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ..events import reports as r
+from ..events.detected import QuarantineLifted
 from ..events.errors import UsageError
 from ..events.model_spec import Modelled
 from ..events.spec import WEIGHT_RATIO_MAX, JobSpec, parse
@@ -119,6 +120,14 @@ def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
     if not _node(state, node).drained:
         raise Refusal(409, f"node {node} is not drained", "unicron status nodes")
     return r.NodeUndrained(node=node, reason=one_line(asked.reason))
+
+
+def lift(state: ClusterState, body: Any, node: str) -> r.Body:
+    """The node is quarantined no longer, and what it did before counts no more."""
+    asked = convert(body, _Reason)
+    if _node(state, node).quarantine is None:
+        raise Refusal(409, f"node {node} is not quarantined", "unicron status nodes")
+    return QuarantineLifted(node=node, reason=one_line(asked.reason))
 
 
 def unchanged(check: int) -> Callable[[ClusterState], None]:

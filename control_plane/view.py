@@ -60,7 +60,7 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     slots: list[dict[str, Any]] = []
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
-        slot: dict[str, Any] = {"index": index, "out": index in node.slots_out, "task": 0,
+        slot: dict[str, Any] = {"index": index, "out": node.is_out(index), "task": 0,
                                 "rank": None, "pid": 0}
         if occupant is not None:
             task = state.tasks.get(occupant.task)
@@ -70,6 +70,8 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid, "health": node.health,
             "since_s": node.since_s, "drained": node.drained, "drain_reason": node.drain_reason,
+            "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.sick_why,
+            "checks": [msgspec.to_builtins(check) for check in node.checks],
             "incarnation": node.incarnation,
             "accelerator": node.accelerator, "num_slots": node.num_slots,
             "labels": msgspec.to_builtins(node.labels), "slots": slots,

@@ -41,10 +41,13 @@ def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
         if price is not None:
             cost_waf, weight_from = price.cost_waf, _weight_from(task, price)
     else:
-        num_out = sum(len(node.slots_out) for node in state.nodes.values())
+        num_out = sum(node.is_out(index) for node in state.nodes.values()
+                      for index in range(node.num_slots))
         away = [f"{num_out} out"] if num_out else []
         drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
         away += [f"{' '.join(drained)} drained"] if drained else []
+        kept = [name for name in sorted(state.nodes) if state.nodes[name].quarantine is not None]
+        away += [f"{' '.join(kept)} quarantined"] if kept else []
         out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
         why, needs = "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
     if (task.why, task.needs, task.cost_waf, task.weight_from) != (

@@ -42,7 +42,7 @@ class RealCluster:
         self.state = StateDir(path / "state")
         self.state.create()
         file = path / "policy.yaml"
-        limits = {"hang_s_min": HELD_S} | dict(policy or {})
+        limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
         self.local = LocalCluster(self.state, Wanted(
             num_agents=num_agents, trace_dir=str(trace), policy=str(file)))

@@ -44,7 +44,8 @@ NEWS_S = 1.0
 REST_S = 20.0
 """After the last task: what is still late comes, and finds nobody."""
 POLICY = Policy(start_s_max=20.0, quiesce_s_max=10.0, boundary_s_max=30.0, reconfigure_s_max=30.0,
-                stop_s_max=5.0, restarts_max=100_000, replace_after_s=15.0, allow_inject=True)
+                stop_s_max=5.0, restarts_max=100_000, replace_after_s=15.0, allow_inject=True,
+                quarantine_s=20.0)
 
 
 class World:

@@ -26,7 +26,8 @@ from unicron.events.records import Record
 from unicron.events.reports import EpochStarted, Policy, PolicySet
 
 COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
-            "export", "demo", "doctor", "set-weight", "drain", "undrain", "freeze", "unfreeze",
+            "export", "demo", "doctor", "set-weight", "drain", "undrain", "lift",
+            "freeze", "unfreeze",
             "inject", "incident", "plan", "locate", "classify")
 LIMIT_S = 60
 JOB = """\

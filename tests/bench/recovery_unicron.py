@@ -40,7 +40,7 @@ class Unicron:
         self.state = StateDir(folder / "state")
         self.state.create()
         file = folder / "policy.yaml"
-        file.write_text(json.dumps(dict(policy or {})))
+        file.write_text(json.dumps({"quarantine_faults": 1000} | dict(policy or {})))
         self._local = LocalCluster(self.state, Wanted(
             num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
             trace_dir=str(self.watch.folder) if traced else "",
