@@ -32,7 +32,7 @@ def test_a_rank_raises_when_it_was_told_to(tmp_path: Path) -> None:
 
     rank = threading.Thread(target=train)
     rank.start()
-    told_s = detection_faults.inside(tmp_path, 1, 2, "raise")
+    told_s = detection_faults.inside(tmp_path, 1, 2, "exception")
     rank.join(30)
     assert raised_s
     assert told_s <= raised_s[0]
@@ -44,7 +44,7 @@ def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
     monkeypatch.setattr(detection_faults, "HELD_S_MAX", 0.05)
     (tmp_path / "1-2.jsonl").touch()
     with pytest.raises(NotStruck, match="rank 2 did not begin"):
-        detection_faults.inside(tmp_path, 1, 2, "raise")
+        detection_faults.inside(tmp_path, 1, 2, "exception")
     assert not (tmp_path / "hold" / "1-2").exists(), "it would be struck later"
 
 

@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 CASES = ("rank_killed", "exception", "agent_killed", "network_cut", "rank_stopped", "gil_held",
          "rank_looping", "rank_slow")
@@ -18,6 +20,7 @@ SIGNALS = {"rank_killed": signal.SIGKILL, "rank_stopped": signal.SIGSTOP}
 EVENT = "micro_batch"
 """In the middle of an iteration; every system's loop has it."""
 HELD_S_MAX = 20.0
+USUAL_LINES_NUM = 400
 LOOK_S = 0.002
 NEVER_NUM = 3
 
@@ -35,8 +38,8 @@ class NotStruck(Exception):
     """The fault could not be made."""
 
 
-def inside(folder: Path, task: int, rank: int, then: str) -> float:
-    """Have the rank do `then` when it begins a micro-batch; when it was told to.
+def inside(folder: Path, task: int, rank: int, case: str) -> float:
+    """Have the rank do what the case says when it begins a micro-batch; when it was told to.
 
     It is held there first, so that nothing lies between the word and the deed but one look of
     the rank at its file (2 ms).
@@ -51,9 +54,18 @@ def inside(folder: Path, task: int, rank: int, then: str) -> float:
             file.unlink(missing_ok=True)
             raise NotStruck(f"rank {rank} did not begin a micro-batch in {HELD_S_MAX:g} s")
         time.sleep(LOOK_S)
+    asked = {"event": EVENT, "then": HELD[case], "slow_s": micro_batch_s(trace)}
     began_s = time.time()
-    _write(file, {"event": EVENT, "then": then})
+    _write(file, asked)
     return began_s
+
+
+def micro_batch_s(trace: Path) -> float:
+    """What one takes, usually: by so much each is longer for a slow rank, which needs twice its
+    time then. 0: nobody knows."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()[-USUAL_LINES_NUM:]]
+    times = [line["t"] for line in lines if line["event"] == EVENT]
+    return median(then - before for before, then in pairwise(times)) if len(times) > 1 else 0.0
 
 
 def undo(folder: Path, task: int, rank: int) -> None:
@@ -81,7 +93,7 @@ def never(found: Sequence[Trial]) -> bool:
     return len(found) >= NEVER_NUM and all(trial.detect_s is None for trial in found)
 
 
-def _write(file: Path, asked: dict[str, str]) -> None:
+def _write(file: Path, asked: dict[str, Any]) -> None:
     file.parent.mkdir(exist_ok=True)
     new = file.with_suffix(".new")
     new.write_text(json.dumps(asked))

@@ -72,7 +72,7 @@ class Torchrun(Peer):
 
     def _struck(self, case: str) -> float:
         if case in faults.HELD:
-            return faults.inside(self.watch.folder, 1, VICTIM_NUM, faults.HELD[case])
+            return faults.inside(self.watch.folder, 1, VICTIM_NUM, case)
         self.watch.look()
         if case != "agent_killed":
             pid = next(line["pid"] for line in self.watch.lines[::-1]

@@ -25,6 +25,8 @@ WARM_NUM = 5
 KNOWN_NUM = 30
 """Where what is usual has to be known before."""
 STATISTICAL = ("gil_held", "rank_looping", "rank_slow")
+HEALED = ("rank_killed", "exception", "agent_killed", "rank_stopped", "gil_held", "rank_looping")
+"""What ends in another generation, with another process: not struck again before."""
 TOLD_S_MAX = 60.0
 Record = dict[str, Any]
 
@@ -58,6 +60,8 @@ class Watched:
 
     def __init__(self, made: Unicron) -> None:
         self._made = made
+        self._beyond = 0
+        """The generation that was struck last."""
         self.folder = self._made.watch.folder
 
     def start(self) -> None:
@@ -75,6 +79,7 @@ class Watched:
         begin = len(self._reader.seen)
         told = TOLD[case]
         node = self._victim()["node"]
+        self._beyond = self._made.view()["generation"] if case in HEALED else 0
         at_s = self._struck(case, node)
         came_s = faults.wait(lambda: self._reader.first(
             begin, lambda record: told(record["kind"], record["body"], node)), TOLD_S_MAX)
@@ -85,7 +90,7 @@ class Watched:
 
     def _struck(self, case: str, node: str) -> float:
         if case in faults.HELD:
-            return faults.inside(self.folder, self._made.task, VICTIM_NUM, faults.HELD[case])
+            return faults.inside(self.folder, self._made.task, VICTIM_NUM, case)
         if case == "agent_killed":
             at_s = time.time()
             os.kill(self._made.process(local_cluster.agent_name(node)).pid, signal.SIGKILL)
@@ -119,13 +124,26 @@ class Watched:
         progress = [record["body"] for _, record in self._reader.seen
                     if record["kind"] == "TaskProgressed"]
         newest = progress[-1]["generation"] if progress else 0
+        if view["generation"] <= self._beyond or self._is_slow():
+            return False
         num = sum(len(body["losses"]) for body in progress
                   if body["generation"] == newest == view["generation"])
         return num >= num_warm
 
 
+    def _is_slow(self) -> bool:
+        """As last told of the victim: after it was made slow, it has to be seen well again."""
+        paced = [record["body"] for _, record in self._reader.seen
+                 if record["kind"] == "RankPaced" and _of_victim(record["body"])]
+        return bool(paced) and _slowed(paced[-1])
+
+
 def _of_victim(body: Record) -> bool:
     return bool(body["rank"] == VICTIM_NUM)
+
+
+def _slowed(body: Record) -> bool:
+    return bool(body["own_s"] >= 1.1 * body["normal_s"])
 
 
 TOLD: dict[str, Callable[[str, Record, str], bool]] = {
@@ -139,6 +157,6 @@ TOLD: dict[str, Callable[[str, Record, str], bool]] = {
     "rank_looping": lambda kind, body, node: (kind == "RankStalled" and _of_victim(body)
                                               and body["where"] == "own"),
     "rank_slow": lambda kind, body, node: (kind == "RankPaced" and _of_victim(body)
-                                           and body["own_s"] >= 1.1 * body["normal_s"]),
+                                           and _slowed(body)),
 }
 """The report that says it; the finding's name, not that of what came of it elsewhere."""

@@ -43,7 +43,7 @@ class Unicron:
         file.write_text(json.dumps({"quarantine_faults": 1000} | dict(policy or {})))
         self._local = LocalCluster(self.state, Wanted(
             num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
-            trace_dir=str(self.watch.folder) if traced else "",
+            trace_dir=str(self.watch.folder) if traced else "", watch=watches,
             policy=str(file) if policy else ""))
         self._client: Client | None = None
         self.records: list[dict[str, Any]] = []
