@@ -222,7 +222,7 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
     task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
-    task.stalls, task.slowed = {}, {}
+    task.stalls, task.paces, task.slowed = {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     say_why(task, body.why)
     set_phase(state, task, "ended")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..events import detected as d
 from ..events.decided import DegradedPriced
 from ..events.records import Record
@@ -18,6 +20,8 @@ from .state import ClusterState, Task
 
 SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
 """Why a rank that is slow for good is overdue."""
+NUM_ITERATIONS_MIN = 5
+"""Of which a pace is told, before it is one."""
 CHANGED_RATIO = 1.05
 """A slow rank is priced anew where it has become so much slower, or faster."""
 
@@ -29,12 +33,9 @@ def _rank_paced(state: ClusterState, record: Record, body: d.RankPaced) -> None:
         return
     if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
         return
-    num, old = _num_micro_batches(task, body.rank), task.paces.get(body.rank)
-    first = old is None or old.normal_s != body.normal_s
-    task.paces[body.rank] = Pace(
-        generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
-        own_s=body.own_s, normal_s=body.normal_s, seq=record.seq,
-        normal_num=num if old is None or first else old.normal_num)
+    if body.num_iterations < NUM_ITERATIONS_MIN:
+        return  # a single one that lasted long: it says nothing of the next
+    task.paces[body.rank] = _pace(task, record.seq, body, task.paces.get(body.rank))
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
         was, now = before.get(number), task.slow.get(number)
@@ -48,6 +49,19 @@ def _rank_paced(state: ClusterState, record: Record, body: d.RankPaced) -> None:
         if rank.overdue == SLOWED and not rank.stopping:
             rank.overdue = ""  # healing was held meanwhile
     too_slow(state, record, task)
+
+
+def _pace(task: Task, seq: int, body: d.RankPaced, old: Pace | None) -> Pace:
+    """The first one, or one that was never so fast, says what is normal; so does that of an earlier
+    generation which gave it as many micro-batches."""
+    num = _num_micro_batches(task, body.rank)
+    new = Pace(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
+               own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
+               normal_iteration_s=body.iteration_s, seq=seq)
+    if old is None or old.normal_num != num or not 0 < old.normal_s <= body.own_s:
+        return new
+    return replace(new, normal_s=old.normal_s, normal_iteration_s=min(
+        old.normal_iteration_s, body.iteration_s))
 
 
 def _num_micro_batches(task: Task, number: int) -> int:
@@ -71,7 +85,7 @@ def too_slow(state: ClusterState, record: Record, task: Task) -> None:
         rank.overdue = SLOWED
         fault(task, record, [rank], TASK_HANG,
               f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
-              f"usual, and {len(task.members) - 1} wait for it", evidence=(pace.seq,))
+              f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
         task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[place])
 
 

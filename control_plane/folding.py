@@ -83,9 +83,12 @@ def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
-    """It is none of the task's any more: it holds up nobody."""
+    """It is none of the task's any more: it holds up nobody. The next process of the rank is held
+    to what this one could do."""
     task.stalls.pop(rank.rank, None)
-    task.paces.pop(rank.rank, None)
+    pace = task.paces.get(rank.rank)
+    if pace is not None:
+        task.paces[rank.rank] = replace(pace, generation=0)
     if task.slow.pop(rank.rank, None) is not None:
         price_anew(state, rank.slot.node)
 

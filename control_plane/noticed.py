@@ -31,6 +31,7 @@ class Pace(Struct, frozen=True, kw_only=True):
     """How fast a rank works, as RankPaced told last."""
 
     generation: int
+    """0: of an earlier process, from which is known what the rank can do."""
     num_micro_batches: int
     """Its part of an iteration then."""
     iteration_s: float
@@ -38,6 +39,8 @@ class Pace(Struct, frozen=True, kw_only=True):
     normal_s: float
     normal_num: int
     """Its part of an iteration when `normal_s` was told first."""
+    normal_iteration_s: float
+    """What an iteration took then."""
     seq: int
 
 

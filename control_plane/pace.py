@@ -12,54 +12,86 @@ from .noticed import Pace, Slow
 from .state import Rank, Task
 
 SLOW_RATIO = 1.1
-"""Below it all is ordinary fluctuation: the paper's line (our reading)."""
+"""Below it all is ordinary fluctuation, of own work and of iterations: the paper's line (our
+reading)."""
 FAULT_RATIO = 3.0
-"""Above it a rank is at fault."""
-HELD_UP_RATIO_MIN = 1.01
-"""What makes an iteration longer by less keeps nobody waiting."""
+"""An iteration that takes longer for one rank is its fault."""
 RATIO_MAX = 1e6
 """More is absurd."""
 CONFIRMED_SHARE = 0.8
-"""Of the slow rank's own work: so long at least the iteration of another takes, if it waits."""
-NUM_PEERS_MIN = 2
-"""With as many micro-batches, before a median says what is usual."""
+"""Of the slow rank's iteration: so long at least that of another takes, if it waits."""
+NUM_PEERS_MIN = 7
+"""With as many micro-batches, before they say what is usual, and how much they differ: the others
+of a node of eight."""
+MOST_SHARE = 0.9
+"""Of the peers: slower than so many, or there is no one who holds up the others."""
+SPREAD_TIMES = 3.0
+DEVIATION_TIMES = 1.4826
+"""From a median deviation to a standard deviation of a normal distribution."""
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
-    """By rank: how many times slower, and how many times longer an iteration takes for it."""
-    paces = task.paces
-    ratios = _ratios(paces)
-    slow = {number: ratio for number, ratio in ratios.items() if ratio >= SLOW_RATIO}
-    others_s: dict[int, float] = {}
-    for number, pace in paces.items() if slow else ():
-        if number not in slow:
-            others_s[pace.generation] = max(others_s.get(pace.generation, 0.0), pace.own_s)
+    """By rank: how many times slower, and how many times longer an iteration takes for it.
+
+    A rank whose own work has grown holds up nobody unless the iterations have grown with it: on a
+    machine that is shared, who computes longer may only have waited less.
+    """
+    if len(task.members) < 2:
+        return {}
     found: dict[int, Slow] = {}
-    for number, ratio in slow.items():
-        pace, known = paces[number], task.slow.get(number)
-        usual_s = max(pace.own_s / ratio, others_s.get(pace.generation, 0.0))
-        excess_s = pace.own_s - usual_s
-        holds_up = pace.iteration_s / max(pace.iteration_s - excess_s, usual_s)
-        if len(task.members) > 1 and excess_s > 0 and holds_up >= HELD_UP_RATIO_MIN:
-            found[number] = Slow(ratio=ratio, holds_up=min(holds_up, ratio),
+    for number, pace in task.paces.items():
+        if not pace.generation or not (_may_be_slow(pace) or _differs(task.paces, pace)):
+            continue
+        others = [other for one, other in task.paces.items()
+                  if one != number and other.generation == pace.generation]
+        ratio, holds_up = max(_beside_itself(pace, others), _beside_peers(pace, others),
+                              key=lambda one: one[1])
+        if holds_up >= SLOW_RATIO:
+            known = task.slow.get(number)
+            found[number] = Slow(ratio=min(ratio, RATIO_MAX), holds_up=min(holds_up, RATIO_MAX),
                                  since_s=known.since_s if known is not None else at_s)
     return found
 
 
-def _ratios(paces: dict[int, Pace]) -> dict[int, float]:
-    """Each rank's own work beside what it was at first, or beside its peers', the larger."""
-    peers: dict[tuple[int, int], list[float]] = {}
-    for pace in paces.values():
-        peers.setdefault((pace.generation, pace.num_micro_batches), []).append(pace.own_s)
-    usual_s = {key: median(found) for key, found in peers.items() if len(found) > NUM_PEERS_MIN}
-    ratios: dict[int, float] = {}
-    for number, pace in paces.items():
-        own = pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
-        usual = usual_s.get((pace.generation, pace.num_micro_batches), 0.0)
-        ratio = max(pace.own_s / pace.normal_s if own else 1.0,
-                    pace.own_s / usual if usual > 0 else 1.0)
-        ratios[number] = min(ratio, RATIO_MAX)
-    return ratios
+def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
+    """Its own work beside what it was at first, and how much longer iterations take for it."""
+    if not _may_be_slow(pace):
+        return 1.0, 1.0
+    most_s = max((other.own_s for other in others if not _may_be_slow(other)), default=0.0)
+    usual_s = min(max(pace.normal_s, most_s), pace.own_s)
+    grew = pace.iteration_s / pace.normal_iteration_s
+    return pace.own_s / pace.normal_s, min(grew, _held_up(pace, usual_s))
+
+
+def _may_be_slow(pace: Pace) -> bool:
+    return (pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
+            and pace.own_s >= SLOW_RATIO * pace.normal_s
+            and pace.iteration_s >= SLOW_RATIO * pace.normal_iteration_s)
+
+
+def _beside_peers(pace: Pace, others: list[Pace]) -> tuple[float, float]:
+    """Its own work beside that of its peers, where it lies far outside of how they differ."""
+    alike_s = [other.own_s for other in others
+               if other.num_micro_batches == pace.num_micro_batches]
+    if len(alike_s) < NUM_PEERS_MIN:
+        return 1.0, 1.0
+    usual_s = median(alike_s)
+    spread_s = DEVIATION_TIMES * median([abs(own_s - usual_s) for own_s in alike_s])
+    if pace.own_s < max(SLOW_RATIO * usual_s, usual_s + SPREAD_TIMES * spread_s):
+        return 1.0, 1.0
+    most_s = sorted(alike_s)[int(MOST_SHARE * len(alike_s))]
+    return pace.own_s / usual_s, _held_up(pace, min(most_s, pace.own_s))
+
+
+def _differs(paces: dict[int, Pace], pace: Pace) -> bool:
+    """Whether most others work less: a quick look, before all are compared."""
+    num = len([other for other in paces.values() if other.own_s * SLOW_RATIO <= pace.own_s])
+    return 2 * num >= len(paces) - 1
+
+
+def _held_up(pace: Pace, usual_s: float) -> float:
+    """How many times longer an iteration takes than if its own work took `usual_s`."""
+    return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
 
 
 def slowdown(task: Task, *, without: str = "") -> float:
@@ -71,16 +103,16 @@ def slowdown(task: Task, *, without: str = "") -> float:
 def at_fault(task: Task) -> list[Rank]:
     """Ranks that are slow beyond what is only told, where another process says so too.
 
-    Its peers wait for it: an iteration takes them about as long as the slow one's own work.
+    Its peers wait for it: an iteration takes them about as long as it takes the slow one.
     """
-    if not any(slow.ratio > FAULT_RATIO for slow in task.slow.values()):
+    if not any(slow.holds_up > FAULT_RATIO for slow in task.slow.values()):
         return []
     found: list[Rank] = []
     for number, slow in task.slow.items():
         rank, pace = task.member(number), task.paces.get(number)
-        if slow.ratio <= FAULT_RATIO or rank is None or pace is None or not rank.sound:
+        if slow.holds_up <= FAULT_RATIO or rank is None or pace is None or not rank.sound:
             continue
-        least_s = CONFIRMED_SHARE * pace.own_s
+        least_s = CONFIRMED_SHARE * pace.iteration_s
         wait = any(other.iteration_s >= least_s for one, other in task.paces.items()
                    if one not in task.slow and other.generation == pace.generation)
         told = task.members[0].rank not in task.slow and task.step_s >= least_s

@@ -93,11 +93,65 @@ def test_below_a_tenth_nothing_is_told(d: Driver) -> None:
     assert view(d.state)["tasks"][0]["state"] == "running"
 
 
-def test_one_that_is_slower_than_its_peers_from_the_first(d: Driver) -> None:
+def eight() -> tuple[Driver, int]:
+    """A task of eight ranks, with one micro-batch each."""
+    d = Driver(nodes=4)
+    return d, d.running(spec(slots={"sizes": [8]}, train={
+        "iterations": 50, "output": "/tmp/out", "batch": {"global": 16, "micro": 2}}))
+
+
+@pytest.mark.parametrize("own_s", [1.2, 1.6])
+def test_one_that_is_slower_than_its_peers_from_the_first(own_s: float) -> None:
+    d, task = eight()
+    for rank in (0, 1, 3, 4, 5, 6, 7):
+        assert kinds(paced(d, task, rank, 1 + rank / 100, iteration_s=own_s + 0.1)) == []
+    priced = the(DegradedPriced, paced(d, task, VICTIM, own_s, normal_s=own_s))
+    assert priced.node == "n2"
+    assert priced.ratios[0] == pytest.approx((own_s + 0.1) / 1.17)
+    at_rest(d)
+
+
+def test_peers_that_differ_do_not_say_what_is_usual() -> None:
+    d, task = eight()
+    for rank, own_s in enumerate((1.0, 0.4, 1.6, 0.7, 1.1, 1.3, 0.5, 0.9)):
+        assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=1.7)) == []
+    at_rest(d)
+
+
+def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver) -> None:
+    """As told by four ranks on two busy cores: whoever computes longer has waited less."""
     task = d.running()
-    for rank in (0, 1, 3):
-        assert kinds(paced(d, task, rank, iteration_s=1.3)) == []
-    assert the(DegradedPriced, paced(d, task, VICTIM, 1.2, normal_s=1.2)).node == "n2"
+    for rank, own_s in enumerate((0.056, 0.048, 0.055, 0.018)):
+        assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=0.115)) == []
+    assert kinds(paced(d, task, 1, 0.020, normal_s=0.020, iteration_s=0.065)) == []
+    assert kinds(paced(d, task, 2, 0.0125, normal_s=0.0125, iteration_s=0.081)) == []
+    assert kinds(paced(d, task, 1, 0.0615, normal_s=0.020, iteration_s=0.082)) == []
+    assert kinds(paced(d, task, 2, 0.057, normal_s=0.0125, iteration_s=0.0755)) == []
+    assert kinds(d.progress(task, times_s=[0.12])) == []
+    assert not task_of(d, task).slow
+
+
+def test_one_iteration_that_lasts_long_says_nothing_of_the_next(d: Driver) -> None:
+    task = d.running()
+    known(d, task)
+    for rank in (1, 3):
+        paced(d, task, rank, iteration_s=9.1)
+    assert kinds(paced(d, task, VICTIM, 9.0, iteration_s=9.1, num_iterations=1)) == []
+    assert kinds(d.progress(task, times_s=[9.1])) == []
+    assert not task_of(d, task).slow
+
+
+def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver) -> None:
+    task = d.running()
+    known(d, task)
+    paced(d, task, VICTIM, 1.5, iteration_s=1.6)
+    d.obey(d.exit(task, 0))
+    d.progress(task)
+    assert view(d.state)["tasks"][0]["state"] == "degraded"
+    paced(d, task, VICTIM, 1.5, normal_s=1.5, iteration_s=1.6)
+    assert list(task_of(d, task).slow) == [VICTIM]
+    paced(d, task, VICTIM, 1.0, iteration_s=1.1)
+    assert not task_of(d, task).slow
 
 
 def test_two_know_nothing_of_each_other(d: Driver) -> None:
@@ -179,7 +233,8 @@ def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver) -> 
     late = paced(d, task, 1, 1.0, iteration_s=4.1)
     opened = the(o.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
-    assert opened.why == "rank 2 on n2 works 4 x as long as is usual, and 3 wait for it"
+    assert opened.why == ("rank 2 on n2 works 4 x as long as is usual, iterations take "
+                          "3.73 x")
     assert opened.evidence == (told[0].seq, late[0].seq)
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(late)
@@ -213,6 +268,8 @@ def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver) -> None:
         known_ranks = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
         for rank in known_ranks:
             paced(d, task, rank, iteration_s=4.1)
+        if times == 1:
+            paced(d, task, VICTIM, 1.0, iteration_s=1.1)
         late = paced(d, task, VICTIM, 4.0, normal_s=4.0, iteration_s=4.1)
         assert "StopRank" in kinds(late), times
         d.obey(late)
