@@ -169,6 +169,9 @@ MACHINE_RULES = (
          r"|nvrtc: err"
          r"|unspecified launch failure|device-side assert|cuda ?malloc.{0,20}fail|triton error"
          r"|cuda unknown error"),
+        ("nccl-cuda", "nccl warn|peer access",
+         r"nccl warn.{0,120}\bcuda\b.{0,80}(?:fail|error|not support)|failed to.{0,30}\bcuda\b"
+         r"|peer access is not supported"),
         ("cuda-library", "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
          r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
          r"|cusolver"

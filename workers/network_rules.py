@@ -68,14 +68,16 @@ NETWORK_RULES = (
         ("connection-reset", "reset|closed by|broken pipe|epipe|connection abort|econnreset|"
          "econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
          "|connection "
-         "lost|disconnected|socket closed|stream removed|unexpected eof|remotedisconnected",
+         "lost|disconnected|socket closed|stream removed|unexpected eof|remotedisconnected|"
+         "likely closed|got 0 bytes|serverdisconnected|server shutdown",
          r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
          r"|errno[: ]*104\b"
          r"|(?:connection|socket) (?:was )?closed (?:by|before)|closed by (?:remote )?peer"
          r"|broken ?pipe"
          r"|epipe\b|econnaborted|connection abort|connectionclosederror|remotedisconnected"
          r"|(?:remote end|peer) (?:closed|disconnected)|socket closed|stream removed"
-         r"|unexpected eof|connection lost|unexpectedly closed"),
+         r"|unexpected eof|connection lost|unexpectedly closed"
+         r"|likely closed|recv,? got 0 bytes|serverdisconnected|server shutdown or crash"),
     ), second_hand=True),
     *rules(CONNECTION_REFUSED, RAISED, (
         ("connection-refused", "refused", r"connection ?(?:was )?refused|econnrefused"
@@ -115,6 +117,9 @@ NETWORK_RULES = (
          r"|distnetworkerror"),
         ("gloo", "gloo|connectfullmesh", r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail"
          r"|error)"),
+        ("http", "sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway|"
+         "gateway timeout"),
+        ("c10d", "[c10d]", r"\[c10d\].{0,300}(?:fail|error|timed out|unable|lost)"),
         ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
         ("remote-service", "deadline|unavailable|slowdown|endpoint|max retries|503|statuscode"
          "|rate",
@@ -151,6 +156,7 @@ NETWORK_RULES = (
         ("nccl-socket", "nccl warn", r"nccl warn.{0,60}(?:socket|bootstrap|net/|proxy|accept"
          r"|listen)"
          r".{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"),
+        ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
         ("timed-out", "timed out|timeouterror|timeout expired", r"timed out\b|timeouterror"
          r"|timeout expired|timeoutexpired"),
     )),
@@ -159,5 +165,10 @@ NETWORK_RULES = (
          r"|nccl failure"
          r"|duplicate gpu detected|nccl warn.{0,200}(?:mismatch|invalid|unsupported"
          r"|internal error)"),
+    )),
+    *rules(OTHER_NETWORK, CARRIER, (
+        ("nccl-warn", "nccl warn", r"nccl warn.{0,200}(?:fail|error|unable|could not|abort"
+         r"|timeout)"),
+        ("torch-backend", "distbackenderror|distnetworkerror|diststoreerror|disterror"),
     )),
 )

@@ -68,6 +68,8 @@ QUIET_RULES = (
            r"|acpi (?:error|warning|bios)|spi-nor|nmi watchdog: enabled|audit: |dmar: (?:iommu"
            r"|host|drhd "
            r"base|rmrr|atsr|intel)|\busb \d|i2c i2c|edac .{0,30}(?:no |ver|giving)"),
+    # NVIDIA's developers: "That diagnostic is harmless" (Mellanox/nv_peer_memory, thread 120)
+    _quiet("peermem-news", "detected invalid context, skipping"),
     _quiet("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs",
            r"net/plugin|tuner/plugin|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
            r"|libnccl|"
