@@ -39,7 +39,7 @@ def price(state: ClusterState, name: str) -> DegradedPriced:
         ratios=tuple(max(task.slow[number].holds_up for number in _slow_there(task, name))
                      for task in here),
         cost_waf=cost, drain_waf=earned_then - achieved_waf(state, now.wishes),
-        why=_why(here, name))
+        why=_why(state, here, name))
 
 
 def achieved_waf(state: ClusterState, wishes: tuple[Wish, ...]) -> float:
@@ -54,8 +54,12 @@ def _slow_there(task: Task, name: str) -> list[int]:
             if number in task.ranks and task.ranks[number].slot.node == name]
 
 
-def _why(tasks: list[Task], name: str) -> str:
-    return "; ".join(in_words(task, number) for task in tasks for number in _slow_there(task, name))
+def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
+    """What its checks say, then which ranks are slow there."""
+    checks = [check.why or check.check for check in state.nodes[name].checks
+              if check.health == "degraded"] if name in state.nodes else []
+    return "; ".join([*checks, *(in_words(task, number) for task in tasks
+                                 for number in _slow_there(task, name))])
 
 
 def in_words(task: Task, number: int) -> str:

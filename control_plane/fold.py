@@ -37,6 +37,7 @@ from .folding import (
     earned,
     fault,
     give_up_node,
+    price_anew,
     stepped,
     take_origin,
 )
@@ -143,6 +144,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
         carry_over(state, old, node)
     settle_sick(state)
     disarm(state, f"replace/{body.node}")
+    price_anew(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
     present = [node.num_slots for node in state.nodes.values() if node.health == "healthy"]
     state.num_slots_max = max(state.num_slots_max, sum(present))

@@ -22,7 +22,7 @@ from .ailments import (
     Quarantine,
 )
 from .faults import Incident
-from .folding import add_evidence, arm, disarm
+from .folding import add_evidence, arm, disarm, price_anew
 from .quarantine import ail, num_unconfirmed_max, offend
 from .severity import TABLE, severity_of
 from .state import ClusterState, Node, Task
@@ -50,6 +50,7 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
     if node is None:
         return
     devices = _devices(state, node, body.devices, 0)
+    was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
     node.checks = [one for one in node.checks if one.check != body.check or (
         devices and one.devices and not set(devices) & set(one.devices))]
     if body.health != "healthy":
@@ -61,6 +62,8 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
             _evidence(state, record, node, Erred(
                 seq=record.seq, at_s=record.at_s, origin="check", status=body.status,
                 rule=body.rule, text=check.why, devices=devices, code=0, pid=0))
+    if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
+        price_anew(state, node.name)
     settle_sick(state)
 
 

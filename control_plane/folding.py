@@ -108,7 +108,10 @@ def price_anew(state: ClusterState, name: str) -> None:
 
 
 def is_degraded(state: ClusterState, name: str) -> bool:
-    """Whether the node holds a rank that holds up others."""
+    """Whether a check of the node says so, or it holds a rank that holds up others."""
+    node = state.nodes.get(name)
+    if node is not None and any(check.health == "degraded" for check in node.checks):
+        return True
     return any(task.slow and any(
         number in task.ranks and task.ranks[number].slot.node == name for number in task.slow)
         for task in state.tasks.values())

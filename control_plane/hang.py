@@ -31,7 +31,7 @@ class Hang(Struct, frozen=True, kw_only=True):
 
     kind: Literal["rank", "network", "unknown"]
     ranks: tuple[int, ...]
-    """Who is to blame; `network`, `unknown`: all that stand."""
+    """Who is to blame; `network`: all that stand; `unknown`: all in work of their own."""
     since_s: float
     due_s: float
     """When it has lasted so long that it is acted upon."""
@@ -93,7 +93,7 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
     due_s = max(sure_s, *(stall.since_s + max(
         limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
         for number, stall in stalls.items()))
-    return Hang(kind="unknown", ranks=numbers, since_s=since_s, due_s=due_s, evidence=evidence,
+    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), since_s=since_s, due_s=due_s, evidence=evidence,
                 why=_of_own(stalls, len(own)))
 
 

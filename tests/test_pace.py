@@ -197,6 +197,24 @@ def test_a_price_is_told_at_most_once_a_minute(d: Driver) -> None:
     assert "price/n2" not in d.state.deadlines, "there is nothing left to price"
 
 
+def test_a_check_that_says_degraded_is_priced_too(d: Driver) -> None:
+    task = d.running()
+    known(d, task)
+    told: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
+    first = the(DegradedPriced, d.tell("n2/1", s.HealthChanged(
+        **told, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
+    assert (first.tasks, first.cost_waf, first.why) == ((), 0.0, "gpu0 thermal slowdown")
+    assert first.drain_waf < 0
+    assert view(d.state)["tasks"][0]["state"] == "running", "nobody is slower for it"
+    assert kinds(paced(d, task, VICTIM, 1.3, iteration_s=1.4)) == []
+    second = the(DegradedPriced, d.due("price/n2"))
+    assert second.why.startswith("gpu0 thermal slowdown; rank 2 of alpha")
+    d.tell("n2/1", s.HealthChanged(**told, health="healthy", why=""))
+    assert "n2" in d.state.degraded
+    paced(d, task, VICTIM, 1.0)
+    assert not d.state.degraded
+
+
 def test_it_is_over_with_the_process(d: Driver) -> None:
     task = d.running()
     known(d, task)
