@@ -93,8 +93,8 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
     due_s = max(sure_s, *(stall.since_s + max(
         limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
         for number, stall in stalls.items()))
-    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), since_s=since_s, due_s=due_s, evidence=evidence,
-                why=_of_own(stalls, len(own)))
+    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), since_s=since_s,
+                due_s=due_s, evidence=evidence, why=_of_own(stalls, len(own)))
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
