@@ -107,16 +107,6 @@ class Level:
         spread = self._reference.quantile(0.9) - self._reference.quantile(0.1)
         return spread / DEVIATION_TIMES / self._reference.quantile(0.5)
 
-    @property
-    def window_num(self) -> int:
-        """How many must agree, now."""
-        noisier = max(1.0, (self.noise / QUIET_SHARE) ** 2)
-        return int(min(WINDOW_NUM_MAX, self._plain_num * noisier))
-
-    @property
-    def _plain_num(self) -> int:
-        return WINDOW_NUM << min(self._num_changes, DOUBLINGS_NUM_MAX)
-
     def add(self, value: float) -> bool:
         """Whether the level is known since now, or has changed."""
         if len(self._reference) < WINDOW_NUM:
@@ -126,17 +116,18 @@ class Level:
             self.normal = self.now = self._reference.quantile(0.5)
             return True
         self._waiting.append(value)
-        num = self.window_num
+        again = 1 << min(self._num_changes, DOUBLINGS_NUM_MAX)
+        noisier = max(1.0, (self.noise / QUIET_SHARE) ** 2)
+        num = int(min(WINDOW_NUM_MAX, WINDOW_NUM * noisier * again))
         while len(self._waiting) > num:  # what is older than the window is how it was before
             older = self._waiting.popleft()
-            if self._num_reference < REFERENCE_NUM:
-                self._num_reference += 1
+            if len(self._reference) < REFERENCE_NUM:
                 self._reference.add(older)
         level, plain = self._reference.quantile(0.5), self._reference.quantile(PLAIN_SHARE)
-        if self._has_left(self._plain_num, level,
+        if self._has_left(WINDOW_NUM * again, level,
                           max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
             return True
-        return (len(self._reference) >= min(num, REFERENCE_NUM)
+        return (len(self._reference) >= min(num // again, REFERENCE_NUM)
                 and self._has_left(num, level, max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
 
     def _has_left(self, num: int, level: float, far: float) -> bool:
@@ -144,15 +135,15 @@ class Level:
         if len(self._waiting) < num:
             return False
         last = list(self._waiting)[-num:]
-        num_slower = sum(value >= far * level for value in last)
-        num_faster = sum(value <= level / far for value in last)
-        if 4 * max(num_slower, num_faster) < 3 * num:
+        slower = [value for value in last if value >= far * level]
+        faster = [value for value in last if value <= level / far]
+        there = sorted(max(slower, faster, key=len))
+        if 4 * len(there) < 3 * num:
             return False
-        ordered = sorted(last)
-        self.now = ordered[num // 2]
+        self.now = there[len(there) // 2]
         self.normal = min(self.normal, self.now)
         self._num_changes += 1
-        self._begin(ordered[num // 8: -(num // 8)])
+        self._begin(there)
         return True
 
     def _begin(self, known: Iterable[float] = ()) -> None:
@@ -161,7 +152,6 @@ class Level:
         self._waiting: deque[float] = deque()
         for value in known:
             self._reference.add(value)
-        self._num_reference = len(self._reference)
 
 
 class Monitor:

@@ -169,18 +169,22 @@ class Page:
     def done(self, after: int) -> list[Done]:
         """Finished iterations behind `after`, oldest first, as far back as they are kept."""
         found: list[Done] = []
-        for num in range(after + 1, after + RING_NUM):
-            at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
-            told = _DONE.unpack_from(self._page, at)
-            if told[0] != told[-1] or told != _DONE.unpack_from(self._page, at):
-                break
-            if told[0] < num:
-                break
-            if told[0] > num:  # it went round meanwhile: what comes behind is newer still
-                continue
-            _, generation, iteration, iteration_s, own_s, kind, _ = told
-            found.append(Done(num, generation, iteration, iteration_s, own_s, KINDS[kind]))
-        return found
+        while (done := self._done(after + 1)) is not None and done.num == after + 1:
+            found.append(done)
+            after += 1
+        if done is None or found or done.num < after:
+            return found
+        kept = (self._done(num) for num in range(RING_NUM))  # it went round since
+        return sorted(done for done in kept if done is not None and done.num > after)
+
+    def _done(self, num: int) -> Done | None:
+        """What stands at the place of the iteration of this number; None while it is written."""
+        at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
+        data = self._page[at: at + _DONE.size]
+        number, generation, iteration, iteration_s, own_s, kind, again = _DONE.unpack(data)
+        if number != again or data != self._page[at: at + _DONE.size]:
+            return None
+        return Done(number, generation, iteration, iteration_s, own_s, KINDS[kind])
 
     def close(self) -> None:
         self.handed_over()
