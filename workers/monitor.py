@@ -137,7 +137,7 @@ class Level:
         last = list(self._waiting)[-num:]
         slower = [value for value in last if value >= far * level]
         faster = [value for value in last if value <= level / far]
-        there = sorted(max(slower, faster, key=len))
+        there = sorted(slower if len(slower) > len(faster) else faster)
         if 4 * len(there) < 3 * num:
             return False
         self.now = there[len(there) // 2]

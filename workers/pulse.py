@@ -172,7 +172,7 @@ class Page:
         while (done := self._done(after + 1)) is not None and done.num == after + 1:
             found.append(done)
             after += 1
-        if done is None or found or done.num < after:
+        if done is None or found or done.num <= after:
             return found
         kept = (self._done(num) for num in range(RING_NUM))  # it went round since
         return sorted(done for done in kept if done is not None and done.num > after)
