@@ -115,8 +115,8 @@ def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
     first = {rank: cluster.told(0, "RankPaced", task=task, rank=rank)[0].body
              for rank in range(NUM)}
     after = cluster.seq()
-    normal_s = first[VICTIM].own_s  # type: ignore[attr-defined]
-    hold = ask(cluster, task, event="backward", then="slow", slow_s=3 * normal_s)
+    each_s = max(0.4, first[VICTIM].iteration_s)  # type: ignore[attr-defined]
+    hold = ask(cluster, task, then="slow", slow_s=each_s)  # at every event: it passes marks
     slow = cluster.wait(lambda: next(
         (record.body for record in cluster.told(after, "RankPaced", task=task, rank=VICTIM)
          if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]
