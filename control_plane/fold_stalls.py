@@ -10,7 +10,7 @@ from ..events.records import Record
 from ..events.reports import Body
 from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
 from .folding import arm, await_hang, fault
-from .hang import STANDS, located
+from .hang import STANDS, WAITED_FOR, located
 from .noticed import Stall
 from .state import ClusterState, Rank, Task
 
@@ -76,6 +76,10 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
         arm(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
         return
     ranks = [task.ranks[number] for number in hang.ranks]
+    if hang.kind == "silent":
+        for rank in ranks:  # the silence of their node opens the incident
+            rank.overdue = rank.overdue or WAITED_FOR
+        return
     if hang.kind == "network":
         task.evidence_over, task.failed_s = task.generation, hang.since_s
     else:

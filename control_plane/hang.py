@@ -17,6 +17,8 @@ from .state import ClusterState, Rank, Task
 
 STANDS = "stands still"
 """Why a rank that was found to hang is overdue."""
+WAITED_FOR = "is waited for in a collective"
+"""Why a rank on a silent node is given up."""
 STANDS_TIMES = 3.0
 """Times the average iteration: the paper's line of a fault."""
 NETWORK_TIMES = 2.0
@@ -29,9 +31,10 @@ UNKNOWN_S_MIN = 1800.0
 class Hang(Struct, frozen=True, kw_only=True):
     """A task stands: all that can be asked say so."""
 
-    kind: Literal["rank", "network", "unknown"]
+    kind: Literal["rank", "silent", "network", "unknown"]
     ranks: tuple[int, ...]
-    """Who is to blame; `network`: all that stand; `unknown`: all in work of their own."""
+    """Who is to blame; `silent`: those of whom nobody knows; `network`: all that stand; `unknown`:
+    all in work of their own."""
     since_s: float
     due_s: float
     """When it has lasted so long that it is acted upon."""
@@ -43,8 +46,8 @@ def located(state: ClusterState, task: Task) -> Hang | None:
     """The hang of a task, None where somebody may still go on, or where another fault explains it.
 
     Those that are stopped (SIGSTOP) have a deadline of their own, and of those on a silent node
-    nobody knows: neither is asked, and while there are such, only a rank that waits for nobody is
-    to blame.
+    nobody knows: neither is asked. While there are such, only a rank that waits for nobody is to
+    blame; where there is none, those on silent nodes are what the others wait for.
     """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None
@@ -61,10 +64,11 @@ def located(state: ClusterState, task: Task) -> Hang | None:
     asked = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
     if not asked or any(rank.rank not in task.stalls for rank in asked):
         return None
-    return _judged(state, task, asked, all_asked=len(asked) == len(living))
+    mute = tuple(rank.rank for rank in living if rank.slot.node in silent)
+    return _judged(state, task, asked, mute, all_asked=len(asked) == len(living))
 
 
-def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
+def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int, ...], *,
             all_asked: bool) -> Hang | None:
     stalls = {rank.rank: task.stalls[rank.rank] for rank in asked}
     own = [rank for rank in asked if stalls[rank.rank].where == "own"]
@@ -81,6 +85,14 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], *,
                     due_s=max(sure_s, *(stalls[number].since_s + limits_s[number]
                                         for number in numbers)),
                     why=_of_ranks(own, stalls, num_waiting))
+    if mute and not own:
+        # Their nodes' lease is one source, if it is not back at once; that all others wait is the
+        # second.
+        back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in mute)
+        due_s = max(stall.since_s + limits_s[number] for number, stall in stalls.items())
+        return Hang(kind="silent", ranks=mute, evidence=evidence, why=_of_network(stalls),
+                    since_s=min(stall.since_s for stall in stalls.values()),
+                    due_s=max(due_s, back_s + state.policy.evidence_s_max))
     if not all_asked:
         return None
     numbers = tuple(stalls)

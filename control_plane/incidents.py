@@ -79,7 +79,8 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
             second = f"a collective failed under its peer rank {peers[0].rank}"
             seq = peers[0].failed_seq
         elif late:
-            second, seq = f"rank {late[0].rank} {late[0].overdue}", 0
+            second = f"rank {late[0].rank} {late[0].overdue}"
+            seq = min((stall.seq for stall in task.stalls.values()), default=0)
         elif not state.held and node.replace and _replaced(state, task):
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
         else:

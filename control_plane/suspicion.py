@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .state import ClusterState, Task
+from .state import ClusterState, Rank, Task
 
 
 def suspects(state: ClusterState) -> set[str]:
-    """Nodes with members of a task of which a collective has failed under members elsewhere.
+    """Nodes with members of a task of which a collective has failed under members elsewhere, or
+    keeps them waiting for too long.
 
     Not those whose own members have told of it: they are heard. Only what a short silence is then
     enough for; by itself this says nothing.
@@ -14,7 +15,11 @@ def suspects(state: ClusterState) -> set[str]:
     found: set[str] = set()
     for task in state.tasks.values():
         if _has_failed(task):
-            found.update(_mute(task))
+            found.update(_mute(task, [rank for rank in task.living_members()
+                                      if rank.failed == task.generation]))
+        elif any(stall.where == "collective" for stall in task.stalls.values()):
+            found.update(_mute(task, [rank for rank in task.living_members()
+                                      if rank.rank in task.stalls]))
     return found
 
 
@@ -23,8 +28,8 @@ def _has_failed(task: Task) -> bool:
     return task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring")
 
 
-def _mute(task: Task) -> list[str]:
+def _mute(task: Task, told: list[Rank]) -> list[str]:
     """Nodes none of whose members has told of it, where some other node's has."""
-    living = task.living_members()
-    told = {rank.slot.node for rank in living if rank.failed == task.generation}
-    return [rank.slot.node for rank in living if told and rank.slot.node not in told]
+    heard = {rank.slot.node for rank in told}
+    return [rank.slot.node for rank in task.living_members()
+            if heard and rank.slot.node not in heard]

@@ -264,7 +264,9 @@ def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
     heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
     for rank in heard:
         stalled(d, task, rank, in_s=60.0)
-    assert located(d.state, task_of(d, task)) is None, "they wait for those that are not heard"
+    waits = located(d.state, task_of(d, task))
+    assert waits is not None
+    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "they wait for those not heard"
     stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
     late = d.due(deadline(d, task))
     assert the(o.IncidentOpened, late).ranks == (heard[0],), "it waits for nobody"

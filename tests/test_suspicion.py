@@ -5,6 +5,7 @@ from __future__ import annotations
 from heart_driver import Driver, at_rest, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.leases import Leases
 from unicron.control_plane.suspicion import suspects
+from unicron.events import detected as s
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.log import Beat
@@ -85,6 +86,58 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     d.progress(task)
     assert len(task_of(d, task).members) == 2
     assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def waits(d: Cluster, task: int, *ranks: int) -> None:
+    """They have stood in their collective for 1.5 s."""
+    for rank in ranks:
+        it = task_of(d, task)
+        d.tell(d.source(it.ranks[rank].slot.node), s.RankStalled(
+            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3,
+            where="collective", what="reduce", collective=1, in_s=1.5, normal_s=0.4))
+
+
+def test_a_node_that_is_cut_off_is_lost_where_all_others_wait_for_it() -> None:
+    """Its connections do not close: nobody is told of a collective, they only wait in it."""
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n3")
+    d.pass_s(1.5)
+    waits(d, task, 0)
+    assert suspects(d.state) == {"n2", "n3"}, "of neither it is known yet"
+    waits(d, task, 1)
+    assert suspects(d.state) == {"n3"}
+    told = d.pass_s(2.5)
+    lost = the(o.IncidentOpened, told)
+    assert (lost.severity, lost.status, lost.node) == ("SEV1", "lost connection", "n3")
+    assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
+    silenced = next(x for x in told if isinstance(x.body, r.NodeSilenced))
+    stalls = [x.seq for x in d.log if isinstance(x.body, s.RankStalled)]
+    assert lost.evidence == (stalls[0], silenced.seq), "both sources"
+    assert [member.rank for member in task_of(d, task).members] == [0, 1]
+    d.progress(task)
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_a_cut_that_ends_in_time_changes_nothing() -> None:
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n3")
+    d.pass_s(1.5)
+    waits(d, task, 0, 1)
+    told = d.pass_s(0.4)
+    assert [x.kind for x in told if x.is_report] == ["NodeSilenced"]
+    d.quiet.clear()
+    for rank in (0, 1):
+        it = task_of(d, task)
+        d.tell(d.source(it.ranks[rank].slot.node), s.RankWentOn(
+            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
+    told = d.pass_s(5.0)
+    assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
+        x.kind for x in told}
+    assert len(task_of(d, task).members) == 3
     at_rest(d)
 
 
