@@ -183,6 +183,21 @@ def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(tmp_path:
     go(test)
 
 
+def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        told: list[Body] = []
+        reader = Scripted()
+        running = asyncio.create_task(_health(tmp_path, told, reader).run())
+        for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
+            reader.look = Look([Finding("c", BAD if devices else "healthy", devices=devices)])
+            await until(lambda num=num: told[num - 1:] or None)
+        running.cancel()
+        assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
+            (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
+
+    go(test)
+
+
 def _health(folder: Path, told: list[Body], *readers: Scripted) -> Health:
     (folder / "kmsg").touch()
     node = Node(name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder)

@@ -55,6 +55,8 @@ class Health:
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
         self._bursts = Bursts()
         self._steady: dict[str, Steady] = {}
+        self._blamed: dict[str, tuple[int, ...]] = {}
+        """The slots that each check was last said to be about."""
         self._checks = sources.checks
         self._run = Run({**os.environ, "UNICRON_NODE": node.name,
                          "UNICRON_SLOTS": str(node.num_slots),
@@ -134,6 +136,16 @@ class Health:
             self._take((finding,), ())
 
     def _tell(self, finding: Finding) -> None:
+        """Slots that it no longer names are well again: the heart keeps what a check says by slot.
+        """
+        gone = tuple(slot for slot in self._blamed.get(finding.check, ())
+                     if slot not in finding.devices)
+        self._blamed[finding.check] = () if finding.health == "healthy" else finding.devices
+        if gone and finding.devices and finding.health != "healthy":
+            self._say(Finding(finding.check, "healthy", "it names other slots now", gone))
+        self._say(finding)
+
+    def _say(self, finding: Finding) -> None:
         node = self._node
         _log.info("health", check=finding.check, health=finding.health, why=finding.why)
         self._report(HealthChanged(
