@@ -1,7 +1,8 @@
 """The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
 
-Agent to rank: orders with their seq and epoch, StartRank first. Rank to agent: reports with the
-rank's clock. A closed pipe tells a rank that its agent is gone: it ends.
+Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record.
+Rank to agent: reports with the rank's clock. A closed pipe tells a rank that its agent is gone: it
+ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class Frame(Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
 
 
+class WriteDump(Body, frozen=True):
+    """Agent to rank, when it seems to hang: write the flight recorder to `path`, if you can."""
+
+    path: str
+
+
 class _Wire(Struct, frozen=True, kw_only=True):
     kind: str
     v: int
@@ -38,6 +45,7 @@ class _Wire(Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Wire)
+_asking = msgspec.msgpack.Decoder(WriteDump)
 
 
 def pack(frame: Frame) -> bytes:
@@ -68,6 +76,8 @@ class Unpacker:
                 break
             wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
             del self._buffer[:end]
-            frames.append(Frame(body=decode_body(wire.kind, wire.v, bytes(wire.body)),
+            asks = wire.kind == WriteDump.__name__
+            frames.append(Frame(body=_asking.decode(wire.body) if asks
+                                else decode_body(wire.kind, wire.v, bytes(wire.body)),
                                 seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s))
         return frames

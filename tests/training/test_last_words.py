@@ -10,7 +10,7 @@ from pathlib import Path
 
 import unicron
 from unicron.events.reports import RankErrored
-from unicron.workers.training.rank import OURS
+from unicron.workers.training.rank import EXPENDABLE, OURS
 from unicron.workers.wire import Unpacker
 
 PROGRAM = """
@@ -65,4 +65,4 @@ def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
     names = re.findall(r"threading\.Thread\(.*?name=\"([^\"]+)\"", source, re.DOTALL)
     names += re.findall(r"ThreadPoolExecutor\(1, \"([^\"]+)\"", source)
     assert len(names) == len(starts)
-    assert set(names) == set(OURS)
+    assert set(names) == {*OURS, *EXPENDABLE}

@@ -35,6 +35,7 @@ from ...events.reports import (
 )
 from .. import linux
 from ..wire import Frame
+from .dumps import Dumps, ask
 from .keeper import Keeper
 from .node import MARK, Node, Starter
 from .pipe import Pipe
@@ -162,6 +163,10 @@ class Ranks:
             kind = RankSuspended if rank.is_suspended else RankContinued
             self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
                               pid=process.pid), None)
+
+    def dump(self, task: int) -> Dumps:
+        """Ask the task's training ranks here for their flight recorders (dumps.py)."""
+        return ask((rank.order.rank, rank.process, rank.pipe) for rank in self._of(task))
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
         """End every rank and publication; returns when all is done, or after their limits."""

@@ -1,8 +1,9 @@
 """The control thread: the agent's orders come in while the main thread trains, or hangs.
 
-The thread does three things only: it queues orders, it has the generation's connections closed
+The thread does four things only: it queues orders, it has the generation's connections closed
 (again and again, until that helped) when an order to stop at once finds the main thread waiting
-for other members, and it ends the process when the agent is gone.
+for other members, it has the flight recorder written (recorder.py), and it ends the process when
+the agent is gone.
 
 An agent that does not read (it is stopped, or its machine swaps) holds nobody up: what the socket
 does not take at once waits in memory, and a thread that lives only as long hands it over.
@@ -25,7 +26,7 @@ from typing import NoReturn, TypeVar
 from ...events.orders import KeepCopies, Quiesce, QuiesceMode, Reconfigure, Resume
 from ...events.reports import Body
 from ...events.talk import Talk
-from ..wire import Frame, Unpacker, pack
+from ..wire import Frame, Unpacker, WriteDump, pack
 
 RECEIVE_BYTES = 1 << 16
 SEND_BYTES = 1 << 16
@@ -75,6 +76,8 @@ class Control:
         self._others = _one_thread()
         self.keep: KeepCopies | None = None
         """Who is to get copies from now on, as told last."""
+        self.write_dump: Callable[[str], None] | None = None
+        """Writes the flight recorder to this path, and does not wait until it has."""
 
     def start(self, early: list[Frame]) -> None:
         """Listen from now on; `early` are orders that came together with the first frame."""
@@ -222,6 +225,8 @@ class Control:
     def _take(self, order: Body) -> None:
         if isinstance(order, KeepCopies):
             self.keep = order
+        if isinstance(order, WriteDump) and self.write_dump is not None:
+            self.write_dump(order.path)
         if not isinstance(order, (Quiesce, Reconfigure, Resume)):
             return
         if isinstance(order, Quiesce) and order.ranks and self._rank not in order.ranks:

@@ -31,6 +31,7 @@ from .control import Control, Interrupted
 from .history import History
 from .iteration import Iteration, clock
 from .ledger import NO_STATE, Claim, Share, settle
+from .recorder import Recorder
 from .reduction import Outcome, poisoned
 from .saving import Saver
 from .trace import Event, Trace
@@ -72,6 +73,8 @@ class Member:
                            start.attempt)
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
+        self.recorder = Recorder(start.task, start.rank)
+        control.write_dump = self.recorder.write_soon
         self.generation = 0
         self.inside = False
         self.members: tuple[int, ...] = ()
@@ -146,6 +149,7 @@ class Member:
             self.inside = False
         self.generation = order.generation
         self.members, self.keepers = ranks, order.keepers
+        self.recorder.begin(order.generation, ranks)
         why, told = "", None
         try:
             with self.control.waiting_for_others(order.generation, self.communicators.wake):

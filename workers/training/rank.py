@@ -40,8 +40,12 @@ from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 
 OURS = ("control", "wake", "reports", "collective", "left behind", "checkpoint", "copies")
 """How the names of the threads begin that a rank starts: without one of them it is not whole."""
+EXPENDABLE = ("flight recorder",)
+"""Those without which it is whole all the same: their error is a line in the log."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are told; its end, where the cause is."""
+FLIGHT_ENTRIES_NUM_MAX = 512
+"""What torch's flight recorder keeps: at some 500 bytes each, a dump stays well under 1 MB."""
 
 
 def main() -> None:
@@ -158,6 +162,7 @@ def _prepare(host: str) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))
 
 
 def quiet() -> None:
