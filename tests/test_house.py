@@ -26,7 +26,7 @@ ARROWS = {
 }
 # What training may import of the workers' room beside its own: what agents and ranks both speak.
 SHARED = ("training", "wire", "forking", "keeping", "linux", "urls",
-          "pulse", "monitor")
+          "classify", "pulse", "monitor")
 PURE = (
     *(f"control_plane/{name}.py" for name in (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
@@ -40,7 +40,8 @@ PURE = (
         "floors", "spare", "plan_words", "fold_logged", "fairness", "worth", "movers", "noticed",
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
         "node_incidents", "quarantine", "fold_health", "suspicion")),
-    "workers/agent/megatron_lines.py", "workers/classify.py", "workers/error_rule.py",
+    "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",
+    "workers/error_rule.py",
     "workers/machine_rules.py", "workers/network_rules.py", "workers/process_rules.py",
     "workers/quiet_rules.py", "workers/xids.py", "workers/locate.py",
     "workers/monitor.py", "workers/recorded.py", "workers/waits.py", "workers/training/ledger.py",

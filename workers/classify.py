@@ -56,7 +56,8 @@ _PCI = re.compile(
 _GPU_WORDS = ("xid", "nvrm", "gpu", "nvidia ")
 _INDEX = re.compile(r"\b(?:gpu|device(?: ordinal)?|cuda:)[ =:#]{0,2}(\d{1,3})\b(?![.\w]|:\w)")
 _PEER = re.compile(
-    r"(?:peer|remote|from|connect(?:ed)? to|connecting to|host|server|recv from|send to)"
+    r"(?:peer|(?:read|write) error|remote|from|connect(?:ed)? to|connecting to|host|server"
+    r"|recv from|send to)"
     r"[ =:]{0,2}(?:"
     r"\[?(?:::ffff:)?(?P<plain>[\w.%-]{2,100}|[0-9a-f:]{2,45}(?:%\w{1,15})?)\]?[<:]"
     r"(?P<port>\d{1,5})>?"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import unicron
 from unicron.events.reports import RankErrored
-from unicron.workers.training.rank import EXPENDABLE, OURS
+from unicron.events.statuses import CONNECTION_REFUSED
+from unicron.workers.training.last_words import EXPENDABLE, OURS, TEXT_CHARS_MAX
 from unicron.workers.wire import Unpacker
 
 PROGRAM = """
@@ -18,7 +19,7 @@ import os, socket, sys, threading
 from unicron.events.orders import Slot, StartRank
 from unicron.events.spec import parse
 from unicron.workers.training.control import Control
-from unicron.workers.training.rank import LastWords
+from unicron.workers.training.last_words import LastWords
 from unicron.workers.wire import Unpacker
 
 spec = parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 1},
@@ -38,7 +39,9 @@ def end(name, error):
 
 end("QueueFeederThread", OSError("a library's"))
 end("checkpoint", SystemExit(0))
-end("checkpoint", ValueError("ours"))
+error = ValueError("ours" + "!" * 10_000)
+error.__cause__ = ConnectionRefusedError(111, "Connection refused")
+end("checkpoint", error)
 """
 
 
@@ -56,6 +59,10 @@ def test_a_thread_that_is_not_ours_ends_no_rank() -> None:
     assert "OSError: a library's" in done.stderr
     assert isinstance(frame.body, RankErrored)
     assert (frame.body.rank, frame.body.error) == (2, "ValueError")
+    assert (frame.body.status, frame.body.second_hand) == (CONNECTION_REFUSED, False)
+    assert len(frame.body.text) == TEXT_CHARS_MAX
+    assert frame.body.text.startswith("ConnectionRefusedError: [Errno 111] Connection refused\n")
+    assert frame.body.text.endswith("!!!\n")
 
 
 def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:

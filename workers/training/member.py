@@ -24,11 +24,13 @@ from ...events.reports import (
 )
 from ...events.spec import is_url
 from .. import keeping
+from ..classify import Verdict
 from ..pulse import OUTSIDE_CODE, Pulse
 from . import checkpoint, copies, cpu, model, state, text
 from .communicators import ABORTED, Communicators
 from .control import Control, Interrupted
 from .history import History
+from .innermost import bounded
 from .iteration import Iteration, clock
 from .ledger import NO_STATE, Claim, Share, settle
 from .recorder import Recorder
@@ -38,6 +40,8 @@ from .trace import Event, Trace
 
 PROGRESS_S = 1.0
 """How often the first member tells its progress."""
+WHY_CHARS_MAX = 1000
+"""Characters of what made a collective fail that are told."""
 
 log = structlog.get_logger()
 
@@ -295,13 +299,17 @@ class Member:
                 self._finish()
                 return True
         if outcome == "failed":
-            self.control.tell(CollectiveFailed(
-                task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-                generation=self.generation, iteration=self.step_version,
-                error=self.iteration.reduction.why[:1000],
-            ))
+            self._tell_failed(self.iteration.reduction.why, self.iteration.reduction.verdict)
         self._leave()
         return False
+
+    def _tell_failed(self, why: str, verdict: Verdict) -> None:
+        self.control.tell(CollectiveFailed(
+            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+            generation=self.generation, iteration=self.step_version,
+            error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
+            status=verdict.status, rule=verdict.rule, peer=verdict.peer,
+        ))
 
     def _end_when_worn(self, outcome: Outcome) -> None:
         """After a whole step, at most one member of each: what it holds, its peers hold, or hold

@@ -23,27 +23,18 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import warnings
-from types import TracebackType
 from typing import NoReturn, TextIO, cast
 
 import structlog
 
-from ...events.errors import UsageError
 from ...events.orders import StartRank
-from ...events.reports import RankErrored
 from ...events.talk import Talk
 from ..pulse import Pulse
 from ..wire import Frame, Unpacker
 from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
+from .last_words import LastWords, end
 
-OURS = ("control", "wake", "reports", "collective", "left behind", "checkpoint", "copies")
-"""How the names of the threads begin that a rank starts: without one of them it is not whole."""
-EXPENDABLE = ("flight recorder",)
-"""Those without which it is whole all the same: their error is a line in the log."""
-TEXT_CHARS_MAX = 4000
-"""Characters of an error that are told; its end, where the cause is."""
 FLIGHT_ENTRIES_NUM_MAX = 512
 """What torch's flight recorder keeps: at some 500 bytes each, a dump stays well under 1 MB."""
 
@@ -83,7 +74,7 @@ def be(fd: int, pulse: int = -1) -> NoReturn:
     member = Member(control, order, os.environ, Pulse(pulse))
     last_words.member = member
     member.live()
-    _end(control, 0)
+    end(control, 0)
 
 
 def load() -> None:
@@ -95,46 +86,6 @@ def load() -> None:
         from . import member
 
     assert member
-
-
-class LastWords:
-    """Says RankErrored for whatever ends the process, and ends it."""
-
-    def __init__(self, control: Control, order: StartRank) -> None:
-        self._control = control
-        self._order = order
-        self.member: object | None = None
-
-    def say(self, kind: type[BaseException], error: BaseException,
-            trace: TracebackType | None) -> None:
-        """As sys.excepthook."""
-        lines = traceback.format_exception(kind, error, trace)
-        if isinstance(error, UsageError):
-            text = f"{error} ({error.hint})"
-        else:
-            text = "".join(lines)
-        Talk(sys.stderr).write(text if text.endswith("\n") else text + "\n")
-        self._control.tell(RankErrored(
-            task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
-            generation=getattr(self.member, "generation", 0),
-            iteration=max(getattr(self.member, "step_version", 0), 0),
-            error=kind.__name__, text=text[-TEXT_CHARS_MAX:],
-        ))
-        _end(self._control, 1)
-
-    def say_of_thread(self, args: threading.ExceptHookArgs) -> None:
-        """As threading.excepthook: what one of OURS did not expect is no smaller a fault.
-
-        A thread of a library's is none of the training: its error is a line in the log.
-        """
-        if args.exc_type is SystemExit:
-            return
-        name = args.thread.name if args.thread is not None else ""
-        error = args.exc_value or args.exc_type()
-        if name.startswith(OURS):
-            self.say(args.exc_type, error, args.exc_traceback)
-        trace = "".join(traceback.format_exception(args.exc_type, error, args.exc_traceback))
-        Talk(sys.stderr).write(f"thread {name} has ended, training goes on: {trace}")
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
@@ -170,14 +121,6 @@ def quiet() -> None:
     # Said once per rank and never of use: Apex and Transformer Engine are optional, and absent.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed")
-
-
-def _end(control: Control, code: int) -> NoReturn:
-    """End, all told, without torch's own tidying, which waits for peers."""
-    control.flush()
-    Talk(sys.stdout).flush()
-    Talk(sys.stderr).flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

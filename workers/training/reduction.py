@@ -16,10 +16,12 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from ..classify import NOTHING
 from . import cpu
 from .communicators import ABORTED, Communicators
 from .control import Abandoned, Control, Interrupted
 from .flight import Buckets
+from .innermost import verdict_of
 from .kept import Kept
 from .marks import Marks
 from .model import Trainee
@@ -40,7 +42,9 @@ class Stats(NamedTuple):
 
 
 class Reduction:
-    """Adds up the gradients in Megatron's buffers. `why` says what made the last one fail.
+    """Adds up the gradients in Megatron's buffers.
+
+    `why` says what made the last one fail, `verdict` what that means.
 
     `num_complete` is how many buckets of the iteration were seen whole, in order, in a reduction
     that came to nothing all the same.
@@ -48,6 +52,7 @@ class Reduction:
 
     def __init__(self, trainee: Trainee, note: Note, marks: Marks, *, closely: bool) -> None:
         self.why = ""
+        self.verdict = NOTHING
         self.num_complete = 0
         self._trainee = trainee
         self._note = note
@@ -149,7 +154,7 @@ class Reduction:
                   collective: Callable[[], Stats]) -> Stats | Outcome:
         """Run what needs all members."""
         found: Stats | Outcome = "failed"
-        self.why = ""
+        self.why, self.verdict = "", NOTHING
         try:
             with self._marks.together():
                 found = self._call(control, communicators, collective)
@@ -163,6 +168,7 @@ class Reduction:
             if poisoned(error) or (isinstance(error, ABORTED) and not communicators.woken):
                 raise
             self.why = f"{type(error).__name__}: {error}".strip()
+            self.verdict = verdict_of(error)
         if communicators.woken or (self.why and control.asked(communicators.generation) == "now"):
             return "quiesced"
         return found
