@@ -50,6 +50,14 @@ def _because(why: str) -> str:
     return f": {why}" if why else ""
 
 
+def _meaning(body: Plain) -> str:
+    """The row of the paper's table that it is of, by which rule; empty where none is known."""
+    if not body.get("status"):
+        return ""
+    from_ = ", second-hand" if body.get("second_hand") else ""
+    return f" ({status_in_words(body['status'])} by {body['rule']}{from_})"
+
+
 def status_in_words(status: str) -> str:
     """A row of the paper's table, in a word that is true of any backend."""
     return "collective timeout" if status == NCCL_TIMEOUT else status
@@ -87,8 +95,9 @@ def _ready(body: Plain) -> str:
 def _exited(body: Plain) -> str:
     how = (f"signal {body['signal']}" if body["signal"] is not None
            else f"exit code {body['exit_code']}")
-    tail = _last_line(body["tail"]) if body["exit_code"] else ""
-    return f"{_who(body)} pid {body['pid']} {how}" + (f": {tail}" if tail else "")
+    why = body.get("cause") or (_last_line(body["tail"]) if body["exit_code"] else "")
+    how = "" if why.startswith(how) else f" {how}"  # the cause may begin with it
+    return f"{_who(body)} pid {body['pid']}{how}{_meaning(body)}{_because(why)}"
 
 
 def _quiesced(body: Plain) -> str:
@@ -231,12 +240,12 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
     "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
     "RankReady": _ready,
-    "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}: "
+    "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}{_meaning(b)}: "
                              f"{_last_line(b['text'])}",
     "RankExited": _exited,
     "RankSuspended": lambda b: f"{_who(b)} pid {b['pid']} is stopped",
     "RankContinued": lambda b: f"{_who(b)} pid {b['pid']} runs again",
-    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}: "
+    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}{_meaning(b)}: "
                                   f"{_first_line(b['error'])}",
     "Quiesced": _quiesced,
     "Reconfigured": _reconfigured,

@@ -85,8 +85,8 @@ class Agent:
             num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
             keeper=keeper.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
-            ranks = Ranks(node, self._report, group, keeper)
             health = Health(node, self._sources, self._outbox.put) if self._sources else None
+            ranks = Ranks(node, self._report, group, keeper, health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -13,6 +14,7 @@ from ...events.labels import Labels
 from ...events.orders import StartRank
 from .. import keeping, linux
 from ..pulse import Page
+from . import error_file
 from .pipe import Pipe
 from .processes import Process
 from .zygote import Zygote
@@ -78,7 +80,10 @@ class Starter:
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
         marker = (MARK, f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
-        env = environment(order, node, os.environ)
+        errors = error_file.beside(log_path)
+        with suppress(OSError):  # of a task that had this number before the log was begun anew
+            errors.unlink()
+        env = {**environment(order, node, os.environ), error_file.NAME: str(errors)}
         if pipe is None:
             return Process.start(order.spec.command, env=env, marker=marker, log_path=log_path)
         files = {"--fd": pipe.theirs.fileno()}

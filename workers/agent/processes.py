@@ -18,15 +18,18 @@ from typing import NamedTuple
 from .. import linux
 from .zygote import Zygote
 
-TAIL_BYTES = 4096
+ADOPTED_S_MAX = 5.0
+"""A fork of the zygote becomes the agent's child when what forked it has ended."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
 
 
 class Exit(NamedTuple):
-    """How a process ended: exactly one of the two is set."""
+    """How a process ended: exactly one of the first two is set."""
 
     exit_code: int | None
     signal: int | None
+    dumped: bool = False
+    """It left a core."""
 
 
 class Process:
@@ -42,7 +45,13 @@ class Process:
         """Where in the file that it shares with others its own output begins."""
         self._marker = marker
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(pid)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError:  # no descriptor is left: what nobody can watch must not run
+            self._pidfd = -1
+            self.signal_group(signal.SIGKILL)
+            self._reap()
+            raise
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._pidfd, self._see_end)
 
@@ -77,11 +86,12 @@ class Process:
     async def wait(self) -> Exit:
         """Until the process has ended; it stays a zombie until `end_group`."""
         await asyncio.shield(self._ended)
+        await self._until_adopted()
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         assert status is not None, f"{self.pid} has ended without a status"
         if status.si_code == os.CLD_EXITED:
             return Exit(status.si_status, None)
-        return Exit(None, status.si_status)
+        return Exit(None, status.si_status, status.si_code == os.CLD_DUMPED)
 
     @property
     def has_ended(self) -> bool:
@@ -112,23 +122,17 @@ class Process:
         self.signal_group(signal.SIGKILL)
         if not await self._until_alone(s_max, kill=True):
             return False
-        if self._popen is not None:
-            self._popen.wait()
-        else:
-            linux.reap(self.pid)
-        self._is_reaped = True
+        self._reap()
         self.close()
         return True
 
-    def tail(self) -> str:
-        """The end of what it wrote, at most TAIL_BYTES."""
-        try:
-            with self.log_path.open("rb") as log:
-                end = log.seek(0, os.SEEK_END)
-                log.seek(max(self.log_start, end - TAIL_BYTES))
-                return log.read(TAIL_BYTES).decode("utf-8", errors="replace")
-        except OSError as error:
-            return f"(no output: {error.strerror})"
+    def output(self, bytes_max: int) -> bytes:
+        """The end of what it wrote, of this attempt alone. Raises OSError."""
+        with self.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            begin = self.log_start if self.log_start <= end else 0  # somebody emptied it
+            log.seek(max(begin, end - bytes_max))
+            return log.read(bytes_max)
 
     def close(self) -> None:
         """Stop watching."""
@@ -137,10 +141,24 @@ class Process:
             os.close(self._pidfd)
             self._pidfd = -1
 
+    def _reap(self) -> None:
+        if self._popen is not None:
+            self._popen.wait()
+        else:
+            linux.reap(self.pid)
+        self._is_reaped = True
+
     def _see_end(self) -> None:
         self._loop.remove_reader(self._pidfd)
         if not self._ended.done():
             self._ended.set_result(None)
+
+    async def _until_adopted(self) -> None:
+        """One that was forked and killed at once may still be the child of what forked it."""
+        deadline = self._loop.time() + ADOPTED_S_MAX
+        while ((proc := linux.read(self.pid)) is not None and proc.ppid != os.getpid()
+               and self._loop.time() < deadline):
+            await asyncio.sleep(_POLL_S_MIN)
 
     async def _until_alone(self, s_max: float, *, kill: bool) -> bool:
         deadline, pause_s = self._loop.time() + s_max, _POLL_S_MIN

@@ -8,6 +8,7 @@ published, not this.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from pathlib import Path, PurePosixPath
@@ -16,9 +17,12 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UnicronError, UsageError
+from ...events.orders import PublishCheckpoint
+from ...events.records import Record
 from ...events.spec import is_url
 from .. import urls
 
+PUBLISH_S_MAX = 60.0
 _LATEST = "latest"
 _NOTE = ".published.json"
 _LOCK = ".published.lock"
@@ -30,6 +34,26 @@ class Refused(UnicronError):
 
 class Overtaken(Refused):
     """A later order has published since."""
+
+
+class Publisher:
+    """Publishes what orders name, one after another."""
+
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
+        self._publishing = asyncio.Lock()
+
+    async def publish(self, order: PublishCheckpoint, record: Record) -> None:
+        """As `publish`, in a thread, in the order of the calls. Raises Refused, Overtaken."""
+        async with self._publishing:
+            try:
+                async with asyncio.timeout(PUBLISH_S_MAX):
+                    await asyncio.to_thread(
+                        publish, cluster=self._cluster, order=record.seq, at_s=record.at_s,
+                        task=order.task, generation=order.generation, output=order.output,
+                        path=order.path)
+            except OSError as error:  # TimeoutError is one
+                raise Refused(str(error) or "no answer from disk") from None
 
 
 class _Note(Struct, frozen=True, kw_only=True):

@@ -29,28 +29,30 @@ from ...events.reports import (
     CopiesLost,
     OrderRefused,
     RankContinued,
+    RankErrored,
     RankExited,
     RankStarted,
     RankSuspended,
 )
 from .. import linux
 from ..wire import Frame
+from .attempt import Attempt
 from .dumps import Dumps, ask
+from .ended import Ends, Killed
 from .keeper import Keeper
 from .node import MARK, Node, Starter
 from .pipe import Pipe
 from .processes import Exit, Process
 from .progress import Readers
-from .publish import Overtaken, Refused, publish
+from .publish import Overtaken, Publisher, Refused
 from .watch import Watch
 
 STOP_GRACE_S = 5.0
 """Given to each rank when its agent stops."""
 REAP_S_MAX = 5.0
 """Until the end is told of a rank of which something lives all the same; its slot stays taken."""
-PUBLISH_S_MAX = 60.0
 
-RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
+RANK_SAYS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
              reports.LossNotFinite, reports.CopyKept, reports.CheckpointSaved,
              reports.RankFinished)
@@ -58,32 +60,11 @@ RANK_SAYS = (reports.RankReady, reports.RankErrored, reports.CollectiveFailed, r
 _log = structlog.get_logger("agent")
 
 
-class _Rank:
-    """One attempt: it waits for its slot, lives, is ended and reaped."""
-
-    def __init__(self, order: StartRank, seq: int, epoch: int) -> None:
-        self.order = order
-        self.seq = seq
-        self.epoch = epoch
-        self.process: Process | None = None
-        self.pipe: Pipe | None = None
-        self.generation = 0
-        self.never = False
-        """Stopped before it could start."""
-        self.stop_at: float | None = None
-        """Loop time at which patience ends, once it is told to stop."""
-        self.stop = asyncio.Event()
-        self.going_on: asyncio.TimerHandle | None = None
-        """Set while it is stopped on purpose, and for how long was said."""
-        self.is_suspended = False
-        """As last told."""
-
-
 class Ranks:
     """All ranks of the node. `report` spools a body; `group` owns one task per rank."""
 
     def __init__(self, node: Node, report: Callable[[Body, float | None], None],
-                 group: asyncio.TaskGroup, keeper: Keeper) -> None:
+                 group: asyncio.TaskGroup, keeper: Keeper, killed: Killed | None = None) -> None:
         self._node = node
         self._keeper = keeper
         self._starter = Starter(node)
@@ -93,8 +74,9 @@ class Ranks:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
-        self._ranks: dict[tuple[int, int, int], _Rank] = {}
-        self._publishing = asyncio.Lock()
+        self._ranks: dict[tuple[int, int, int], Attempt] = {}
+        self._publisher = Publisher(node.cluster)
+        self._ends = Ends(killed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -154,6 +136,7 @@ class Ranks:
 
         About 25 us for each of them (measured).
         """
+        self._ends.look()
         for rank in self._ranks.values():
             process, order = rank.process, rank.order
             is_stopped = process.is_stopped() if process is not None else None
@@ -193,7 +176,7 @@ class Ranks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _of(self, task: int) -> list[_Rank]:
+    def _of(self, task: int) -> list[Attempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
 
     def _start(self, order: StartRank, record: Record) -> None:
@@ -209,23 +192,26 @@ class Ranks:
                 if other.order.attempt >= order.attempt:
                     return  # told twice, or overtaken
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        rank = _Rank(order, record.seq, record.epoch)
+        rank = Attempt(order, record.seq, record.epoch)
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._do(self._live(rank), f"task {order.task} rank {order.rank}.{order.attempt}")
 
-    def _stop(self, rank: _Rank, grace_s: float) -> None:
+    def _stop(self, rank: Attempt, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s
         if rank.process is None:
             if not rank.never:
                 rank.never = True
-                self._exited(rank, 0, Exit(None, int(signal.SIGTERM)), "stopped before its start")
+                order = rank.order
+                self._report(RankExited(
+                    task=order.task, rank=order.rank, attempt=order.attempt, pid=0, exit_code=None,
+                    signal=int(signal.SIGTERM), tail="stopped before its start"), None)
             return
         if rank.stop_at is None or stop_at < rank.stop_at:
             rank.stop_at = stop_at
             rank.process.signal_group(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
             rank.stop.set()
 
-    def _forward(self, record: Record, ranks: list[_Rank]) -> None:
+    def _forward(self, record: Record, ranks: list[Attempt]) -> None:
         for rank in ranks:
             sent = rank.pipe is not None and rank.pipe.send(
                 Frame(body=record.body, seq=record.seq, epoch=record.epoch))
@@ -252,7 +238,7 @@ class Ranks:
             if order.stop_s > 0:
                 rank.going_on = self._loop.call_later(order.stop_s, self._go_on, rank)
 
-    def _go_on(self, rank: _Rank) -> None:
+    def _go_on(self, rank: Attempt) -> None:
         """Continue a rank that was stopped on purpose for some time; nothing for another."""
         if rank.going_on is not None and rank.process is not None:
             rank.going_on.cancel()
@@ -266,7 +252,7 @@ class Ranks:
         raise AssertionError("it lives after SIGKILL")
 
     # --- a rank's life --------------------------------------------------------------------------
-    async def _live(self, rank: _Rank) -> None:
+    async def _live(self, rank: Attempt) -> None:
         order = rank.order
         try:
             async with self._slots[order.slot.index]:
@@ -276,7 +262,7 @@ class Ranks:
         finally:
             del self._ranks[order.task, order.rank, order.attempt]
 
-    def _spawn(self, rank: _Rank) -> bool:
+    def _spawn(self, rank: Attempt) -> bool:
         """Start the process; False, and OrderRefused, if the system does not let us."""
         order = rank.order
         pipe: Pipe | None = None
@@ -295,6 +281,7 @@ class Ranks:
             return False
         rank.process, rank.pipe = process, pipe
         self.watch.begin(order, page, process.pid)
+        rank.memory = self._ends.watch(process.pid)
         if pipe is None:
             self.readers.begin(order, process.log_path, process.log_start)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
@@ -305,22 +292,22 @@ class Ranks:
             pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
         return True
 
-    async def _watch(self, rank: _Rank) -> None:
+    async def _watch(self, rank: Attempt) -> None:
         process = rank.process
         assert process is not None
         try:
-            how = await self._until_end(rank, process)
+            how = await rank.until_end()
             # A training rank whose end nobody expected is told at once: others wait for that word,
             # and to look for what it left takes the longer the more processes there are.
             is_told = rank.pipe is not None and rank.stop_at is None
             if is_told:
                 process.signal_group(signal.SIGKILL)
-                self._ended(rank, process, how)
+                await self._ended(rank, process, how)
             elif rank.stop_at is not None:  # told to stop: the rest of its group has its grace too
                 await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
             is_gone = await process.end_group(REAP_S_MAX)
             if not is_told:
-                self._ended(rank, process, how)
+                await self._ended(rank, process, how)
             while not is_gone:
                 _log.error("a process does not die; its slot stays taken", pid=process.pid)
                 is_gone = await process.end_group(60.0)
@@ -334,67 +321,42 @@ class Ranks:
             if rank.pipe is not None:
                 rank.pipe.close()
 
-    async def _until_end(self, rank: _Rank, process: Process) -> Exit:
-        ending = asyncio.ensure_future(process.wait())
-        try:
-            while not ending.done():
-                left_s = None
-                if rank.stop_at is not None:
-                    left_s = rank.stop_at - self._loop.time()
-                    if left_s <= 0:
-                        process.signal_group(signal.SIGKILL)
-                        left_s = None
-                rank.stop.clear()
-                told = asyncio.ensure_future(rank.stop.wait())
-                await asyncio.wait((ending, told), timeout=left_s,
-                                   return_when=asyncio.FIRST_COMPLETED)
-                told.cancel()
-            return ending.result()
-        finally:
-            ending.cancel()
-
-    def _ended(self, rank: _Rank, process: Process, how: Exit) -> None:
+    async def _ended(self, rank: Attempt, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
             rank.pipe.drain()  # what it said last comes before its end
         self.readers.end(rank.order)
-        self._exited(rank, process.pid, how, process.tail())
-
-    def _exited(self, rank: _Rank, pid: int, how: Exit, tail: str) -> None:
-        order = rank.order
-        self._report(RankExited(task=order.task, rank=order.rank, attempt=order.attempt, pid=pid,
-                                exit_code=how.exit_code, signal=how.signal, tail=tail), None)
+        known = rank.fault or ("" if rank.stop_at is not None else None)
+        self._report(await self._ends.exited(rank.order, process, how, rank.memory,
+                                             said=rank.said, known=known), None)
 
     # --- what ranks say -------------------------------------------------------------------------
-    def _heard(self, rank: _Rank, frame: Frame) -> None:
+    def _heard(self, rank: Attempt, frame: Frame) -> None:
         if not isinstance(frame.body, RANK_SAYS):
             self._broken(rank, f"{type(frame.body).__name__} is not for a rank to say")
             return
+        if isinstance(frame.body, RankErrored):
+            rank.said = frame.body
         try:
             self._report(frame.body, frame.at_s or None)
         except ValueError as error:
             self._broken(rank, f"a report that cannot be written: {error}")
 
-    def _broken(self, rank: _Rank, why: str) -> None:
+    def _broken(self, rank: Attempt, why: str) -> None:
         """A rank that speaks nonsense cannot be led: it ends, and is restarted like any other."""
         _log.error("a rank broke its pipe's protocol", rank=rank.order.rank, why=why)
+        rank.fault = f"ended by its agent, whose pipe it broke: {why}"
         if rank.process is not None:
             rank.process.signal_group(signal.SIGKILL)
 
     # --- checkpoints ----------------------------------------------------------------------------
     async def _publish(self, order: PublishCheckpoint, record: Record, again: bool) -> None:
-        seq = record.seq
-        async with self._publishing:  # in the order of the orders
-            try:
-                async with asyncio.timeout(PUBLISH_S_MAX):
-                    await asyncio.to_thread(
-                        publish, cluster=self._node.cluster, order=seq, at_s=record.at_s,
-                        task=order.task, generation=order.generation, output=order.output,
-                        path=order.path)
-            except Overtaken as error:
-                if not again:  # else whoever carried out the later one answers for both
-                    self._refuse(seq, f"checkpoint not published: {error}")
-                return
-            except (Refused, OSError) as error:  # TimeoutError is an OSError
-                self._refuse(seq, f"checkpoint not published: {error or 'no answer from disk'}")
-                return
-        self._report(CheckpointPublished(task=order.task, order=seq, path=order.path), None)
+        try:
+            await self._publisher.publish(order, record)
+        except Overtaken as error:
+            if not again:  # else whoever carried out the later one answers for both
+                self._refuse(record.seq, f"checkpoint not published: {error}")
+        except Refused as error:
+            self._refuse(record.seq, f"checkpoint not published: {error}")
+        else:
+            self._report(CheckpointPublished(task=order.task, order=record.seq, path=order.path),
+                         None)

@@ -1,0 +1,102 @@
+"""Kills by the OOM killer, as the memory groups (cgroups) of this node's ranks count them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+RECENT_S_MAX = 30.0
+"""A kill explains an end that is seen this much later at most: the kernel counts the kill first,
+and then takes back the memory of what it killed, which for hundreds of GB takes seconds."""
+_LINE = "oom_kill "
+
+
+class Group:
+    """One memory group. Each kill in it explains the end of one process, and no other's.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, file: Path, count: int) -> None:
+        self.file = file
+        self._count = count
+        self._kills_s: deque[float] = deque()
+        self._counting = threading.Lock()
+
+    def look(self, now_s: float) -> None:
+        """Count anew; where the group is gone, its count stands."""
+        with self._counting:
+            self._look(now_s)
+
+    def claim(self, now_s: float) -> str:
+        """In words, a recent kill that explains no other end yet; empty where there is none."""
+        with self._counting:
+            self._look(now_s)
+            if not self._kills_s:
+                return ""
+            self._kills_s.popleft()
+            return f"killed by the kernel's OOM killer (oom_kill {self._count} in {self.file})"
+
+    def _look(self, now_s: float) -> None:
+        count = _read(self.file)
+        if count is not None:
+            self._kills_s.extend([now_s] * (count - self._count))
+            self._count = count
+        while self._kills_s and now_s - self._kills_s[0] > RECENT_S_MAX:
+            self._kills_s.popleft()
+
+
+class Kills:
+    """The groups of the processes that are watched. Times are any clock's that does not go back.
+
+    `proc` and `cgroups` are where Linux shows them: proc(5); `oom_kill` of memory.events and of
+    memory.oom_control are in the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroups = proc, cgroups
+        self._groups: weakref.WeakValueDictionary[Path, Group] = weakref.WeakValueDictionary()
+
+    def group(self, pid: int) -> Group | None:
+        """The group that a process is in, watched while the answer is kept; None: it has none."""
+        for file in _files(self._proc, self._cgroups, pid):
+            known = self._groups.get(file)
+            if known is not None:
+                return known
+            count = _read(file)
+            if count is not None:
+                made = Group(file, count)
+                self._groups[file] = made
+                return made
+        return None
+
+    def look(self, now_s: float) -> None:
+        """So that it is known when a kill was: about 20 us for each group (measured)."""
+        for group in list(self._groups.values()):
+            group.look(now_s)
+
+
+def _files(proc: Path, cgroups: Path, pid: int) -> Iterator[Path]:
+    """Where the count may be. In a container the path may be the host's: then the root is it."""
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            yield from (folder / "memory.oom_control" for folder in (root / path[1:], root))
+        elif not controllers:
+            yield from (folder / "memory.events" for folder in (cgroups / path[1:], cgroups))
+
+
+def _read(file: Path) -> int | None:
+    try:
+        lines = file.read_text("ascii", "replace").splitlines()
+        return next((int(line[len(_LINE):]) for line in lines if line.startswith(_LINE)), None)
+    except (OSError, ValueError):
+        return None
