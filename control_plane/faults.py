@@ -36,6 +36,16 @@ class Strike(Struct, frozen=True):
     at_s: float
 
 
+class Series(Struct, kw_only=True):
+    """The same fault at the same iteration, again and again, in whichever rank."""
+
+    status: str
+    iteration: int
+    generation: int
+    """When it was counted last: what strikes several ranks at once is one."""
+    num: int = 1
+
+
 class Fault(Struct, frozen=True, kw_only=True):
     """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
 

@@ -9,7 +9,7 @@ from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
 from .economics import halts, stands, stood_to_leave, was_harmed
-from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Source, Strike
+from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
 from .hang import located
 from .severity import severity_of
 from .state import (
@@ -261,13 +261,26 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
     else:
         for rank in ranks:
             task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
+    asked_for = any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)
+    if ended and not second_hand and not asked_for and task.furthest:
+        _count_again(task, status)
     node = ranks[0].slot.node if ranks else ""
     strikes = tuple(Strike(rank.rank, rank.slot, record.at_s) for rank in ranks)
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
         evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
         hurts=hurts, ended=ended, second_hand=second_hand, strikes=strikes,
-        on_purpose=any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)))
+        on_purpose=asked_for))
+
+
+def _count_again(task: Task, status: str) -> None:
+    """A fault that ended a process, where no step was made since the last such one."""
+    generation = task.generation if task.is_train else task.rounds
+    series = task.series
+    if series is None or (series.status, series.iteration) != (status, task.furthest):
+        task.series = Series(status=status, iteration=task.furthest, generation=generation)
+    elif series.generation != generation:
+        series.generation, series.num = generation, series.num + 1
 
 
 def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:

@@ -47,6 +47,11 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
                                  for number in ranks if number in task.ranks):
         yield _close(state, task, "failed", f"it cannot start: {why}")
         return
+    series = task.series
+    if series is not None and series.num > 2 * (limit + 1):
+        yield _close(state, task, "failed", f"{series.num} times the same ({series.status}) at "
+                     f"iteration {series.iteration}, in whichever rank: {why}")
+        return
     spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
     if not spent or cause.is_hearsay:
         return

@@ -49,6 +49,19 @@ TABLE: dict[str, Severity] = {
 OF_DEVICES = frozenset((ILLEGAL_MEMORY_ACCESS, ECC_ERRORS, INVALID_DMA_MAPPING, CUDA_ERRORS,
                         NVLINK_ERRORS, GPU_DRIVER_ERRORS))
 """Rows that a rank can only tell of its own device: never another's end."""
+HANDLING: dict[Severity, tuple[str, str, str]] = {
+    "SEV3": ("reattempt in place: the communicators are built again, every process lives",
+             "restarts_max reattempts within restart_iterations iterations",
+             "the processes are started again, as SEV2"),
+    "SEV2": ("restart the process on its slot; the others keep their state and go on",
+             "restarts_max restarts of a rank within restart_iterations iterations; the same fault "
+             "at the same iteration 2 x (restarts_max + 1) times in whichever rank",
+             "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed"),
+    "SEV1": ("reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
+             "quarantine_faults faults of one node within quarantine_window_s",
+             "the node is quarantined for quarantine_s, until unicron lift"),
+}
+"""By severity: the first step, its budget (of the policy), and what follows when that is spent."""
 _NETWORK = {
     CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
     CONNECTION_REFUSED: ("connection refused",),

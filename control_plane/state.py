@@ -14,7 +14,7 @@ from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, Throug
 from ..events.records import Record
 from ..events.reports import Policy
 from ..events.spec import JobSpec
-from .faults import Fault, Incident, Logged, Standing
+from .faults import Fault, Incident, Logged, Series, Standing
 from .nodes import Health as Health
 from .nodes import Node as Node
 from .nodes import Occupant as Occupant
@@ -137,6 +137,7 @@ class Task(Struct, kw_only=True):
     """Faults of a rank since it last made progress."""
     blamed: dict[int, Slot] = field(default_factory=dict[int, Slot])
     """By rank: the slot taken out for its faults. Progress on another one proves it right."""
+    series: Series | None = None
     reattempts: int = 0
     rounds: int = 0
     """Command tier: how often all were started."""

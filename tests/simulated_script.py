@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
 from simulated_world import World
 from unicron.events import spec
 from unicron.events.records import Record
@@ -61,6 +62,8 @@ class SecondFault(World):
 
     def __init__(self, seed: int, row: str, fault: str, nth: int) -> None:
         super().__init__(seed)
+        # Reports that come late shall find their rank a member, and not lost already.
+        self.policy = replace(self.policy, suspect_s_max=self.policy.silence_s_max)
         self.row, self.fault, self.nth = row, fault, nth
         self.nodes = {"n0": 2, "n1": 2, "n2": 1}
         self._provoked: dict[str, Callable[[int], None]] = {}

@@ -386,3 +386,15 @@ def test_what_an_older_agent_told_is_stale(d: Driver) -> None:
         node="n3", incarnation=1, origin="kernel", status=statuses.ECC_ERRORS, rule="r", text="t"))
     assert kinds(stale) == []
     assert not d.state.nodes["n3"].erred
+
+
+# --- budgets ------------------------------------------------------------------------------------
+def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver) -> None:
+    """In another rank each time, so that no rank's own restarts are spent: not 44 times."""
+    task = four(d)
+    for number in range(44):
+        d.obey(d.exit(task, number % 4, signal=None, code=1))
+        if task_of(d, task).outcome:
+            break
+    assert task_of(d, task).outcome == "failed"
+    assert number < 2 * (d.state.policy.restarts_max + 1) + 1

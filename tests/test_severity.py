@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from heart_driver import Driver, at_rest, failed, the
 from two_tasks import facts, plain, seen
@@ -11,7 +13,7 @@ from unicron.cli.record_line import line
 from unicron.cli.screen_incident import every, page
 from unicron.control_plane.faults import Fault
 from unicron.control_plane.incidents import open_incidents
-from unicron.control_plane.severity import TABLE, network_status
+from unicron.control_plane.severity import HANDLING, TABLE, network_status
 from unicron.events import orders as o
 from unicron.events import reports as r
 
@@ -86,3 +88,9 @@ def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
         words = "\n".join(screen)
         assert "collective" in words
         assert "NCCL" not in words
+
+
+def test_the_guide_has_the_table_of_handling() -> None:
+    guide = (Path(__file__).parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
+    for severity, steps in HANDLING.items():
+        assert f"| {severity} | {' | '.join(steps)} |" in guide
