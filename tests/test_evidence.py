@@ -308,8 +308,7 @@ def test_the_same_twice_is_one_incident(d: Driver) -> None:
 def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver) -> None:
     task = four(d)
     for said in ("degraded", "unknown", "degraded"):
-        told = health(d, "n2", said, why="throttles", devices=(0,))
-        assert set(kinds(told)) <= {"DegradedPriced"}
+        assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"DegradedPriced"}
     assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
     health(d, "n2", "healthy", devices=(0,))
     assert not d.state.nodes["n2"].checks
