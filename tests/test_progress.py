@@ -128,13 +128,13 @@ def test_who_prints_first_tells_alone(tmp_path: Path) -> None:
     logs = [tmp_path / str(rank) for rank in range(3)]
     for rank, path in enumerate(logs):
         path.touch()
-        readers.begin(order(rank, task=7 + rank // 2), path, 0)
+        readers.begin(order(rank, task=7 + rank // 2), path, 0, 0)
     for path in logs[1:]:
         write(path, line(1))
-    readers.look()
+    readers.look(1.0)
     for path in logs:
         write(path, line(2))
-    readers.look()
+    readers.look(2.0)
     for rank in range(3):
         write(logs[rank], line(3))
         readers.end(order(rank, task=7 + rank // 2))

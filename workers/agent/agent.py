@@ -182,7 +182,7 @@ class Agent:
     async def _read(self, ranks: Ranks) -> None:
         """What commands print, every READ_S."""
         while True:
-            ranks.readers.look()
+            ranks.readers.look(time.monotonic())
             await asyncio.sleep(READ_S)
 
     async def _watch(self, ranks: Ranks) -> None:

@@ -23,6 +23,10 @@ STEP_S_MAX = 1e6
 _WAITING_NUM_MAX = 8
 """Stretches that wait to be told, of lines that cannot be joined."""
 _MARK = b"elapsed time per iteration ("
+_ASIDE_MARKS = (b" checkpoint ", b"valuating ", b"validation")
+"""In what Megatron-LM and GPT-NeoX print of a checkpoint (`saving checkpoint at`, `successfully
+saved checkpoint from`, `scheduled an async checkpoint save`) or of an evaluation (`Evaluating on 64
+samples`, `validation loss at`, `validation results at`)."""
 _NUMBER = rb"[0-9]{1,15}(?:\.[0-9]{0,15})?(?:[eE][+-]?[0-9]{1,3})?"
 _ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9]{1,12})[ \t]*\|")
 _STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (
@@ -86,6 +90,8 @@ class Lines:
         self._begun = b""
         self._dropping = False
         """The line that is begun is too long, or its beginning was missed."""
+        self.is_aside = False
+        """Since the last line of progress a checkpoint or an evaluation was printed."""
 
     def feed(self, data: bytes) -> list[Line]:
         """The lines that end in `data`. A carriage return ends one too."""
@@ -99,6 +105,9 @@ class Lines:
             whole = data[data.find(b"\n"):end]
         self._begun, self._dropping = b"", False
         self._hold(data[end + 1:])
+        begin = whole.rfind(_MARK)
+        self.is_aside = (self.is_aside and begin < 0) or any(
+            whole.find(mark, begin + 1) >= 0 for mark in _ASIDE_MARKS)
         return list(_found(whole))
 
     def skip(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -15,36 +16,75 @@ import structlog
 from ...events.logged import IterationsLogged
 from ...events.orders import StartRank
 from ...events.reports import Body
+from .line_watch import USUAL, Limits, LineWatch
 from .megatron_lines import Lines, Stretch, Stretches
 
 LOOK_S = 1.0
 """Between two looks, and two reports of one process."""
 LOOK_BYTES_MAX = 1 << 20
-"""Most of it is passed over in 1 ms; nothing but lines of progress takes 35 ms (measured)."""
+"""Most of it is passed over in 4 ms; nothing but lines of progress takes 40 ms (measured)."""
 RANK_BYTES_MIN = 64 << 10
+LATE_S = 0.5
+"""A look that comes so much later has missed something: that time counts for nobody."""
 _log = structlog.get_logger("agent")
 
 
 class Readers:
     """All commands of a node. Of each task whoever prints progress first tells, and nobody else."""
 
-    def __init__(self, report: Callable[[Body, float | None], None]) -> None:
+    def __init__(self, report: Callable[[Body, float | None], None],
+                 limits: Limits | None = USUAL) -> None:
+        """`limits` None: whoever prints no more is not told of."""
         self._report = report
+        self._limits = limits
         self._logs: dict[tuple[int, int, int], Progress] = {}
+        self._watched: dict[tuple[int, int, int], LineWatch] = {}
+        self._looked_s: float | None = None
 
-    def begin(self, order: StartRank, log_path: Path, log_start: int) -> None:
+    def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int) -> None:
         """A command was started; what it prints is behind `log_start`."""
         self._logs[_key(order)] = Progress(order, log_path, log_start)
+        if self._limits is not None:
+            self._watched[_key(order)] = LineWatch(order, pid, self._limits)
 
-    def look(self) -> None:
-        """Tell what was printed since the last look; one report of a task at most."""
+    def look(self, now_s: float) -> None:
+        """Tell what was printed since the last look, one report of a task at most, and of whom
+        nothing has come for too long. `now_s` is the monotonic clock."""
+        late_s = now_s - self._looked_s - LOOK_S if self._looked_s is not None else 0.0
+        self._looked_s = now_s
+        if late_s > LATE_S:
+            for watched in self._watched.values():
+                watched.forgive(late_s, now_s)
         tell = {key[0]: key for key, one in self._logs.items() if one.has_told}
         reading = [one for key, one in self._logs.items() if tell.get(key[0], key) == key]
         told: set[int] = set()
         for one in reading:
             if one.task not in told and (report := one.look(share(len(reading)))) is not None:
                 told.add(one.task)
-                self._report(report, None)
+                self._pass(one, report, now_s)
+        for key in tell.values():
+            if key in self._watched:
+                stalled = self._watched[key].look(now_s, partial(self._is_aside, self._logs[key]))
+                if stalled is not None:
+                    self._report(stalled, None)
+
+    def _pass(self, one: Progress, report: IterationsLogged, now_s: float) -> None:
+        watched = self._watched.get(one.key)
+        if watched is not None:
+            for body in watched.passed(report, now_s):
+                self._report(body, None)
+            for other in self._others(one):
+                other.pass_over()
+        self._report(report, None)
+
+    def _is_aside(self, one: Progress) -> bool:
+        """Whether one of the task's processes here has said so since the last line of progress:
+        Megatron's last rank prints the lines, its first one of checkpoints."""
+        return one.is_aside or any(other.says_aside() for other in self._others(one))
+
+    def _others(self, one: Progress) -> list[Progress]:
+        return [other for other in self._logs.values()
+                if other.task == one.task and other is not one]
 
     def end(self, order: StartRank) -> None:
         """The command has ended: tell what it printed last."""
@@ -58,6 +98,7 @@ class Readers:
 
     def drop(self, order: StartRank) -> None:
         """Read no more of it; twice is harmless."""
+        self._watched.pop(_key(order), None)
         one = self._logs.pop(_key(order), None)
         if one is not None:
             one.close()
@@ -68,7 +109,7 @@ class Progress:
 
     def __init__(self, order: StartRank, log_path: Path, log_start: int) -> None:
         self._order = order
-        self.task = order.task
+        self.key, self.task = _key(order), order.task
         self.has_told = False
         self._at = log_start
         self._lines = Lines()
@@ -91,6 +132,30 @@ class Progress:
                 self._give_up(error)
         told = self._stretches.take()
         return self._report(told) if told is not None else None
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether a checkpoint or an evaluation was printed since the last line of progress."""
+        return self._lines.is_aside
+
+    def pass_over(self) -> None:
+        """Another of its task tells of progress: what this one has printed so far is not read."""
+        if self._fd >= 0:
+            self._lines = Lines()
+            self._at = os.fstat(self._fd).st_size
+
+    def says_aside(self) -> bool:
+        """Whether it has printed of a checkpoint or an evaluation since it was passed over."""
+        if self._fd >= 0:
+            try:
+                end = os.fstat(self._fd).st_size - RANK_BYTES_MIN
+                if end > self._at:
+                    self._lines.skip()
+                    self._at = end
+                self._lines.feed(self._read(RANK_BYTES_MIN))
+            except OSError as error:
+                self._give_up(error)
+        return self._lines.is_aside
 
     def end(self) -> Iterable[IterationsLogged]:
         """All that is left to tell, of one look; then the log is closed: who writes on is not

@@ -40,6 +40,7 @@ from .attempt import Attempt
 from .dumps import Dumps, ask
 from .ended import Ends, Killed
 from .keeper import Keeper
+from .line_watch import USUAL
 from .node import MARK, Node, Starter
 from .pipe import Pipe
 from .processes import Exit, Process
@@ -69,7 +70,7 @@ class Ranks:
         self._keeper = keeper
         self._starter = Starter(node)
         self._report = report
-        self.readers = Readers(report)
+        self.readers = Readers(report, USUAL if node.watch else None)
         self.watch = Watch(report, is_on=node.watch)
         self._group = group
         self._loop = asyncio.get_running_loop()
@@ -283,7 +284,7 @@ class Ranks:
         self.watch.begin(order, page, process.pid)
         rank.memory = self._ends.watch(process.pid)
         if pipe is None:
-            self.readers.begin(order, process.log_path, process.log_start)
+            self.readers.begin(order, process.log_path, process.log_start, process.pid)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                  node=self._node.name, pid=process.pid,
                                  log_path=str(process.log_path)), None)
