@@ -1,7 +1,7 @@
 """What a log tells of tasks and incidents: phases, losses, counts; read from records alone.
 
 Works on the plain data of `codec.to_plain`. Times are the leader's stamps (`at_s`), except that a
-fault's own time is the reporter's (`occurred_s` of its first evidence).
+fault's own time is the reporter's (`occurred_s` of its first evidence); a hang's, when it began.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .achieved import Planned, Waf, Work, over_time
 from .on_purpose import OnPurpose
 from .printed import Printed, begins_again
 from .record_line import PROGRESS
+from .stepping import Stepping, told_to
 
 Plain = dict[str, Any]
 
@@ -93,24 +94,9 @@ class TaskHistory(Struct, kw_only=True):
     """Iterations done for the first time: what is trained again is no work."""
     origin: str = ""
     """Of its throughput: declared, modelled, measured."""
-    num_seats: int = 0
-    """Of its last placement."""
-    members: dict[int, int] = field(default_factory=dict[int, int])
-    """The newest generation: rank -> attempt."""
     dps: dict[int, int] = field(default_factory=dict[int, int])
     """Generation -> its number of members."""
-    settled: int = 0
-    """The step version that its newest generation went on from."""
-    resumed: int = 0
-    """The generation that was told to train; 0: none is."""
-    stepping_num: int = 0
-    """Slots that step now."""
-    stopped_s: float = 0.0
-    """When it last did."""
-    suspended_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Rank -> since when this member's process stands still."""
-    failed_seq: int = 0
-    """The first collective that failed since it was told to train; 0: none did."""
+    stepping: Stepping = field(default_factory=Stepping)
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """Number of members -> how long each iteration took."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
@@ -176,7 +162,7 @@ def slot_s(told: History, incident: IncidentHistory, at_s: float) -> float:
     task = told.tasks.get(incident.task)
     if task is None or incident.closed_s is not None:
         return incident.slot_s
-    still = max(incident.num_slots - task.stepping_num, 0)
+    still = max(incident.num_slots - task.stepping.num, 0)
     return incident.slot_s + still * max(at_s - incident.counted_s, 0.0)
 
 
@@ -224,11 +210,6 @@ def _logged(told: History, task: TaskHistory, record: Plain) -> None:
         task.losses[to] = body["loss"]
 
 
-def told_to(progressed: Plain) -> int:
-    """How many iterations are done by this TaskProgressed, which may tell old ones again."""
-    return int(progressed["first_iteration"]) + len(progressed["losses"])
-
-
 def _planned(told: History, record: Plain) -> None:
     body = record["body"]
     if record["kind"] == "PlanChosen":
@@ -253,13 +234,16 @@ def _incident(told: History, record: Plain) -> None:
             first_seq=min([record["seq"], *body["evidence"]]))
         task = told.tasks.get(body["task"])
         if task is not None:
-            incident.num_slots = task.num_seats
-            failed = [task.failed_seq] if task.failed_seq else []
+            stepping = task.stepping
+            incident.num_slots = stepping.num_seats
+            failed = [stepping.failed_seq] if stepping.failed_seq else []
+            stood_s = stepping.stood_s(body)
             incident.first_seq = min([incident.first_seq, *failed])
-            incident.fault_s = min([incident.fault_s, *(told.stamps[seq][1] for seq in failed)])
-            if not task.stepping_num:
-                incident.counted_s = max(task.stopped_s, min(
-                    [incident.detected_s, *(told.stamps[seq][0] for seq in failed)]))
+            incident.fault_s = min([incident.fault_s, *stood_s,
+                                    *(told.stamps[seq][1] for seq in failed)])
+            if not stepping.num:
+                incident.counted_s = max(stepping.stopped_s, min(
+                    [incident.detected_s, *stood_s, *(told.stamps[seq][0] for seq in failed)]))
                 _count_slots(told, incident, record["at_s"])
         return
     known = told.incidents.get(body["of"])
@@ -300,40 +284,14 @@ def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:
 
 
 def _stepping(told: History, record: Plain) -> None:
-    """How many slots of the task step: none from a fault or a quiesce to the first iteration."""
-    kind, body = record["kind"], record["body"]
-    task = told.tasks.get(body.get("task", 0))
-    if task is None:
-        return
-    stops = (kind in ("Quiesced", "CollectiveFailed", "TaskEnded")
-             or (kind == "Quiesce" and body["mode"] == "now")
-             or (kind in ("RankExited", "RankErrored")
-                 and task.members.get(body["rank"]) == body["attempt"])
-             or (kind == "IncidentOpened" and any(x in task.members for x in body["ranks"])))
-    if kind == "CollectiveFailed" and body["generation"] == task.resumed:
-        task.failed_seq = task.failed_seq or record["seq"]
-    if kind == "RankSuspended" and task.members.get(body["rank"]) == body["attempt"]:
-        task.suspended_s[body["rank"]] = record["at_s"]
-    elif kind == "RankContinued":
-        task.suspended_s.pop(body["rank"], None)
-    if stops and (task.resumed or task.stepping_num):
-        since_s = min(task.suspended_s.values(), default=record["at_s"])
-        task.stepping_num, task.resumed, task.stopped_s = 0, 0, since_s
-    elif kind == "Quiesce" and not task.stepping_num:
-        task.resumed = 0  # what it still tells on its way to the boundary does not end a pause
-    elif kind == "TaskPlaced":
-        task.num_seats = len(body["seats"])
-    elif kind == "Reconfigure":
-        task.members = {one["rank"]: one["attempt"] for one in body["members"]}
-        task.suspended_s = {}
-        task.dps[body["generation"]] = len(body["members"])
-    elif kind == "Reconfigured":
-        task.settled = body["step_version"]
-    elif kind == "Resume":
-        task.resumed, task.failed_seq = body["generation"], 0
-    elif (kind == "TaskProgressed" and task.resumed == body["generation"]
-          and told_to(body) > task.settled):
-        task.stepping_num = len(task.members)
+    task = told.tasks.get(record["body"].get("task", 0))
+    if record["kind"] in ("IncidentEscalated", "IncidentClosed"):
+        known = told.incidents.get(record["body"]["of"])
+        task = told.tasks.get(known.task) if known is not None else None
+    stood_slot_s = task.stepping.read(record) if task is not None else 0.0
+    for incident in told.open.values():
+        if task is not None and incident.task == task.id:
+            incident.slot_s += stood_slot_s
 
 
 def _phase(incident: IncidentHistory, record: Plain) -> None:
@@ -375,6 +333,8 @@ def _task(told: History, record: Plain) -> None:
         return
     if kind == "StartRank":
         task.printed.started(body)
+    elif kind == "Reconfigure":
+        task.dps[body["generation"]] = len(body["members"])
     elif kind == "RankReady":
         task.iteration_flops = body["iteration_flops"]
     elif kind == "TaskWeightSet":

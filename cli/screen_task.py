@@ -150,7 +150,8 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
                                          "steps: the gradient was not finite")
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
-        num = len(past.members) if past is not None else 0  # who prepares has no part in it yet
+        # who prepares has no part in it yet
+        num = len(past.stepping.members) if past is not None else 0
         own = past.paces_s.get(num, []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
         normal = (f", own normal on {number_of(num, 'slot')} {span(median(own))} "

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from .history import IncidentHistory, told_to
+from .history import IncidentHistory
 from .record_line import PROGRESS
+from .stepping import told_to
 
 Plain = dict[str, Any]
 Other = Literal["moves", "leaves", "done"]

@@ -36,6 +36,7 @@ class Hang(Struct, frozen=True, kw_only=True):
     """Who is to blame; `silent`: those of whom nobody knows; `network`: all that stand; `unknown`:
     all in work of their own."""
     since_s: float
+    """When the first of these passed its last mark; `silent`: of those that wait for them."""
     due_s: float
     """When it has lasted so long that it is acted upon."""
     why: str
@@ -96,8 +97,8 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int,
     if not all_asked:
         return None
     numbers = tuple(stalls)
-    since_s = min(stall.since_s for stall in stalls.values())
     if not own:
+        since_s = min(stall.since_s for stall in stalls.values())
         due_s = max(sure_s, *(stall.since_s + NETWORK_TIMES * limits_s[number]
                               for number, stall in stalls.items()))
         return Hang(kind="network", ranks=numbers, since_s=since_s, due_s=due_s,
@@ -105,8 +106,9 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int,
     due_s = max(sure_s, *(stall.since_s + max(
         limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
         for number, stall in stalls.items()))
-    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), since_s=since_s,
-                due_s=due_s, evidence=evidence, why=_of_own(stalls, len(own)))
+    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), evidence=evidence,
+                since_s=min(stalls[rank.rank].since_s for rank in own), due_s=due_s,
+                why=_of_own(stalls, len(own)))
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
