@@ -15,7 +15,7 @@ from unicron.workers.classify import classify
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = {"the 108 development lines": "error_lines.jsonl",
-           "222 more lines": "error_lines_more.jsonl"}
+           "further lines": "error_lines_more.jsonl"}
 SEVERITIES = ("SEV1", "SEV2", "SEV3", "NONE")
 NONE = "none"
 

@@ -13,7 +13,14 @@ from confusion import tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane.severity import TABLE
-from unicron.workers.classify import LINE_CHARS_MAX, NOTHING, RULES, Verdict, classify
+from unicron.workers.classify import (
+    LINE_CHARS_MAX,
+    NOTHING,
+    OVERLAP_CHARS,
+    RULES,
+    Verdict,
+    classify,
+)
 from unicron.workers.xids import XIDS
 
 DATA = Path(__file__).parent / "data"
@@ -166,7 +173,7 @@ def test_lines_that_mean_nothing_change_no_verdict(
 def test_a_cause_far_inside_a_long_line_is_found(line: dict[str, Any], ahead: int) -> None:
     last = line["text"].splitlines()[-1]
     alone = classify(last)
-    if len(line["text"].splitlines()) == 1 and len(last) < LINE_CHARS_MAX // 2:
+    if len(line["text"].splitlines()) == 1 and len(last) < OVERLAP_CHARS:
         found = classify("." * ahead + " " + last + " " + "." * ahead)
         assert found.status == alone.status or alone.rule == "exception", (found, alone)
 

@@ -43,7 +43,9 @@ RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES,
                             *PROCESS_RULES)
 """In the order in which they are tried on a line."""
 LINE_CHARS_MAX = 4096
-"""A longer line is judged in pieces of this length, each beginning where the last half began."""
+"""A longer line is judged in pieces of this length."""
+OVERLAP_CHARS = 1024
+"""What two neighbouring pieces share: no rule looks at so much at once."""
 SHOWN_CHARS_MAX = 500
 EXCEPTION = "exception"
 
@@ -93,7 +95,7 @@ def _spoken(text: str) -> Iterator[str]:
         if len(line) <= LINE_CHARS_MAX:
             yield line
         else:
-            step = LINE_CHARS_MAX // 2
+            step = LINE_CHARS_MAX - OVERLAP_CHARS
             yield from (line[start:start + LINE_CHARS_MAX] for start in range(0, len(line), step))
 
 

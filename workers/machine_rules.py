@@ -21,7 +21,8 @@ _CUDA_NUMBER = (r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|
 
 MACHINE_RULES = (
     *rules(LOST_CONNECTION, HARDWARE, (
-        ("kernel-panic", "kernel panic|not syncing:"),
+        ("kernel-panic", "kernel panic|not syncing:|rebooting in",
+         r"kernel panic|not syncing:|rebooting in \d{1,6} sec"),
         ("kernel-oops", "kernel bug at|bug: unable to handle|[#",
          r"kernel bug at|bug: unable to handle|(?:oops|fault): [0-9a-f]{1,8} \[#\d"),
         ("machine-check", "machine check|hardware error]",
@@ -32,23 +33,26 @@ MACHINE_RULES = (
          "|removing after probe",
          r"disk failure on \S{1,60} detected|no available path - failing i/o"
          r"|nvme\d{1,3}: (?:disabling device after reset|removing after probe) failure"),
-        ("disk-error", "i/o error|medium error|controller is down|reset controller",
+        ("disk-error",
+         "i/o error|medium error|controller is down|reset controller|disable controller",
          r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
          r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
          r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
-         r"|i/o .{0,60}timeout, reset controller)"),
+         r"|i/o .{0,60}timeout, (?:reset|disable) controller)"),
         ("node-failed", "node fail|due to node failure|node_fail|not responding|notready|node not "
-         "ready|nodelost|marked dead|lost communication with|is unreachable",
+         "ready|nodelost|marked dead|marked as dead|lost communication with|is unreachable",
          r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
          r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)|nodelost"
-         r"|node .{0,200}(?:has been )?marked (?:as )?dead"
-         r"|lost communication with a remote daemon"),
+         r"|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
+         r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding"),
         ("overheated", "critical temperature|thermal shutdown",
          r"critical temperature reached|thermal shutdown"),
     )),
     *rules(ECC_ERRORS, HARDWARE, (
-        ("ecc-uncorrectable", "ecc",
-         r"uncorrectable ecc|ecc.{0,3}uncorrectable|uncorrectable.{0,30}ecc error"
+        ("ecc-uncorrectable", "ecc|uncorrectable",
+         r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
+         r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
+         r"|uncorrectable.{0,30}ecc error"
          r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
          r"|ecc (?:page|row).{0,30}(?:fail|pending)"),
         ("ecc-double-bit", "dbe|double bit", r"\bdbe\b.{0,40}(?:error|detected|interrupt)"
@@ -71,9 +75,10 @@ MACHINE_RULES = (
          r"|aborting|uninitialized)"),
         ("fabric-manager", "fabric|multicast team|gpu handle|imex",
          r"aborting fabric manager|failed to find the gpu handle|multicast team request"
-         r"|fabric ?manager.{0,60}(?:\berror\b|failed|not (?:running|active)|abort)"
+         r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
          r"|fabric (?:state|health).{0,20}(?:fail|unhealthy)|imex.{0,60}(?:error|fail)"),
-        ("nvlink-failed", "nvlink", r"nvlink.{0,80}(?:fatal|fail|fault|link (?:is )?down|inactive"
+        ("nvlink-failed", "nvlink", r"nvlink.{0,80}(?:fatal|fail|fault"
+         r"|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive"
          r"|timed? ?out|lane error|flit error|crc error|replay error|recovery error)"),
     )),
     *rules(INVALID_DMA_MAPPING, HARDWARE, (
@@ -81,15 +86,18 @@ MACHINE_RULES = (
          r"dmar: \[|dmar.{0,40}(?:fault|error)|io_page_fault|iotlb_inv_timeout"
          r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
          r"|smmu.{0,60}(?:fault"
-         r"|event 0x)|not addressable by gpu|iommu.{0,60}(?:fault|fail)|swiotlb buffer is full"),
-        ("dma-mapping", "dma", r"dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)"
+         r"|event 0x)|not addressable by gpu|iommu.{0,60}(?:fault|fail)|swiotlb.{0,60}(?:is full"
+         r"|overflow)"),
+        ("dma-mapping", "dma|iova", r"alloc\w{0,6} (?:\w{1,8} ){0,3}(?:iova|dma)\b.{0,40}fail"
+         r"|dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)"
          r"|failed to (?:dma[- ]?)?map (?:dma|sg)|invalid dma|dma.{0,20}mapping error"
          r"|failed to map dma|dma fault"),
-        ("memory-registration", "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr",
+        ("memory-registration", "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr| mr",
          r"ibv_reg_(?:dmabuf_)?mr\w{0,12}.{0,90}(?:fail|error|bad address|cannot)"
          r"|umem.{0,6}get\S{0,4}:? failed|get_user_pages.{0,20}fail|umem get failed"
          r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
-         r"|(?:couldn't|failed to|unable to) register .{0,20}(?:gpu|memory region|\bmr\b|rdma)"
+         r"|(?:couldn't|failed to|unable to|cannot) (?:register|create|allocate|reg) .{0,20}"
+         r"(?:gpu|memory region|\bmr\b|rdma mem)"
          r"|gdr_pin_buffer.{0,20}fail"),
         ("peer-memory", "peermem|peer_mem", r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}"
          r"(?:\berror\b|fail|invalid|denied)"),
@@ -113,21 +121,26 @@ MACHINE_RULES = (
         ("driver-gsp", "gsp", r"\bgsp\b.{0,60}(?:timeout|fail|cannot|crash|error)"
          r"|(?:cannot|failed to|timeout).{0,60}\bgsp\b|_kgsp\w{0,40}:.{0,60}(?:fail|cannot|bad"
          r"|unexpected)"),
-        ("driver-init", "rminitadapter|rm_init_adapter|nvidia_drm_load|nvidia: probe",
-         r"rminitadapter.{0,40}(?:fail|cannot)|rm_init_adapter failed"
+        ("driver-init", "rminitadapter|rm_init_adapter|nvidia_drm|nvidia-drm|nvidia: probe",
+         r"nvidia[-_]drm.{0,160}(?:fail|\berror\b)|rminitadapter.{0,40}(?:fail|cannot)"
+         r"|rm_init_adapter failed"
          r"|nvidia: probe of .{0,40}failed"),
-        ("driver-locked", "rc watchdog|gpu is probably locked|gpu requires reset"
+        ("driver-locked", "rc watchdog|gpu is probably locked|gpu requires reset|err_reset_required"
          "|gpu reset required|"
          "node reboot required"),
         ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: aer: (?:can't recover|.{0,60}fatal)"),
+        ("amd-reset", "amdgpu|vram is lost",
+         r"gpu reset begin|vram is lost|failed to respond to msg|ring \S{2,16} timeout"),
         ("driver-failed", "nvrm:", r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}"
-         r"(?:fail(?!over)|timed? ?out|fatal|bad state|not responding|may need to be reset|is hung"
+         r"(?:fail(?!over)|timed? ?out|fatal|bad state|cannot (?!map mem)|not responding"
+         r"|may need to be reset|is hung"
          r"|no nvidia graphics|not called for)"),
     )),
     *rules(TASK_HANG, KILLED, (
         ("hung-task", "blocked for more than", r"task \S{1,80} blocked for more than \d{1,9} sec"),
         ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
-        ("rcu-stall", "rcu", r"rcu\w{0,10}:? .{0,30}(?:self-)?detected (?:expedited )?stall"),
+        ("rcu-stall", "rcu", r"rcu\w{0,14}:? .{0,30}(?:self-)?detected (?:expedited )?stall"
+         r"|rcu.{0,30}kthread (?:starved|timer wakeup)"),
         ("nfs-writeback", "nfs_", r"(?:^|\s)nfs_(?:lock_and_join_requests|wb_all|page_async_flush"
          r"|writepages_callback)\+0x"),
     )),
@@ -141,9 +154,9 @@ MACHINE_RULES = (
          r"|77)\b(?! ?[.:]\d)"),
     )),
     *rules(EXITED_ABNORMALLY, KILLED, (
-        ("oom-killer", "oom|out of memory|memory cgroup",
+        ("oom-killer", "oom|out of memory|memory cgroup|memory limit",
          r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
-         r"|task \d{1,7}: out of memory|out_of_memory state|exceeded memory limit"),
+         r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit"),
         ("crashed", "segfault|segmentation fault|bus error|general protection|sigsegv|sigbus"
          "|sigill|"
          "illegal instruction (core|stack smashing|double free|heap corruption|free(): "

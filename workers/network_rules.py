@@ -29,8 +29,9 @@ NETWORK_RULES = (
          r"cable (?:unplugged|error|removed|disconnected)|port module event.{0,60}high temperature"
          r"|transceiver .{0,30}(?:removed|error|fail)"),
         ("bond-inactive", "without any active interface"),
-        ("ib-port-state", "physical_state|phys state|port state|port 1 state",
-         r"state (?:changed to |: )?down\b.{0,30}(?:physical_state|phys)"
+        ("ib-port-state", "physical_state|phys state|port state|port 1 state|state: ",
+         r"^\s{0,40}(?:physical )?state: {1,20}(?:down|polling|disabled)\b|state (?:changed to "
+         r"|: )?down\b.{0,30}(?:physical_state|phys)"
          r"|port \d{1,3} state changed"
          r".{0,30}down"),
     )),
@@ -43,22 +44,30 @@ NETWORK_RULES = (
         ("ib-async-event", "async", r"(?:got |ib )async (?:fatal )?event.{0,60}(?:error|fatal"
          r"|violation"
          r"|catastrophic)|async fatal event"),
-        ("nic-failed", "mlx|netdev watchdog|hca|efa|bnxt|irdma",
-         r"netdev watchdog: .{0,60}timed out|tx timeout|mlx\d_\w{0,20}.{0,90}(?:health compromised"
+        ("nic-failed", "mlx|netdev watchdog|hca|efa|bnxt|irdma|tx timeout|tx_timeout|tx unit hang|"
+         "pcie link lost|reset adapter|infiniband ",
+         r"netdev watchdog: .{0,60}timed out|tx[_ ]timeout|tx unit hang|pcie link lost"
+         r"|reset adapter unexpectedly|(?:infiniband \w{2,16}|(?:efa|irdma|mlx\d_core"
+         r"|bnxt_\w\w) [0-9a-f:.]{7,12}): .{0,60}(?:timeout|fail|didn't|isn't ready|not ready"
+         r"|closed|abort)|mlx\d_\w{0,20}.{0,90}(?:health compromised"
          r"|fatal error|synd 0x|timeout\. will|command failed|device's health|internal error"
          r"|failed with error|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal"
          r"|reset)"),
         ("ofi-request", "ofi|libfabric|fi_|ucx|ucs_",
          r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
-         r"|unreachable|failed)|ucx +error|ucs_err_|endpoint timeout|unresponsive receiver"),
+         r"|unreachable|failed)|ucx +error|ucs_err_|endpoint timeout|unresponsive receiver"
+         r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable)"),
         ("no-route", "unreachable|no route|host is down|ehostunreach|enetunreach",
          r"no route to host|(?:network|host|destination) is unreachable|host is down|ehostunreach"
          r"|enetunreach|unreachable remote"),
-        ("name-resolution", "resolution|getaddrinfo|not known|gai error|resolve",
-         r"name resolution|getaddrinfo|name or service not known|gai error|nameresolutionerror"
+        ("name-resolution", "resolution|unknown host|getaddrinfo|not known|gai error|resolve",
+         r"name resolution|unknown ?host|getaddrinfo|name or service not known|gai error"
+         r"|nameresolutionerror"
          r"|(?:could|can)(?: ?not|n't) resolve"),
-        ("storage-server-silent", "not responding|lustre|lnet|ptlrpc|nfs|ceph|gpfs",
-         r"nfs: server \S{1,80} not responding|lustre.{0,160}(?:was lost|timed out|network error"
+        ("storage-server-silent",
+         "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs",
+         r"nfs: server \S{1,80} not responding|evict\w{0,3} unresponsive client"
+         r"|lustre.{0,160}(?:was lost|timed out|network error"
          r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
          r"|error"
          r"|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
@@ -88,7 +97,7 @@ NETWORK_RULES = (
          r"collective operation timeout|timeout at (?:collective|nccl work)"
          r"|work ?nccl\(.{0,200}timed? ?"
          r"(?:out|ing out)|monitoredbarrier|pass monitored barrier"
-         r"|(?:gloo|unbound_buffer|/pair\.cc).{0,120}(?:timed? ?out|timeout)"
+         r"|(?:gloo|unbound_buffer|/pair\.cc)(?!.{0,120}connect).{0,120}(?:timed? ?out|timeout)"
          r"|application timeout caused"
          r"|timed out waiting \d{1,12} ?ms for (?:send|recv)"
          r"|\b(?:nccl|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|reduce_?scatter"
@@ -118,25 +127,30 @@ NETWORK_RULES = (
         ("gloo", "gloo|connectfullmesh", r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail"
          r"|error)"),
         ("http", "sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway|"
-         "gateway timeout"),
+         "gateway timeout|too many requests|server error"),
         ("c10d", "[c10d]", r"\[c10d\].{0,300}(?:fail|error|timed out|unable|lost)"),
         ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
         ("remote-service", "deadline|unavailable|slowdown|endpoint|max retries|503|statuscode"
          "|rate",
          r"deadline[_ ]exceeded|statuscode\.unavailable|endpointconnectionerror"
          r"|max retries exceeded"
-         r"|service unavailable|slowdown\b|reduce your request rate|incompleteread"
+         r"|service unavailable|slowdown[):]|reduce your request rate|incompleteread"
          r"|clientconnect\w{0,8}error"),
     )),
     *rules(NCCL_TIMEOUT, CARRIER, (
-        ("collective-watchdog", "nccl|watchdog|dump signal|inconsistency|flight recorder",
+        ("collective-watchdog", "nccl|watchdog|dump signal|inconsistency|flight recorder"
+         "|timeout signal|collective timeout",
          r"exception \(either an error or timeout\)|nccl operations have failed or timed out"
          r"|to avoid data inconsistency|dump signal (?:due to|from)|dump signal"
-         r"|nccl communicator was aborted|last enqueued nccl work"),
+         r"|nccl communicator was aborted|last enqueued (?:nccl )?work|exception hit in nccl work"
+         r"|(?:global |a )timeout signal|(?:failure|exception) detected by watchdog"
+         r"|due to collective timeout"),
     ), second_hand=True),
     *rules(TASK_HANG, CARRIER, (
-        ("no-progress", "heartbeat|stuck|no progress|hang|hung|stall|deadlock",
-         r"heartbeat monitor timed out|no heartbeat of its watchdog|watchdog got stuck"
+        ("no-progress", "heartbeat|stuck|remainder of ranks|no progress|hang|hung|stall|deadlock",
+         r"heartbeat monitor timed out|watchdog hang|gil induced hang"
+         r"|waiting for remainder of ranks"
+         r"|no heartbeat of its watchdog|watchdog got stuck"
          r"|did not get (?:subsequent|initial) heartbeat|not received? (?:a )?heartbeat"
          r"|heartbeat (?:was )?(?:timed? ?out|missed|lost|timeout)|hang (?:was )?detected"
          r"|detected (?:a )?"
@@ -153,15 +167,18 @@ NETWORK_RULES = (
     *rules(OTHER_NETWORK, CARRIER, (
         ("nccl-system", "system error|ncclsystemerror|system call", r"unhandled system error"
          r"|ncclsystemerror|system call \(e\.g\. socket"),
-        ("nccl-socket", "nccl warn", r"nccl warn.{0,60}(?:socket|bootstrap|net/|proxy|accept"
-         r"|listen)"
-         r".{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"),
+        ("nccl-socket", " warn |socket",
+         r"(?:nccl|:\d{1,5}) warn.{0,60}(?:socket|bootstrap|net/|proxy"
+         r"|accept|listen).{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"
+         r"|bootstrap : no socket interface|\b(?:nccl)?socket[a-z]{4,20}(?:: "
+         r"| poll)(?!.{0,80}success)"),
         ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
-        ("timed-out", "timed out|timeouterror|timeout expired", r"timed out\b|timeouterror"
-         r"|timeout expired|timeoutexpired"),
+        ("timed-out", "timed out|timeout|deadline", r"timed out\b|timeouterror"
+         r"|timeout ?(?:expired|exceeded)|deadline[_ ]?exceeded|timeoutexception"),
     )),
     *rules(OTHER_SOFTWARE, CARRIER, (
-        ("nccl-usage", "nccl|duplicate gpu", r"nccl(?:internal|invalid)\w{0,12}|nccl error"
+        ("nccl-usage", "nccl|duplicate gpu", r"graph/\w{2,12}\.(?:cc|cu):\d{1,5} nccl warn"
+         r"|nccl(?:internal|invalid)\w{0,12}|nccl error"
          r"|nccl failure"
          r"|duplicate gpu detected|nccl warn.{0,200}(?:mismatch|invalid|unsupported"
          r"|internal error)"),

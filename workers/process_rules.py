@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from ..events.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE, WRONG_INPUT
+from ..events.statuses import EXITED_ABNORMALLY, OTHER_NETWORK, OTHER_SOFTWARE, WRONG_INPUT
 from .error_rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
 # An exception as Python prints it: a name in capitals behind nothing, a prefix or a module.
-_EXCEPTION = (r"(?:^|[\s\]>|:│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})[A-Z]\w{0,60}"
+_EXCEPTION = (r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})[A-Z]\w{0,60}"
               r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch)(?::|\(|\s*$)")
 
 ENDED_RULES = (
@@ -18,6 +18,8 @@ ENDED_RULES = (
         ("worker-died", "died|crash|unexpectedly exit|exited immediately|worker group failed",
          r"(?:worker|actor|rank|process|trainer|owner)\w{0,10}(?:'s node)? .{0,40}(?:died|crashed)"
          r"|unexpectedly exits|exited immediately|worker group failed"),
+        ("evicted", "evicted|low on resource", r"low on resource|reason:? ?evicted"
+         r"|\b(?:pod|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b +\d+ "),
     )),
 )
 """How launchers tell that a process ended: before all that their lines give as possible causes."""
@@ -37,7 +39,8 @@ PROCESS_RULES = (
          r"|erofs\b|forced readonly|remounting .{0,30}read-only"),
         ("filesystem-damaged", "ext4-fs error|xfs|btrfs|structure needs|beyond end of device"
          "|corrupt",
-         r"ext[234]-fs error|xfs.{0,40}(?:corruption|shut(?:ting)? ?down|metadata)"
+         r"ext[234]-fs error|xfs.{0,60}(?:corruption|shut(?:ting)? ?down|metadata|internal error"
+         r"|error -?\d)"
          r"|btrfs.{0,30}(?:error|"
          r"critical)|structure needs cleaning|access beyond end of device"),
         ("files-exhausted", "file-max|too many open files|emfile|enfile",
@@ -76,23 +79,36 @@ PROCESS_RULES = (
          re.compile(_EXCEPTION)),
     *rules(EXITED_ABNORMALLY, WRAPPER, (
         ("signal", "signal|sig|killed|aborted|core dumped|code 1|exitcode|terminate called|wterm",
-         r"exit ?code:? ?-\d|exit (?:code|status):? (?:13[4-9]|14[0-3])\b|(?:killed|terminated"
+         r"exit ?code\s{0,3}:?\s{0,3}-\d|exit (?:code|status):? (?:13[4-9]|14[0-3])\b|(?:killed"
+         r"|terminated"
          r"|died|"
          r"interrupted|exited|ended)\W{0,3}.{0,30}(?:by|with|on) .{0,12}sig(?:nal)?"
          r"|signal (?:[469]|11|7)\b"
          r"|\bsig(?:kill|abrt|quit|hup|xcpu)\b|wtermsig [1-9]|core dumped|fatal python error"
          r"|terminate called|(?:^|[\s:])killed\b(?! by user)(?:\W|$)|(?:^|\W)aborted\b"
-         r"|got signal: \d"),
-        ("exit-code", "exit|returned non-zero",
-         r"exit ?code:? ?[1-9]\d{0,2}\b|exited with (?:exit )?(?:code|status) ?[1-9]"
+         r"|got (?:a )?(?:fatal )?signal\b"),
+        ("exit-code", "exit|returned non-zero|non-zero status|return code",
+         r"exit ?code\s{0,3}:?\s{0,8}[1-9]\d{0,2}\b|exited with (?:exit )?(?:code|status) ?[1-9]"
          r"|exit status:? [1-9]"
-         r"|exited with [1-9]|non-zero exit (?:status|code)|exited unexpectedly"
+         r"|exited with [1-9]|return ?code ?[:=]? ?-?[1-9]|non-?zero (?:exit )?(?:status|code)"
+         r"|exited unexpectedly"
          r"|exit code:? [1-9]"),
         ("worker-dead", "dead|was killed", r"(?:worker|actor|rank|process|trainer)\w{0,10} .{0,40}"
          r"(?:is dead|was killed)"),
     )),
+    *rules(OTHER_NETWORK, TRACE, (
+        ("network-told", "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
+         "|ceph|nfs|lustre|beegfs|weka|network|connection|socket",
+         r"(?:\b[nr]ccl|rdma|infiniband|\bmlx\d|libfabric|net/|\bucx|\bgloo|tcpstore|rendezvous"
+         r"|ceph"
+         r"|nfs|lustre|beegfs|weka|\bnetwork\b|connection|socket).{0,120}(?:fail|\berror|cannot"
+         r"|can't"
+         r"|unable|could ?n[o']t|fatal|\blost\b|abort|unexpected|unresponsive|broken|unreachable)"),
+    )),
     *rules(OTHER_SOFTWARE, TRACE, (
         ("unhandled", "unhandled exception|uncaught exception"),
+        ("error-told", "error", r"(?:^|[\s\[(])(?:fatal )?error[:\])].{0,120}(?:fail|cannot|can't"
+         r"|unable|invalid|not found|expired|missing|unknown|unexpected|abort)"),
     )),
 )
 """The rule `exception` is the only one whose pattern reads the line as it stands: names have

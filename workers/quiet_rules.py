@@ -64,17 +64,18 @@ QUIET_RULES = (
     _quiet("boot", "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c"
          "|usb ",
            r"systemd(?:\[|-generators|-journald|-fstab|-modules|-udevd)(?!.{0,200}(?:oom|killed"
-           r"|carrier))"
+           r"|carrier|nvidia|fabric))"
            r"|acpi (?:error|warning|bios)|spi-nor|nmi watchdog: enabled|audit: |dmar: (?:iommu"
            r"|host|drhd "
            r"base|rmrr|atsr|intel)|\busb \d|i2c i2c|edac .{0,30}(?:no |ver|giving)"),
     # NVIDIA's developers: "That diagnostic is harmless" (Mellanox/nv_peer_memory, thread 120)
     _quiet("peermem-news", "detected invalid context, skipping"),
-    _quiet("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs",
+    _quiet("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs|load driver",
            r"net/plugin|tuner/plugin|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
            r"|libnccl|"
-           r"symbol|libibverbs)|missing .iommu=pt|no plugin found"),
-    _quiet("address-family", "errno: 97|address family not supported"),
+           r"symbol|libibverbs)|couldn.t load driver|missing .iommu=pt|no plugin found"),
+    _quiet("address-family", "errno: 97|hostname of the client socket cannot be"),
+    _quiet("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
     _quiet("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
            r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"),
     _quiet("overflow-skipped", "overflow|skipping step", r"overflow!|skipping step"
@@ -87,7 +88,8 @@ QUIET_RULES = (
     _quiet("driver-news", "nvrm: loading|nvlink|nvswitch|nv_assert|nvassert|nvcheck",
            r"nvrm: loading|link training completed|nvlink driver (?:open|close)"
            r"|nvlink core is being"
-           r"|nvlink core, major|nvswitch\d{1,3}: (?:open|using|probing)|nvassert|nvcheckok"),
+           r"|nvlink core, major|nvswitch\d{1,3}: (?:open|using|probing)"
+           r"|nvassert(?!.{0,200}err_(?:gpu|reset))|nvcheckok"),
     _quiet("carriers-hint", "asynchronously reported|for debugging consider|torch_use_cuda_dsa|"
            "search for `cuda", r"^\s{0,20}(?:\[rank\d{1,6}\]: ?)?(?:cuda kernel errors might"
            r"|for debugging "
