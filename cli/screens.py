@@ -133,6 +133,9 @@ def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
     if task["stands"]:
         stood_s = max(now_s - task["stands_since_s"], 0.0)
+        if task["tier"] == "command":
+            words.append(_unprinted(task, stood_s, option))
+            return words
         words.append(f"{task['name']} stands for {span(stood_s)}: {task['stands']}: "
                      + command(f"unicron status {task['name']}{option}"))
         return words
@@ -143,6 +146,15 @@ def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
     elif late_s:
         words.append(f"{task['name']}: no iteration told since it began {span(late_s)} ago: {look}")
     return words
+
+
+def _unprinted(task: Plain, stood_s: float, option: str) -> str:
+    """Of a command that stands, as far as its lines of progress tell."""
+    after_s: float | None = task["hang_after_s"]
+    then = f"; it starts again after {span(after_s)}" if after_s is not None else ""
+    return (f"{task['name']} has printed no line of progress for {span(stood_s)}, an iteration "
+            f"took {span(task['step_s'])}{then}: "
+            + command(f"unicron logs {task['name']}{option}"))
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:

@@ -9,6 +9,7 @@ from ..events.reports import DeadlineReached
 from ..events.statuses import TASK_HANG
 from .fold_health import late_of_node
 from .fold_stalls import late_hang
+from .fold_unprinted import late_printed
 from .folding import STOPPED, broken, fault, find, has_settled, mute, price_anew
 from .severity import network_status
 from .state import ClusterState, Rank, Task
@@ -93,7 +94,7 @@ def _names(ranks: list[Rank]) -> str:
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "start": _late_rank, "error": _late_exit, "stop": _late_exit, "stopped": _late_stopped,
-    "quiesce": _late_quiesce, "hang": late_hang,
+    "quiesce": _late_quiesce, "hang": late_hang, "printed": late_printed,
     "silent": _late_silent,
     "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
 }

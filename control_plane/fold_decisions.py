@@ -256,7 +256,7 @@ def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
     rank.stop_orders.append(record.seq)
     state.orders[record.seq] = encode_record(record)
     name = f"{task.id}/{rank.rank}/{rank.attempt}"
-    for what in ("start", "error", "stopped"):
+    for what in ("start", "error", "stopped", "printed"):
         disarm(state, f"{what}/{name}")
     arm(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
 

@@ -12,6 +12,7 @@ from ..events.spec import RATE_FLOPS_MAX
 from .calibration import batch_counts, keep_logged
 from .economics import goes_on, num_slots
 from .faults import Logged
+from .fold_unprinted import prints_again
 from .folding import earned, find
 from .state import ClusterState, Task
 
@@ -41,6 +42,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
         goes_on(state, task, body.iteration)
     elif logged.rank != body.rank:
         return
+    prints_again(state, task, body.rank, body.attempt)
     if body.iteration < logged.first:
         logged.first = body.iteration
     logged.iterations = body.iterations if body.iterations >= body.iteration else 0

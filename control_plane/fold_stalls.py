@@ -9,6 +9,7 @@ from ..events import detected as d
 from ..events.records import Record
 from ..events.reports import Body
 from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
+from .fold_unprinted import prints_again, prints_no_more
 from .folding import arm, await_hang, fault
 from .hang import STANDS, WAITED_FOR, located
 from .noticed import Stall
@@ -23,19 +24,27 @@ NORMAL_S_MAX = 1e6
 
 def _rank_stalled(state: ClusterState, record: Record, body: d.RankStalled) -> None:
     task = state.tasks.get(body.task)
+    stall = Stall(
+        iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
+        since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
+        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
+        stack=body.stack)
+    if task is not None and not task.is_train:
+        prints_no_more(state, task, body.rank, body.attempt, stall)
+        return
     rank = _member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or task.phase not in ("training", "quiescing"):
         return
-    task.stalls[rank.rank] = Stall(
-        iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
-        since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
-        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq)
+    task.stalls[rank.rank] = stall
     await_hang(state, task, anew=True)
 
 
 def _rank_went_on(state: ClusterState, record: Record, body: d.RankWentOn) -> None:
     """Where healing was held meanwhile, there is nothing left to end it for."""
     task = state.tasks.get(body.task)
+    if task is not None and not task.is_train:
+        prints_again(state, task, body.rank, body.attempt)
+        return
     rank = _member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None:
         return

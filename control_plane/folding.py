@@ -77,7 +77,7 @@ def close_orders(state: ClusterState, orders: list[int]) -> None:
 
 def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     """Its deadlines, its orders: all but its slot."""
-    for what in ("start", "stop", "error", "stopped"):
+    for what in ("start", "stop", "error", "stopped", "printed"):
         disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
     close_orders(state, [rank.start_order, *rank.stop_orders])
 

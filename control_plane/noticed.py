@@ -20,6 +20,8 @@ class Stall(Struct, frozen=True, kw_only=True):
     told_s: float
     seq: int
     """What tells so."""
+    stack: str = ""
+    """What its process does."""
 
     @property
     def position(self) -> tuple[int, int]:

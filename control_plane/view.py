@@ -9,6 +9,7 @@ import msgspec
 from . import throughput
 from .degraded import achieved_waf
 from .economics import transition
+from .fold_unprinted import unprinted
 from .hang import located
 from .pace import slowdown
 from .plan_input import plan_input
@@ -89,7 +90,7 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
 
 def _task(state: ClusterState, task: Task) -> dict[str, Any]:
     spec = task.spec
-    living, hang = task.living_members(), located(state, task)
+    living, (stands, stands_since_s) = task.living_members(), _stands(state, task)
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
@@ -112,8 +113,8 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
         "slow": [_slow(task, number) for number in sorted(task.slow) if number in task.ranks],
-        "slowdown": slowdown(task), "stands": hang.why if hang is not None else "",
-        "stands_since_s": hang.since_s if hang is not None else 0.0,
+        "slowdown": slowdown(task), "stands": stands,
+        "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, "why": task.why, "needs": task.needs,
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
@@ -123,6 +124,14 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
+    """Why nothing goes on, and since when; "" where it does, as far as is known."""
+    if not task.is_train:
+        return unprinted(state, task)
+    hang = located(state, task)
+    return (hang.why, hang.since_s) if hang is not None else ("", 0.0)
 
 
 def _slow(task: Task, number: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
 COUNT_NUM_MAX = 2**31 - 1
 SEED_MAX = 2**53
+HANG_AFTER_S_MAX = 1e6
 LOSS_SCALE_RATIO_MAX = 3e38
 """It and its inverse are numbers in fp32."""
 LOSS_SCALE_RATIO_MIN = 1e-30
@@ -149,7 +150,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     achieved aggregate FLOP/s declared for it; sizes in between earn what the next smaller declared
     size earns.
     `model` is what a command trains with Megatron: its throughput is then modelled, and a declared
-    point sets the model's level.
+    point sets the model's level. `hang_after_s`: a command that has printed no line of progress for
+    so long, and is told to stand, starts again; none: it is only told.
     """
 
     api_version: str = field(name="apiVersion")
@@ -162,6 +164,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     command: tuple[str, ...] = ()
     throughput: dict[int, float] = field(default_factory=dict[int, float])
     model: MegatronModel | None = None
+    hang_after_s: float | None = None
 
 
 PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale, MegatronModel)
@@ -286,6 +289,10 @@ def _check(spec: JobSpec) -> None:
     if spec.model is not None:
         _need(spec.train is None, "model", "is of a command", "train: has a model of its own")
         check_model(spec.model, _need)
+    if spec.hang_after_s is not None:
+        _need(spec.train is None, "hang_after_s", "is of a command", "leave it out")
+        _need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
+              f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
 
 
 def _check_train(train: Train, slots: Slots) -> None:

@@ -39,6 +39,7 @@ PURE = (
         "best_layout", "economics", "spread", "groups", "constraints", "wishes", "state_bytes",
         "floors", "spare", "plan_words", "fold_logged", "fairness", "worth", "movers", "noticed",
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
+        "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion")),
     "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",
     "workers/error_rule.py",
