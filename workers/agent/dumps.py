@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import structlog
+
+from ...events.detected import RankStalled
+from ...events.reports import Body
 from ..wire import Frame, WriteDump
 from .pipe import Pipe
 from .processes import Process
 
 Dumps = dict[int, Path]
 """Rank -> where its dump will be."""
+AGAIN_S = 60.0
+"""Between two dumps of one task: all its ranks stall together, and are told one by one."""
+_log = structlog.get_logger("agent")
 
 
 def ask(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
@@ -29,3 +37,32 @@ def ask(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
         if pipe.send(Frame(body=WriteDump(path=str(path)))):
             paths[rank] = path
     return paths
+
+
+class Asker:
+    """Has a task's ranks here dumped when the first of them is told to stall."""
+
+    def __init__(self, dump: Callable[[int], Dumps],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._dump = dump
+        self._clock = clock
+        self._asked_s: dict[int, float] = {}
+
+    def heed(self, body: Body) -> None:
+        """Something is told of a rank. Waits for nothing."""
+        if not isinstance(body, RankStalled):
+            return
+        now_s = self._clock()
+        self._asked_s = {task: asked_s for task, asked_s in self._asked_s.items()
+                         if now_s - asked_s < AGAIN_S}
+        if body.task in self._asked_s:
+            return
+        self._asked_s[body.task] = now_s
+        try:
+            paths = self._dump(body.task)
+        except OSError as error:
+            _log.warning("no dumps of a task that stalls", task=body.task, why=str(error))
+            return
+        for folder in sorted({str(path.parent) for path in paths.values()}):
+            _log.info("a task stalls: its flight recorders are written", task=body.task,
+                      ranks=sorted(paths), look=f"unicron locate {folder}")

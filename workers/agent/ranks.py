@@ -37,7 +37,7 @@ from ...events.reports import (
 from .. import linux
 from ..wire import Frame
 from .attempt import Attempt
-from .dumps import Dumps, ask
+from .dumps import Asker, Dumps, ask
 from .ended import Ends, Killed
 from .keeper import Keeper
 from .line_watch import USUAL
@@ -71,7 +71,8 @@ class Ranks:
         self._starter = Starter(node)
         self._report = report
         self.readers = Readers(report, USUAL if node.watch else None)
-        self.watch = Watch(report, is_on=node.watch)
+        self._asker = Asker(self.dump)
+        self.watch = Watch(self._noticed, is_on=node.watch)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
@@ -147,6 +148,10 @@ class Ranks:
             kind = RankSuspended if rank.is_suspended else RankContinued
             self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
                               pid=process.pid), None)
+
+    def _noticed(self, body: Body, occurred_s: float | None) -> None:
+        self._report(body, occurred_s)
+        self._asker.heed(body)
 
     def dump(self, task: int) -> Dumps:
         """Ask the task's training ranks here for their flight recorders (dumps.py)."""
