@@ -269,7 +269,7 @@ def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Pla
     evidence = [x for x in found.records if x["seq"] in one.evidence]
     touched = {one.node, *(x["body"].get("node", _who(x)) for x in evidence)}
     words += [f"{node['id']} {trouble}" for node in view["nodes"]
-              if node["id"] in touched and (trouble := node_trouble(node))]
+              if node["id"] in touched and (trouble := node_trouble(node, option=option))]
     words += [f"{node['id']} {kept}" for node in view["nodes"]
               if node["id"] in touched and (kept := why_quarantined(node, option))]
     healing = view["cluster"]["healing"]

@@ -183,7 +183,7 @@ class LocalCluster:
             nodes = client.get("/v1/state")["nodes"]
         except (Interrupted, Unable, Unreachable):
             return False
-        joined = {node["id"]: node["pid"] for node in nodes if node["health"] == "healthy"}
+        joined = {node["id"]: node["pid"] for node in nodes if node["contact"] == "heard"}
         return all(joined.get(node) == pid for node, pid in pids.items())
 
     # --- stop -----------------------------------------------------------------------------------

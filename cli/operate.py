@@ -58,7 +58,7 @@ def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json
     view: Plain = client.get("/v1/state")
     pick_node(view["nodes"], node)
     followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
-    _tell(state, f"{node}  may have tasks again", followed, view, as_json=as_json)
+    _tell(state, f"{node}  may have tasks again{_but(view, node)}", followed, view, as_json=as_json)
 
 
 def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
@@ -67,8 +67,17 @@ def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: b
     view: Plain = client.get("/v1/state")
     pick_node(view["nodes"], node)
     followed = _ask(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
-    _tell(state, f"{node}  quarantined no longer; its next fault is its first", followed, view,
-          as_json=as_json)
+    _tell(state, f"{node}  quarantined no longer; its next fault is its first{_but(view, node)}",
+          followed, view, as_json=as_json)
+
+
+def _but(view: Plain, node: str) -> str:
+    """What keeps it without tasks all the same: a check does not ask whether a person is done."""
+    told = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
+    if not told:
+        return ""
+    return (f"; a check has taken slots out, they are used {told['after_s']:g} s after it says "
+            "healthy")
 
 
 def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ Plain = dict[str, Any]
 def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
     """A line for a node that is degraded, with its price; none for another."""
     told: Plain | None = node["degraded"]
-    if told is None or node["health"] != "healthy" or node["drained"]:
+    if told is None or node["contact"] != "heard" or node["drained"]:
         return []
     return [f"{node['id']} {_what(told, names)}; {_worth(node['id'], told, option)}"]
 
@@ -20,19 +20,9 @@ def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
 def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
     """The same for the nodes' screen, with the reason; empty for another node."""
     told: Plain | None = node["degraded"]
-    if told is None or node["health"] != "healthy" or node["drained"]:
+    if told is None or node["contact"] != "heard" or node["drained"]:
         return ""
     return f"{told['why']}; {_worth(node['id'], told, option)}"
-
-
-def health_of(node: Plain) -> str:
-    """A node that is heard may slow its tasks all the same, or a check calls it ill."""
-    said = [check["health"] for check in node["checks"]]
-    if node["health"] != "healthy":
-        return str(node["health"])
-    if "unhealthy" in said:
-        return "unhealthy"
-    return "degraded" if node["degraded"] or "degraded" in said else "healthy"
 
 
 def degraded_why(task: Plain, nodes: list[Plain]) -> str:

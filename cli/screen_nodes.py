@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
-from .screen_degraded import health_of, node_degraded
-from .screen_quarantine import until, why_quarantined, why_unhealthy
+from .screen_degraded import degraded_news, node_degraded
+from .screen_quarantine import quarantine, until, why_quarantined
+from .screen_sick import recovers, sick_why, why_unhealthy
 
 Plain = dict[str, Any]
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
@@ -19,7 +20,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     tasks = {task["id"]: task["name"] for task in view["tasks"]}
     letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
                         for slot in node["slots"] if slot["task"]})
-    here = [node for node in view["nodes"] if node["health"] != "left"]
+    here = [node for node in view["nodes"] if node["contact"] != "left"]
     head = (f"{number_of(len(here), 'node')}, "
             f"{number_of(sum(node['num_slots'] for node in here), 'slot')}")
     lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
@@ -62,35 +63,50 @@ def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str
             why = node["drain_reason"] or "no reason given"
             lines += labelled(node["id"], f"drained: {why}: "
                               + command(f"unicron undrain {node['id']}{option}"))
-        if trouble := node_trouble(node):
+        if trouble := node_trouble(node, option=option):
             lines += labelled(node["id"], trouble)
         if kept := why_quarantined(node, option):
             lines += labelled(node["id"], kept)
-        if said := why_unhealthy(node):
+        for said in filter(None, (recovers(node), why_unhealthy(node))):
             lines += labelled(node["id"], said)
         if why := node_degraded(node, names, option):
             lines += labelled(node["id"], why)
     return ["", *lines] if lines else []
 
 
-def node_trouble(node: Plain, since: str = "") -> str:
+def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
     """What is wrong with a node, and what a person is to do; empty where nothing is.
 
     `since`: words for how long its health has been so.
     """
-    if node["health"] == "unreachable":
+    if node["contact"] == "unreachable":
         return f"unreachable{since}: look at its machine and network"
-    if node["health"] == "lost":
-        return f"lost{since}: repair it and start its agent, it is given tasks at once"
-    out = _slots_out(node)
-    if out and node["health"] == "healthy" and not node["sick_why"]:
-        return (f"slot{'s' * (len(out) > 1)} {' '.join(out)} out: repair, then start its agent "
-                "again")
+    if node["contact"] == "lost":
+        then = (f"{quarantine(node)}. It is given tasks when that ends, or after "
+                + command(f"unicron lift {node['id']}{option}")
+                if node["quarantine"] else "it is given tasks at once")
+        return f"lost{since}: repair it and start its agent, {then}"
+    sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
+    out = [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
+    if out and node["contact"] == "heard":
+        return f"{_slots_named(out)} out: repair, then start its agent again"
     return ""
 
 
-def _slots_out(node: Plain) -> list[str]:
-    return [str(slot["index"]) for slot in node["slots"] if slot["out"]]
+def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
+    """All that a person is to know of the node, in one line; empty where that is nothing."""
+    trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}", option)
+    kept = why_quarantined(node, option)
+    ill = f"is unhealthy, {said}" if (said := sick_why(node)) else ""
+    words = "; ".join(filter(None, (trouble, kept, ill)))
+    if not words:
+        return next(iter(degraded_news(node, names, option)), "")
+    look = "" if kept and not (trouble or ill) else "; " + command(f"unicron status nodes{option}")
+    return f"{node['id']} {words}{look}"
+
+
+def _slots_named(found: list[int]) -> str:
+    return f"slot{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:
@@ -106,11 +122,11 @@ def _letters(tasks: dict[int, str]) -> dict[int, str]:
 
 def slot_use(node: Plain, slot: Plain) -> SlotUse:
     """What a slot does. One that still trains on a drained node trains."""
-    if node["health"] == "unreachable":
+    if node["contact"] == "unreachable":
         return "unreachable"
-    if node["health"] == "left":
+    if node["contact"] == "left":
         return "left"
-    if slot["out"] or node["health"] != "healthy":
+    if slot["out"] or node["contact"] != "heard":
         return "out"
     if slot["task"]:
         return "train"
@@ -124,11 +140,11 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 def _scheduling(node: Plain) -> str:
     """eligible, drained, or which of its slots are out."""
-    out = _slots_out(node)
-    if node["health"] != "healthy":
+    out = [slot["index"] for slot in node["slots"] if slot["out"]]
+    if node["contact"] != "heard":
         return "out, drained" if node["drained"] else "out"
     word = until(node) or ("drained" if node["drained"] else "eligible")
-    return f"{word}, {' '.join(out)} out" if out else word
+    return f"{word}, {_slots_named(out)} out" if out else word
 
 
 def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
@@ -139,7 +155,11 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
             runs.setdefault(slot["task"], []).append(slot["rank"])
     what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
+    if node["contact"] in ("lost", "left"):
+        what, busy = "", "-"  # what ran there runs no more, as far as anybody acts on it
+    else:
+        busy = str(num_busy)
     switch = [node["labels"]["switch"] or "-"] if switched else []
-    return [node["id"], *switch, health_of(node), span(max(now_s - node["since_s"], 0.0)),
-            _scheduling(node), f"{num_busy}/{node['num_slots']}", node["accelerator"],
+    return [node["id"], *switch, node["health"], span(max(now_s - node["since_s"], 0.0)),
+            _scheduling(node), f"{busy}/{node['num_slots']}", node["accelerator"],
             clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

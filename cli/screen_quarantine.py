@@ -18,16 +18,14 @@ def until(node: Plain) -> str:
 def why_quarantined(node: Plain, option: str = "") -> str:
     """Why it gets no tasks, by which incidents, and how to end that; empty where it does."""
     kept: Plain | None = node.get("quarantine")
-    if not kept:
+    if not kept or node["contact"] == "lost":  # of a lost one node_trouble tells it all
         return ""
-    which = " ".join(f"inc-{number}" for number in kept["incidents"])
     lift = command(f"unicron lift {node['id']}{option}")
-    return f"{until(node)}: {kept['why']} ({which}): repair it, then {lift}"
+    return f"{quarantine(node)}: repair it, then {lift}"
 
 
-def why_unhealthy(node: Plain) -> str:
-    """What its checks say, and what came of it; those that say degraded or unknown too."""
-    words = [node["sick_why"]] if node.get("sick_why") else []
-    words += [f"{one['check']} {one['health']}: {one['why']}" for one in node.get("checks", ())
-              if one["health"] != "unhealthy"]
-    return "; ".join(words)
+def quarantine(node: Plain) -> str:
+    """Until when it is quarantined, why, by which incidents."""
+    kept: Plain = node["quarantine"]
+    which = " ".join(f"inc-{number}" for number in kept["incidents"])
+    return f"{until(node)}: {kept['why']} ({which})"

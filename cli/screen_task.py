@@ -231,11 +231,11 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     done = task["iteration"]
     if not done:
         return ": it begins at iteration 0"
-    health = {one["id"]: one["health"] for one in nodes}
+    contact = {one["id"]: one["contact"] for one in nodes}
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
-    # As control_plane/copies.py tries them: a node that is unreachable after all that are healthy.
-    healthy = [one for one in copies if health.get(one["node"]) == "healthy"]
-    tried = healthy or [one for one in copies if health.get(one["node"]) == "unreachable"]
+    # As control_plane/copies.py tries them: a node that is unreachable after all that are heard.
+    heard = [one for one in copies if contact.get(one["node"]) == "heard"]
+    tried = heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
     if tried:
         newest = max(one["step_version"] for one in tried)
         where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))

@@ -27,9 +27,8 @@ from .figures import (
     way_to_act,
 )
 from .record_line import status_in_words
-from .screen_degraded import degraded_news, health_of
-from .screen_nodes import node_trouble, slot_use
-from .screen_quarantine import why_quarantined
+from .screen_nodes import node_news, slot_use
+from .screen_sick import recovers
 from .screen_task import ENDED, lag_s, waits
 
 Plain = dict[str, Any]
@@ -75,11 +74,8 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
                 if healing.startswith("frozen") else
                 "observing: all is decided and logged, nothing is done; to have it done")
         words.append(f"{what}: {command(way_to_act(healing, option))}")
-    for node in view["nodes"]:
-        words += _node_news(node, now_s, option)
     names = {task["id"]: task["name"] for task in view["tasks"]}
-    for node in view["nodes"]:
-        words += degraded_news(node, names, option)
+    words += [news for node in view["nodes"] if (news := node_news(node, names, now_s, option))]
     for task in view["tasks"]:
         words += _task_news(task, now_s, option)
     words += [f"{task['name']} failed: {task['why']}: "
@@ -92,7 +88,7 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
 def _drained(view: Plain, option: str) -> list[str]:
     """Each drained node, where a task waits that has room with these and has none without."""
     there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
-                          if node["health"] == "healthy" and node["drained"] == drained
+                          if node["contact"] == "heard" and node["drained"] == drained
                           and not node["quarantine"])
              for drained in (False, True)}
     left, every = there[False], there[False] + there[True]
@@ -102,7 +98,7 @@ def _drained(view: Plain, option: str) -> list[str]:
         return []
     return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
             f"{names[0]}: " + command(f"unicron undrain {node['id']}{option}")
-            for node in view["nodes"] if node["drained"] and node["health"] == "healthy"]
+            for node in view["nodes"] if node["drained"] and node["contact"] == "heard"]
 
 
 def _least(task: Plain) -> int:
@@ -114,17 +110,6 @@ def _least(task: Plain) -> int:
 
 def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
-
-
-def _node_news(node: Plain, now_s: float, option: str) -> list[str]:
-    trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}")
-    look = command(f"unicron status nodes{option}")
-    words = [f"{node['id']} {trouble}; {look}"] if trouble else []
-    if kept := why_quarantined(node, option):
-        words.append(f"{node['id']} {kept}")
-    if node["sick_why"]:
-        words.append(f"{node['id']} is unhealthy, {node['sick_why']}; {look}")
-    return words
 
 
 def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
@@ -181,6 +166,9 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
         going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
         lines += labelled((one["outcome"] or going_on).upper(),
                           f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
+    for node in view["nodes"]:
+        if node["contact"] == "heard" and (back := recovers(node)):
+            lines += labelled("HEALING", f"{node['id']} {back}")
     return lines
 
 
@@ -212,7 +200,7 @@ def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
     slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
     health: dict[str, int] = {}
     for node in nodes:
-        word = health_of(node)
+        word = node["health"]
         health[word] = health.get(word, 0) + 1
         for slot in node["slots"]:
             use = slot_use(node, slot)

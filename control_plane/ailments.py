@@ -25,6 +25,7 @@ class Check(Struct, frozen=True, kw_only=True):
     rule: str
     seq: int
     at_s: float
+    """Since when it says so, for whatever reason."""
     incident: int = 0
     """Which it is evidence of."""
 

@@ -51,12 +51,15 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
         return
     devices = _devices(state, node, body.devices, 0)
     was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
+    before = node.checks
     node.checks = [one for one in node.checks if one.check != body.check or (
         devices and one.devices and not set(devices) & set(one.devices))]
     if body.health != "healthy":
+        said_s = [one.at_s for one in before if one not in node.checks
+                  and one.health == body.health]
         check = Check(check=body.check, health=body.health, why=body.why[:TEXT_CHARS_MAX],
                       devices=devices, status=body.status, rule=body.rule, seq=record.seq,
-                      at_s=record.at_s)
+                      at_s=min(said_s, default=record.at_s))
         node.checks = [*node.checks, check][-NUM_CHECKS_MAX:]
         if _is_confirmed(check):
             _evidence(state, record, node, Erred(

@@ -16,6 +16,7 @@ from ..events.errors import UsageError
 from ..events.model_spec import Modelled
 from ..events.spec import WEIGHT_RATIO_MAX, JobSpec, parse
 from .best_layout import modelled
+from .fold_health import RECOVERED_S
 from .state import ClusterState, Node, Rank, Task, live_tasks
 
 NUM_NAMED_MAX = 8
@@ -118,7 +119,7 @@ def undrain(state: ClusterState, body: Any, node: str) -> r.Body:
     """The node may have tasks again."""
     asked = convert(body, _Reason)
     if not _node(state, node).drained:
-        raise Refusal(409, f"node {node} is not drained", "unicron status nodes")
+        raise Refusal(409, f"node {node} is not drained", _way_back(state, node))
     return r.NodeUndrained(node=node, reason=one_line(asked.reason))
 
 
@@ -126,8 +127,16 @@ def lift(state: ClusterState, body: Any, node: str) -> r.Body:
     """The node is quarantined no longer, and what it did before counts no more."""
     asked = convert(body, _Reason)
     if _node(state, node).quarantine is None:
-        raise Refusal(409, f"node {node} is not quarantined", "unicron status nodes")
+        raise Refusal(409, f"node {node} is not quarantined", _way_back(state, node))
     return QuarantineLifted(node=node, reason=one_line(asked.reason))
+
+
+def _way_back(state: ClusterState, node: str) -> str:
+    """What to do where a person wanted it to have tasks: what a check took out, it brings back."""
+    if not state.nodes[node].slots_sick:
+        return "unicron status nodes"
+    return (f"a check has taken it out: its slots are used again {RECOVERED_S:g} s after it says "
+            "healthy; unicron status nodes")
 
 
 def unchanged(check: int) -> Callable[[ClusterState], None]:

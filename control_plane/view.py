@@ -9,6 +9,7 @@ import msgspec
 from . import throughput
 from .degraded import achieved_waf
 from .economics import transition
+from .fold_health import RECOVERED_S
 from .fold_unprinted import unprinted
 from .hang import located
 from .pace import slowdown
@@ -69,14 +70,42 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
             slot |= {"task": occupant.task, "rank": occupant.rank,
                      "pid": rank.pid if rank is not None else 0}
         slots.append(slot)
-    return {"id": node.name, "host": node.host, "pid": node.pid, "health": node.health,
-            "since_s": node.since_s, "drained": node.drained, "drain_reason": node.drain_reason,
+    return {"id": node.name, "host": node.host, "pid": node.pid,
+            **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
             "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.sick_why,
+            "recovers": _recovers(state, node),
             "checks": [msgspec.to_builtins(check) for check in node.checks],
             "incarnation": node.incarnation,
             "accelerator": node.accelerator, "num_slots": node.num_slots,
             "labels": msgspec.to_builtins(node.labels), "slots": slots,
             "degraded": _degraded(state, node.name)}
+
+
+def _health(state: ClusterState, node: Node) -> dict[str, Any]:
+    """`contact`: heard, unreachable, lost or left. `health`: the same where it is not heard, else
+    healthy, degraded or unhealthy; since when."""
+    if node.health != "healthy":
+        return {"contact": node.health, "health": node.health, "since_s": node.since_s}
+    word, since_s = "healthy", node.since_s
+    slow_s = [slow.since_s for task in state.tasks.values() for number, slow in task.slow.items()
+              if number in task.ranks and task.ranks[number].slot.node == node.name]
+    priced = state.degraded.get(node.name)
+    for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
+        said_s = [check.at_s for check in node.checks if check.health == name] + also_s
+        if said_s or (name == "degraded" and priced is not None):
+            word = name
+            since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
+    return {"contact": "heard", "health": word, "since_s": since_s}
+
+
+def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
+    """Slots that a check took out, and how they come back; `from_s` once none calls them ill."""
+    if not node.slots_sick:
+        return None
+    due = state.deadlines.get(f"recovered/{node.name}")
+    ill = any(check.health == "unhealthy" for check in node.checks)
+    return {"slots": list(node.slots_sick), "after_s": RECOVERED_S,
+            "from_s": due.due_s if due is not None and not ill else None}
 
 
 def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from unicron.workers.agent.health.checks import (
     check_folder,
     finding,
     found_in,
+    passed_over,
 )
 from unicron.workers.agent.health.finding import Finding
 from unicron.workers.agent.health.limits import CHECK_READ_BYTES, CHECKS_NUM_MAX, REASON_CHARS_MAX
@@ -145,7 +146,12 @@ def test_which_files_are_checks(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to("disk")
     found, passed = found_in(tmp_path)
     assert sorted(found) == ["b.sh", "disk", "linked"]
-    assert passed == ["a name", "dangling", "folder", "not-executable"]
+    assert passed == {"a name": "not a plain name", "dangling": "not a file",
+                      "folder": "not a file", "not-executable": "not executable"}
+    assert passed_over(passed) == Finding(
+        "checks/files", "unknown", "not run: a name (not a plain name), dangling (not a file), "
+        "folder (not a file) and 1 more", rule="check")
+    assert passed_over({"README.md": "not executable"}).health == "healthy"
     for number in range(CHECKS_NUM_MAX):
         script(tmp_path, f"check-{number:03}", "exit 0")
     assert len(found_in(tmp_path)[0]) == CHECKS_NUM_MAX
@@ -202,8 +208,16 @@ def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
         await until(lambda: changes()[2:] or None)
         assert sorted((f.check, f.health) for f in changes()[1:]) == [
             ("check/bad", "healthy"), ("check/new", "degraded")]
+        script(folder, "later", "exit 2", 0o644)
+        *_, none = await until(lambda: changes()[3:] or None)
+        assert (none.check, none.health, none.why) == (
+            "checks/files", "unknown", "not run: later (not executable)")
+        (folder / "later").unlink()
+        *_, well = await until(lambda: changes()[4:] or None)
+        assert (well.check, well.health) == ("checks/files", "healthy"), "told once each"
         shutil.rmtree(folder)
-        await until(lambda: [f for f in told if f.health == "unknown"] or None)
+        await until(lambda: [f for f in told if (f.check, f.health) == ("checks", "unknown")]
+                    or None)
         running.cancel()
         await asyncio.wait((running,))
 

@@ -80,7 +80,7 @@ def test_status_of_nodes(name, seq):
 def test_nodes_that_are_lost_ask_for_a_person():
     told, now_s = seen(until("TaskProgressed", 2))
     told = copy.deepcopy(told)
-    told["nodes"][1] |= {"health": "unreachable", "since_s": now_s - 75}
+    told["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
     told["nodes"][0]["slots"][1] |= {"out": True, "task": 0}
     lines = screens.status(told, cluster="demo", now_s=now_s)
     assert lines[1:4] == [

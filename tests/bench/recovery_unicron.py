@@ -125,7 +125,7 @@ class Unicron:
 
     def are_healthy(self) -> bool:
         """Whether every node is there, and heard."""
-        return [node["health"] for node in self._state()["nodes"]] == ["healthy"] * NUM_AGENTS
+        return [node["contact"] for node in self._state()["nodes"]] == ["heard"] * NUM_AGENTS
 
     def _state(self) -> dict[str, Any]:
         assert self._client is not None

@@ -38,6 +38,8 @@ from .steady import Steady
 HINT = "name a folder of executables: docs/guides/detection.md, Health of nodes"
 CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 """What exit codes 0 to 3 say."""
+FILES = "checks/files"
+"""The word on files that lie beside the checks, and are none."""
 NOT_FOR_CHECKS = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
 # sh is on the node's own disk: where the check lies on one that hangs, only its process does.
 _START = 'exec "$0"'
@@ -71,10 +73,13 @@ def check_folder(folder: Path) -> None:
                          HINT) from None
 
 
-def found_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Executable files by name, at most CHECKS_NUM_MAX, and what is passed over. Raises OSError."""
+def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Executable files by name, at most CHECKS_NUM_MAX, and what is passed over, by name why.
+
+    Raises OSError.
+    """
     found: dict[str, Path] = {}
-    passed: list[str] = []
+    passed: dict[str, str] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith(".") or entry.name.endswith("~"):
             continue
@@ -82,12 +87,29 @@ def found_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
             is_file = stat.S_ISREG(entry.stat().st_mode)
         except OSError:
             is_file = False
-        runs = is_file and os.access(entry.path, os.X_OK)
-        if runs and re.fullmatch(r"[\w.+-]{1,64}", entry.name) and len(found) < CHECKS_NUM_MAX:
-            found[entry.name] = Path(entry.path)
+        if not is_file:
+            passed[entry.name] = "not a file"
+        elif not os.access(entry.path, os.X_OK):
+            passed[entry.name] = "not executable"
+        elif not re.fullmatch(r"[\w.+-]{1,64}", entry.name):
+            passed[entry.name] = "not a plain name"
+        elif len(found) == CHECKS_NUM_MAX:
+            passed[entry.name] = f"more than {CHECKS_NUM_MAX}"
         else:
-            passed.append(entry.name)
+            found[entry.name] = Path(entry.path)
     return found, passed
+
+
+def passed_over(passed: Mapping[str, str]) -> Finding:
+    """What is said of files that their owner may believe to be checks, and are none."""
+    told = {name: why for name, why in passed.items()
+            if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
+    if not told:
+        return Finding(FILES, "healthy")
+    words = [f"{name} ({why})" for name, why in sorted(told.items())]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    why = "".join(char if char.isprintable() else "?" for char in ", ".join(words[:3]) + more)
+    return Finding(FILES, "unknown", f"not run: {why}"[:REASON_CHARS_MAX], rule="check")
 
 
 def finding(name: str, answer: Answer, num_slots: int) -> Finding:
@@ -217,13 +239,13 @@ class Rounds:
         self._run = run
         self._num_slots = num_slots
         self._tell = tell
-        self._passed: list[str] = []
+        self._files = Finding(FILES, "healthy")
 
     async def run(self) -> None:
         """For ever."""
         rounds: dict[str, asyncio.Task[None]] = {}
         steady: dict[str, Steady] = {}
-        aside: Aside[tuple[dict[str, Path], list[str]]] = Aside("checks")
+        aside: Aside[tuple[dict[str, Path], dict[str, str]]] = Aside("checks")
         async with asyncio.TaskGroup() as group:
             while True:
                 found = await self._look(aside)
@@ -238,7 +260,7 @@ class Rounds:
                         name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)
 
-    async def _look(self, aside: Aside[tuple[dict[str, Path], list[str]]]
+    async def _look(self, aside: Aside[tuple[dict[str, Path], dict[str, str]]]
                     ) -> dict[str, Path] | None:
         """What is there now; None where the folder does not say."""
         try:
@@ -250,11 +272,10 @@ class Rounds:
                                rule="check"))
             return None
         self._tell(Finding("checks", "healthy"))
-        if passed != self._passed:
-            self._passed = passed
-            if passed:
-                _log.warning("not run as checks: not executable files with plain names, or too "
-                             "many", files=passed[:8], num_files=len(passed))
+        word = passed_over(passed)
+        if word != self._files:
+            self._files = word
+            self._tell(word)
         return found
 
     async def _repeat(self, name: str, path: Path, steady: Steady) -> None:

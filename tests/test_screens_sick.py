@@ -1,0 +1,96 @@
+"""The screens of a node that a check has taken out, until its slots are used again."""
+
+from __future__ import annotations
+
+import pytest
+from heart_driver import Driver, spec
+from test_evidence import health
+from two_tasks import lose, seen, two_tasks
+from unicron.cli import screen_nodes, screens
+from unicron.control_plane import requests
+from unicron.control_plane.ailments import Quarantine
+from unicron.control_plane.requests import Refusal
+
+
+@pytest.fixture
+def d() -> Driver:
+    return Driver(nodes=3, slots=2)
+
+
+def needs_you(d: Driver) -> str:
+    """The status screen down to its totals, as one line."""
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s)[1:]
+    return " ".join(" ".join(lines[:lines.index("")]).split())
+
+
+def nodes(d: Driver) -> tuple[str, str]:
+    """The row of n2, then what is said below the table."""
+    lines = screen_nodes.nodes(seen(d), now_s=d.now_s)
+    (row,) = [x for x in lines if x.startswith("n2 ") and "/2" in x]
+    below = lines[max(at for at, line in enumerate(lines) if "/2" in line) + 1:]
+    return row, " ".join(" ".join(below).split())
+
+
+def ill(d: Driver, said: str, why: str = "psu failed") -> None:
+    d.obey(health(d, "n2", said, check="check/fans", why=why))
+
+
+def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -> None:
+    d.running(spec(slots={"min": 1, "max": 4}))
+    d.now_s += 600
+    ill(d, "unhealthy")
+    d.now_s += 5
+    ill(d, "unhealthy", "psu failed, both")
+    d.now_s += 25
+    assert ("NEEDS YOU n2 is unhealthy, check/fans: psu failed, both: repair it; its slots are "
+            "used again 60 s after the check says healthy; unicron status nodes") in needs_you(d)
+    row, _ = nodes(d)
+    for word in ("unhealthy", " 30 s ", "slots 0 1 out"):
+        assert word in row
+    for ask in (requests.lift, requests.undrain):
+        with pytest.raises(Refusal) as refused:
+            ask(d.state, {}, "n2")
+        assert "60 s after it says healthy" in refused.value.hint
+    ill(d, "healthy", "")
+    again = "healthy again, its slots are used from "
+    assert "NEEDS YOU n2" not in needs_you(d)
+    assert "HEALING n2 " + again in needs_you(d)
+    assert "(60 s without a complaint)" in needs_you(d)
+    row, below = nodes(d)
+    assert " healthy " in row
+    assert again in below
+    assert "psu" not in below
+    d.obey(d.due("recovered/n2"))
+    assert "HEALING" not in needs_you(d)
+    assert " eligible " in nodes(d)[0]
+
+
+def test_a_node_has_one_line_and_programs_read_the_word_of_the_screen(d: Driver) -> None:
+    d.running(spec(slots={"min": 1, "max": 6}))
+    d.obey(health(d, "n2", "degraded", check="check/disk", why="slow"))
+    one = next(x for x in seen(d)["nodes"] if x["id"] == "n2")
+    assert (one["health"], one["contact"], one["since_s"]) == ("degraded", "heard", d.state.at_s)
+    assert needs_you(d).count("n2 ") == 1
+    ill(d, "unhealthy")
+    assert needs_you(d).count("n2 is ") == 1
+    assert "n2 is unhealthy" in needs_you(d)
+    ill(d, "healthy", "")
+    assert "HEALING n2 no longer unhealthy" in needs_you(d)
+    assert "NEEDS YOU n2 is degraded" in needs_you(d)
+
+
+def test_a_lost_node_that_is_quarantined_has_one_way_back() -> None:
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    lose(d, "n2", alpha)
+    d.state.nodes["n2"].quarantine = Quarantine(
+        since_s=d.now_s, until_s=d.now_s + 86400, why="2 faults in 30 days, the last: n2/0 XID 79",
+        incidents=(3, 9))
+    way = ("repair it and start its agent, quarantined to 1970-01-02 00:16Z: 2 faults in 30 days, "
+           "the last: n2/0 XID 79 (inc-3 inc-9). It is given tasks when that ends, or after "
+           "unicron lift n2")
+    row, below = nodes(d)
+    assert below == f"n2 lost: {way}"
+    assert " -/2 " in row
+    assert "alpha" not in row
+    assert needs_you(d).count("quarantined") == 1
+    assert "at once" not in needs_you(d)
