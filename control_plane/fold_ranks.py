@@ -110,9 +110,8 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
 
 def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
            hurts: bool | None) -> None:
-    cause = f": {body.cause}" if body.cause else ""
     fault(task, record, [rank], told_status(body.status, EXITED_ABNORMALLY),
-          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}{cause}", hurts=hurts,
+          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=hurts,
           ended=True, second_hand=body.second_hand)
 
 

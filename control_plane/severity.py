@@ -67,6 +67,13 @@ _NETWORK = {
     CONNECTION_REFUSED: ("connection refused",),
     NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
 }
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT",
+           7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
+           13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ",
+           31: "SIGSYS"}
+"""Linux's, as a process may end by: a log says the same wherever it is replayed."""
+CAUSE_CHARS_MAX = 120
+"""Of a cause, in a sentence: the record has all of it."""
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
 
@@ -106,12 +113,22 @@ def network_status(error: str) -> str:
 
 
 def exit_in_words(body: RankExited) -> str:
-    """How a process ended: `signal 9`, `exit code 1`, `exit code 0 before it had finished`."""
+    """How a process ended, with its cause: `exit code 1: KeyError: 'rate'`, `signal 9 (SIGKILL):
+    killed from outside`, `exit code 0 before it had finished`."""
     if body.signal is not None:
-        return f"signal {body.signal}"
-    if body.exit_code == 0:
-        return "exit code 0 before it had finished"
-    return f"exit code {body.exit_code}"
+        how = f"signal {body.signal}"
+        if body.cause and body.signal in SIGNALS:  # logs of older agents, without, say as they said
+            how += f" ({SIGNALS[body.signal]})"
+    elif body.exit_code == 0:
+        how = "exit code 0 before it had finished"
+    else:
+        how = f"exit code {body.exit_code}"
+    cause = " ".join(body.cause.split())
+    if len(cause) > CAUSE_CHARS_MAX:
+        cause = cause[: CAUSE_CHARS_MAX - 3] + "..."
+    if not cause or cause.startswith(how):  # the cause may begin with it
+        return cause or how
+    return f"{how}: {cause}"
 
 
 def last_line(text: str) -> str:

@@ -91,7 +91,7 @@ def test_an_exit_is_called_by_its_cause(d: Driver) -> None:
         status=statuses.ECC_ERRORS, rule="ecc", cause="uncorrectable ECC error encountered"))
     opened = the(o.IncidentOpened, told)
     assert (opened.severity, opened.status) == ("SEV1", "ECC errors")
-    assert opened.why == "rank 0 on n1: signal 9: uncorrectable ECC error encountered"
+    assert opened.why == "rank 0 on n1: signal 9 (SIGKILL): uncorrectable ECC error encountered"
     d.obey(told)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from heart_driver import Driver, at_rest, failed, the
+from heart_driver import Driver, at_rest, failed, spec, the
 from two_tasks import facts, plain, seen
 from unicron.cli import screens
 from unicron.cli.history import history
@@ -13,7 +13,7 @@ from unicron.cli.record_line import line
 from unicron.cli.screen_incident import every, page
 from unicron.control_plane.faults import Fault
 from unicron.control_plane.incidents import open_incidents
-from unicron.control_plane.severity import HANDLING, TABLE, network_status
+from unicron.control_plane.severity import HANDLING, TABLE, exit_in_words, network_status
 from unicron.events import orders as o
 from unicron.events import reports as r
 
@@ -94,3 +94,35 @@ def test_the_guide_has_the_table_of_handling() -> None:
     guide = (Path(__file__).parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
     for severity, steps in HANDLING.items():
         assert f"| {severity} | {' | '.join(steps)} |" in guide
+
+
+@pytest.mark.parametrize(("signal", "code", "cause", "words"), [
+    (None, 1, "KeyError: 'learning_rate'", "exit code 1: KeyError: 'learning_rate'"),
+    (None, 1, "", "exit code 1"), (None, 0, "", "exit code 0 before it had finished"),
+    (11, None, "", "signal 11"), (40, None, "no name", "signal 40: no name"),
+    (11, None, "a libcuda frame", "signal 11 (SIGSEGV): a libcuda frame"),
+    (9, None, "signal 9 (SIGKILL): killed from outside", "signal 9 (SIGKILL): killed from outside"),
+    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "..."),
+])
+def test_an_end_is_told_with_its_cause(signal: int | None, code: int | None, cause: str,
+                                       words: str) -> None:
+    assert exit_in_words(r.RankExited(task=1, rank=0, attempt=1, pid=2, exit_code=code,
+                                      signal=signal, cause=cause)) == words
+
+
+def test_a_task_that_fails_again_and_again_says_why() -> None:
+    """A command of one rank: the reason of its end holds the cause that the agent told."""
+    d = Driver()
+    task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
+    d.obey(d.log[-20:])
+    for _ in range(4):
+        rank = d.state.tasks[task].ranks[0]
+        d.obey(d.tell(d.source(rank.slot.node), r.RankExited(
+            task=task, rank=0, attempt=rank.attempt, pid=rank.pid, exit_code=1, signal=None,
+            status="other software errors", cause="KeyError: 'learning_rate'")))
+    view = seen(d)
+    (failed_,) = view["tasks"]
+    assert failed_["why"] == ("failed 4 times without progress: rank 0 on n1: exit code 1: "
+                              "KeyError: 'learning_rate'")
+    page_ = " ".join(" ".join(screens.status(view, cluster="test", now_s=d.now_s)).split())
+    assert f"NEEDS YOU alpha failed: {failed_['why']}: unicron logs" in page_
