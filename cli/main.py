@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from . import classify_command, locate_command, operator_commands, plan_command, say
+from . import classify_command, entry, locate_command, operator_commands, plan_command, say
 from .options import Checks, Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -359,6 +359,7 @@ def _help_of(error: TyperException) -> str:
 
 def main() -> None:
     """The entry point of `python -m unicron.cli.main`; that of `unicron` is in entry.py."""
+    entry.open_streams()
     sys.exit(run_command(sys.argv[1:]))
 
 
