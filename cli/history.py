@@ -246,8 +246,7 @@ def _incident(told: History, record: Plain) -> None:
                     [incident.detected_s, *stood_s, *(told.stamps[seq][0] for seq in failed)]))
                 _count_slots(told, incident, record["at_s"])
         return
-    known = told.incidents.get(body["of"])
-    if known is not None:
+    if (known := told.incidents.get(body["of"])) is not None:
         _went_on(told, known, record)
 
 
@@ -269,6 +268,7 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     incident.outcome, incident.pause_s = body["outcome"], body["pause_s"]
     incident.iterations_lost, incident.ckpt_read = body["iterations_lost"], body["ckpt_read"]
     incident.kept, incident.dealt = body["kept"], body["dealt"]
+    incident.slot_s = max(incident.slot_s, body["pause_s"] * incident.num_slots)  # told late
     incident.origin, incident.origin_node = body.get("origin", ""), body.get("origin_node", "")
     incident.origin_step_version = body.get("origin_step_version", 0)
     incident.origin_path = body.get("origin_path", "")

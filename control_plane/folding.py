@@ -226,7 +226,7 @@ def has_settled(task: Task, rank: Rank) -> bool:
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
     """All processes of this incarnation are dead, its keeper too; a fault of their tasks if `why`
-    says so."""
+    says so, as old as its first sign."""
     for number in sorted(state.tasks):
         task = state.tasks[number]
         task.copies = [copy for copy in task.copies if copy.node != node.name]
@@ -238,11 +238,30 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
                 if task.ranks[key].slot.node == node.name]
         faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
+        since_s, signs = (_first_sign(state, task, node) if hurts or not task.is_train
+                          else (record.at_s, ()))
         for rank in gone:
             rank.harmed_s = max(rank.harmed_s, node.harmed_s)
             drop_rank(state, task, rank)
         if faulty and why and not task.ending and not (task.finished and task.final_known):
-            fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None)
+            fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None,
+                  evidence=signs, since_s=since_s)
+
+
+def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tuple[int, ...]]:
+    """Since when the task stands that had members on the node, whose successor speaks only now; and
+    the records that showed it: collectives that failed, silence. Where all were there, nobody
+    could tell: then since the next iteration was due."""
+    failed = sorted(rank.failed_seq for rank in task.living_members()
+                    if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
+    since_s = task.failed_s if failed else state.at_s
+    seqs = tuple(failed)
+    if node.silent:
+        since_s, seqs = min(since_s, node.since_s), tuple(sorted({*seqs, node.silenced_seq} - {0}))
+    if task.is_train and task.phase == "training" and task.stepped == task.generation and (
+            task.step_s > 0 and not task.finished):
+        since_s = min(since_s, task.progressed_s + task.step_s)
+    return since_s, seqs
 
 
 def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
