@@ -139,8 +139,11 @@ class Witness:
         own = [number for number, stall in task.stalls.items() if stall.where == "own"]
         self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
                     "who waits for others is blamed")
-        for number in hang.ranks:
-            stall = task.stalls[number]
+        if hang.kind == "silent":
+            self._check(record, not own and all(task.ranks[x].slot.node in silent
+                                                for x in hang.ranks), "who is heard is blamed")
+        for stall in task.stalls.values() if hang.kind == "silent" else [
+                task.stalls[number] for number in hang.ranks]:
             least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
             self._check(record, record.at_s - stall.since_s >= least_s - 0.01, "too early")
         self.counts[f"hangs found: {hang.kind}"] += 1

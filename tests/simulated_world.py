@@ -61,6 +61,8 @@ class World:
         self.links: dict[str, PaperLink] = {}
         self.cluster = PaperCluster(seed, port_of=self._port_of, clock=self.clock)
         self.leaders: dict[str, tuple[Coordinator, LeaderLog, asyncio.Task[None]]] = {}
+        self._life: asyncio.Task[list[Record]] | None = None
+        self._found: BaseExceptionGroup[BaseException] | None = None
         self._trouble = False
         self.num_leaders = 0
         self.answered: dict[str, int] = {}
@@ -155,6 +157,11 @@ class World:
             await coordinator.run()
         except (Fenced, Conflict, Ambiguous):
             self.leaders.pop(name, None)
+        except BaseExceptionGroup as group:
+            self._found = group
+            if self._life is not None:
+                self._life.cancel()
+            raise
 
     def kill_leader(self, name: str) -> None:
         found = self.leaders.pop(name, None)
@@ -243,7 +250,20 @@ class World:
 
     # --- a whole life ----------------------------------------------------------------------------
     async def live(self) -> list[Record]:
-        """Faults, then peace until all tasks have ended; the log."""
+        """Faults, then peace until all tasks have ended; the log.
+
+        What a witness finds strikes a leader that appends: it ends the world, or who waits for an
+        answer would wait for ever.
+        """
+        self._life = asyncio.current_task()
+        try:
+            return await self._live()
+        except asyncio.CancelledError:
+            if self._found is not None:
+                raise self._found from None
+            raise
+
+    async def _live(self) -> list[Record]:
         self.begin()
         num_jobs = 1 if self.only_leaders else self.rng.choice([1, 2, 3, 4, 6])
         writers = [asyncio.create_task(self._submit(i)) for i in range(num_jobs)]
