@@ -19,10 +19,16 @@ from . import say
 from .figures import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
 
 READ_BYTES_MAX = 16 * 1024 * 1024
-"""Of a longer line the rest is not read."""
+"""A longer JSON object is not read as one."""
+HALF_BYTES = 512 * 1024
+"""Of a longer line, so much of its head and of its tail is judged: a fault is told there."""
 LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
+KEYS = ("text", "msg", "message", "log")
+"""Of a JSON object, the first that is there is the text."""
+PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
+          b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"
 NONE, NO_SEVERITY = "none", "NONE"
 DONE = {
@@ -44,11 +50,11 @@ class Group(Struct):
 
 def classify(file: Path | None, *, as_json: bool) -> None:
     """Read, judge each line, show. Raises UsageError for what cannot be read as text."""
+    file = None if str(file) == "-" else file
     name = str(file) if file is not None else "standard input"
     with ExitStack() as stack:
         stream = _opened(file, stack)
-        if b"\0" in _begins(stream):
-            raise UsageError(f"{name} is not text", HINT)
+        _check(_begins(stream), name, str(file) if file is not None else "FILE")
         judged = _judged(_texts(stream, name))
         if as_json:
             for _, text, verdict in judged:
@@ -78,6 +84,9 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
             group = groups.setdefault((verdict.status, verdict.rule),
                                       Group(_severity(verdict), verdict, number))
             group.num_lines += 1
+    if not num_lines:
+        yield f"0 lines: {f'{name} is empty' if name else 'nothing was piped in?'}"
+        return
     yield (f"{number_of(num_lines, 'line')}: {count(num_speaking)} of a fault, "
            f"{count(num_lines - num_speaking)} that mean nothing")
     if not groups:
@@ -130,6 +139,8 @@ def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
         return sys.stdin.buffer
     try:
         return stack.enter_context(file.open("rb"))
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a folder", "name a file, or pipe the text in") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{file}: {why.lower()}", "give the name of a text file, or pipe the "
@@ -140,6 +151,18 @@ def _begins(stream: BinaryIO) -> bytes:
     """Its first bytes, which stay to be read."""
     peek = getattr(stream, "peek", None)
     return bytes(peek(LOOK_BYTES))[:LOOK_BYTES] if peek is not None else b""
+
+
+def _check(head: bytes, name: str, file: str) -> None:
+    """Raises UsageError for what is packed, or is not text as we read it."""
+    for magic, (what, command_) in PACKED.items():
+        if head.startswith(magic):
+            raise UsageError(f"{name} is packed by {what}", f"{command_} {file} | unicron classify")
+    if b"\0" not in head:
+        return
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UsageError(f"{name} is UTF-16", f"iconv -f UTF-16 -t UTF-8 {file} | unicron classify")
+    raise UsageError(f"{name} is not text", HINT)
 
 
 def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
@@ -157,17 +180,21 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
     number = 0
     while raw := stream.readline(READ_BYTES_MAX):
         number += 1
-        if len(raw) == READ_BYTES_MAX:
-            rest = raw
+        if cut := len(raw) == READ_BYTES_MAX and not raw.endswith(b"\n"):
+            tail = rest = raw
             while rest and not rest.endswith(b"\n"):
                 rest = stream.readline(READ_BYTES_MAX)
-            say.talk(f"line {number} of {name} is longer than {count(READ_BYTES_MAX)} bytes: "
-                     "the rest of it is not read")
+                tail = (tail + rest)[-HALF_BYTES:]
+            raw = raw[:HALF_BYTES] + b"\n" + tail
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "replace").rstrip("\r\n")
         words = line.strip()
-        if words == "{}" or (words.startswith('{"') and words.endswith("}")):
+        if not cut and (words == "{}" or (words.startswith('{"') and words.endswith("}"))):
             yield number, _text_of(words, f"line {number} of {name}"), True
         else:
+            if len(raw) > 2 * HALF_BYTES:
+                line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
+                say.talk(f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} bytes: "
+                         f"its first and its last {count(HALF_BYTES)} are judged")
             yield number, line, False
 
 
@@ -176,11 +203,12 @@ def _text_of(words: str, place: str) -> str:
         told = json.loads(words, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise UsageError(f"{place} is no JSON object", HINT) from None
-    text = told.get("text")
-    if not isinstance(text, str):
-        raise UsageError(f"{place}: {'its text is no string' if 'text' in told else 'no text'}",
-                         HINT)
-    return text
+    for key in KEYS:
+        if isinstance(told.get(key), str):
+            return str(told[key])
+    there = [key for key in KEYS if key in told]
+    raise UsageError(f"{place}: {f'its {there[0]} is no string' if there else 'no text'}",
+                     f"a JSON object names its text by one of {', '.join(KEYS)}")
 
 
 def _no_number(word: str) -> NoReturn:

@@ -115,10 +115,12 @@ def number_of(num: int, word: str) -> str:
     return f"{num} {word}{'s' * (num != 1)}"
 
 
-def lost_in_words(num: int | None) -> str:
-    """`3 iterations lost`; None: a command tells when it prints how far it is."""
-    return ("iterations lost unknown until it prints one" if num is None
-            else f"{num} iterations lost")
+def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
+    """`3 iterations lost`; None: a command tells when it prints how far it is, unless it is over.
+    """
+    if num is None:
+        return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
+    return f"{num} iterations lost"
 
 
 def lost_cell(num: int | None) -> str:

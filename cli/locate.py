@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..events.errors import UsageError
 from ..workers.dump_files import read_files
 from ..workers.locate import Located, listed
 from ..workers.locate import locate as find
@@ -20,7 +21,12 @@ GROUP_COLUMNS = 44
 
 def locate(paths: Sequence[Path], *, as_json: bool) -> None:
     """Read, locate, show. Raises UsageError for what is no dump."""
-    found = find(read_files(paths))
+    dumps = read_files(paths)
+    if not any(dump.entered or dump.pending or dump.status for dump in dumps):
+        raise UsageError(f"nothing was recorded: no collective in the dump of "
+                         f"{number_of(len(dumps), 'rank')}", "the recorder must be on before the "
+                         "job starts: TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE")
+    found = find(dumps)
     if as_json:
         say.out(json.dumps({
             "verdict": found.verdict, "ranks": found.num_ranks, "missing": found.missing,

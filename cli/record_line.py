@@ -145,8 +145,9 @@ def _opened(body: Plain) -> str:
 
 
 def _closed(body: Plain) -> str:
-    return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, "
-            f"{lost_in_words(body['iterations_lost'])}, kept {body['kept']} dealt {body['dealt']}"
+    lost = lost_in_words(body["iterations_lost"], is_over=body["outcome"] in ("failed", "ended"))
+    return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, {lost}, "
+            f"kept {body['kept']} dealt {body['dealt']}"
             f"{', ' if (whence_ := whence(body)) else ''}{whence_}{_because(body['why'])}")
 
 

@@ -26,7 +26,7 @@ from .record_line import status_in_words, whence
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10
-WHAT_COLUMNS = 24
+NAME_COLUMNS = 24
 WHY_COLUMNS = 36
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
@@ -44,7 +44,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
             f"{_fault(facts)}  {who}")
     lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
-             _cost(facts["cost"], facts["outcome"]), *bar(facts["phases"]), "", *_state(facts)]
+             _cost(facts["cost"], facts["outcome"], over=facts["over"]),
+             *bar(facts["phases"]), "", *_state(facts)]
     for one in facts["on_purpose"]:
         lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     for one in facts["evidence"]:
@@ -75,12 +76,12 @@ def _fault(facts: Plain) -> str:
             else f"{status_in_words(facts['status'])}  {facts['node']}")
 
 
-def _cost(cost: Plain, outcome: str) -> str:
+def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
     if outcome == "open":
         return f"not over; {cost['slot_s']:.1f} slot-s so far"
     kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
             if cost["kept"] or cost["dealt"] else "")
-    return (f"{ms(cost['pause_s'])} pause, {lost_in_words(cost['iterations_lost'])}, "
+    return (f"{ms(cost['pause_s'])} pause, {lost_in_words(cost['iterations_lost'], is_over=over)}, "
             f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
 
 
@@ -177,10 +178,16 @@ def every(told: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one a line, the newest last."""
     if not told.incidents:
         return [NONE]
-    rows = [row(told, one, WHAT_COLUMNS, now_s) for one in told.incidents.values()]
+    rows = [row(told, one, SCREEN_COLUMNS, now_s) for one in told.incidents.values()]
     for cells, one in zip(rows, told.incidents.values(), strict=True):
-        cells.insert(3, name_of(told, one.task) if one.task else "-")
-    return [*table((*HEAD[:3], "TASK", *HEAD[3:]), rows, right=(6, 7, 8)),
+        cells[1] = rfc3339(one.detected_s)[:19] + "Z"
+        cells.insert(3, clipped(name_of(told, one.task), NAME_COLUMNS) if one.task else "-")
+    head = (*HEAD[:3], "TASK", *HEAD[3:])
+    over = max(map(len, table(head, rows))) - SCREEN_COLUMNS
+    what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
+    for cells in rows:
+        cells[4] = clipped(cells[4], what_columns)
+    return [*table(head, rows, right=(6, 7, 8)),
             "", f"next       unicron incident {max(told.incidents)}{option}"]
 
 

@@ -152,16 +152,20 @@ def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
 def _healed(view: Plain, now_s: float, option: str) -> list[str]:
     """The newest that were healed of late, and every one that is open."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
+    over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
+    told = {task["id"] for task in _failed(view["tasks"], now_s)}  # above, as what needs you
     lines: list[str] = []
     news = sorted((one for one in view["incidents"]
-                   if not one["outcome"] or now_s - one["closed_s"] < NEWS_S),
+                   if (one["outcome"] != "failed" or one["task"] not in told) and (
+                       not one["outcome"] or now_s - one["closed_s"] < NEWS_S)),
                   key=lambda one: -int(one["id"]))
     for one in [one for index, one in enumerate(news)
                 if index < INCIDENTS_SHOWN_NUM or not one["outcome"]]:
         who = names.get(one["task"], one["node"] or "cluster")
         what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
                 f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
-        end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
+        lost = lost_in_words(one["iterations_lost"], is_over=one["task"] in over)
+        end = (f"{lost}, pause {ms(one['pause_s'])}"
                if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
         going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
         lines += labelled((one["outcome"] or going_on).upper(),

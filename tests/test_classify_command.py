@@ -86,7 +86,8 @@ def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    ('{"message": "no"}\n', "no text"), ('{"text": 3}\n', "text is no string"),
+    ('{"body": "no"}\n', "no text"), (b"\x1f\x8b\x08\0", "packed by gzip"),
+    ("CUDA".encode("utf-16"), "is UTF-16"), ('{"text": 3}\n', "text is no string"),
     ('{"text": NaN}\n', "no JSON object"), ('fine\n{"text": "a", "b": Infinity}\n', "line 2"),
     ("{}\n", "no text"), ('{"text": "cut}\n', "no JSON object"), (b"\x7fELF\0\0", "is not text"),
     ('{"a": ' * 20_000 + "}", "no JSON object"),
@@ -98,6 +99,30 @@ def test_what_cannot_be_read_is_one_line_with_a_hint(
     assert error.startswith("error: ")
     assert words in error
     assert hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize("key", ["msg", "message", "log"])
+def test_the_text_of_a_json_line_has_several_names(
+        key: str, tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, json.dumps({"level": 3, key: "CUDA error: x"}) + "\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
+
+
+def test_nothing_piped_in_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"")))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run_command(["classify", "-"]) == 0
+    assert capsys.readouterr().out == "0 lines: nothing was piped in?\n"
+
+
+def test_of_a_line_without_end_the_head_and_the_tail_are_judged(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, "x" * (50 << 20) + " CUDA error: unknown error\nnext\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    told = capsys.readouterr()
+    assert [json.loads(line)["status"] for line in told.out.splitlines()] == ["CUDA errors", "none"]
+    assert len(told.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["none", ".", "none/inside"])

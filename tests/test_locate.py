@@ -291,7 +291,9 @@ class Evil:
     ("dump_0", b"  \n", "empty"),
     ("dump_0", b'{"entries": [', "cut off"),
     ("dump_0", b"\x80\x02}q\x00", "cut off"),
-    ("dump_0", b"\xff\xfe", "cut off"),
+    ("dump_0", b"\x99{}", "neither a pickle nor text in UTF-8"),
+    ("dump_0", b'{"entries": []}', "nothing was recorded"),
+    ("dump_0", b'{"entries":\n [}', "no JSON from line 2, column 3 on"),
     ("dump_0", b"[" * 100_000, "nested too deep"),
     ("dump_0", b"{}", "no list `entries`"),
     ("dump_0", b"[1]", "no list `entries`"),
@@ -335,3 +337,14 @@ def test_a_file_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[s
         file.truncate(3 << 20)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
     assert "longer than 1 MiB" in capsys.readouterr().err
+
+
+def test_one_broken_file_of_a_folder_may_be_left_out(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
+    (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
+    assert run_command(["locate", str(tmp_path)]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.endswith("dump_1: cut off, or not a flight-recorder dump: its pickle cannot be "
+                          "read to the end")
+    assert hint.startswith("hint: leave it out")

@@ -29,20 +29,28 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
     """All dumps of the files, by rank. Raises UsageError for what is none, or a rank that is there
     twice."""
     found: dict[int, tuple[Dump, Path]] = {}
-    for path in _files(paths):
-        for dump in _read_file(path):
+    for path, is_inside in _files(paths):
+        try:
+            dumps = _read_file(path)
+        except UsageError as error:
+            if is_inside:
+                raise UsageError(str(error), "leave it out: give the other files, without their "
+                                 "folder") from None
+            raise
+        for dump in dumps:
             if dump.rank in found:
                 raise UsageError(
                     f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
-                    "give the dumps of one moment of one job")
+                    "give one file for all ranks, or the files of one job at one moment")
             found[dump.rank] = dump, path
     return [found[rank][0] for rank in sorted(found)]
 
 
-def _files(paths: Iterable[Path]) -> Iterator[Path]:
+def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
+    """Each file, with whether its folder was named, not it."""
     for path in paths:
         if not path.is_dir():
-            yield path
+            yield path, False
             continue
         inside = sorted(one for one in path.iterdir()
                         if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
@@ -51,7 +59,7 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:
             raise UsageError(f"{path}: {len(inside)} files; at most {FILES_NUM_MAX}", HINT)
-        yield from inside
+        yield from ((one, True) for one in inside)
 
 
 def _read_file(path: Path) -> list[Dump]:
@@ -119,8 +127,17 @@ def _document(path: Path) -> object:
                          "file") from None
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
             AttributeError, MemoryError, OverflowError) as error:
-        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: {error}",
+        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: {_in_words(error)}",
                          HINT) from None
+
+
+def _in_words(error: Exception) -> str:
+    """Python's readers say it in words of theirs."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON from line {error.lineno}, column {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return "neither a pickle nor text in UTF-8"
+    return "its pickle cannot be read to the end"
 
 
 class _Refused(Exception):
