@@ -126,13 +126,18 @@ def settle_sick(state: ClusterState) -> None:
     """Fold: what checks call unhealthy now. What none does any more comes back after a time.
 
     Of nodes with nothing but unconfirmed checks, the first few: where many fail, the check does.
+    One that was believed stays so, and counts until its slots are used again: a check that ends
+    on one node after the other shall not take them out in turn.
     """
     unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
                  for node in state.nodes.values() if node.health != "left"}
     doubtful = sorted((min(x.seq for x in found), name) for name, found in unhealthy.items()
                       if found and not any(_is_confirmed(x) for x in found))
     most = num_unconfirmed_max(state)
-    believed = {name for _, name in doubtful[:most]}
+    believed = {node.name for node in state.nodes.values() if node.health != "left"
+                and node.slots_sick and not any(map(_is_confirmed, unhealthy[node.name]))}
+    believed.update([name for _, name in doubtful if name not in believed]
+                    [:max(most - len(believed), 0)])
     for node in state.nodes.values():
         found = unhealthy.get(node.name, [])
         taken = [x for x in found if _is_confirmed(x) or node.name in believed]

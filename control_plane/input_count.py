@@ -26,8 +26,9 @@ _NEVER = frozenset((
 _OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))
 """Kinds that name a task, and may change nodes."""
 _OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
-                          r.NodeUndrained, d.HealthChanged, d.QuarantineLifted, NodeQuarantined))
-"""Kinds that change one node, and any task."""
+                          r.NodeUndrained, d.QuarantineLifted, NodeQuarantined))
+"""Kinds that change one node, and any task. What a check says may change others, too: whether it is
+believed."""
 
 
 def part(state: ClusterState, body: r.Body) -> tuple[Any, ...]:

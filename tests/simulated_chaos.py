@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
+from simulated_noise import Noise
 from unicron.events.records import Record
 from unicron.events.reports import (
     FaultRequested,
@@ -39,6 +40,7 @@ class Chaos:
         self._tasks: list[asyncio.Task[None]] = []
         self._aims: list[tuple[str, Callable[[int], None]]] = []
         self.left: set[str] = set()
+        self.noise = Noise(world)
 
     def kinds(self, *, only_leaders: bool) -> list[Fault]:
         """What may happen, by how often."""
@@ -55,7 +57,7 @@ class Chaos:
                     self.kill_leader, self.cut, self.storm, self.stop_agent, self.kill_rank]
         people: list[Fault] = [self.weigh, self.drain, self.freeze, self.observe, self.cancel,
                                self.inject]
-        return [*leaders, *nodes, *ranks, *ranks, *people]
+        return [*leaders, *nodes, *ranks, *ranks, *people, *self.noise.kinds()]
 
     async def run(self, until_s: float, *, only_leaders: bool) -> None:
         """One fault after the other, now and then two in the same instant."""

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from simulated_health import HealthWitness
 from simulated_plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane import transition
 from unicron.control_plane.fold import fold
@@ -38,6 +39,7 @@ class Witness:
     def __init__(self) -> None:
         self.state = ClusterState()
         self.violations: list[str] = []
+        self.health = HealthWitness()
         self.rows: Counter[str] = Counter()
         self.hits: Counter[tuple[str, str]] = Counter()
         """(row of the table, fault): how often the fault came while that row was the last."""
@@ -69,7 +71,11 @@ class Witness:
         look = LOOKS.get(type(body))
         if look is not None:
             look(self, record, body)
+        wrong = self.health.before(self.state, record)
+        self._check(record, not wrong, wrong)
         fold(self.state, record)
+        wrong = self.health.after(self.state, record)
+        self._check(record, not wrong, wrong)
         self._count_inputs(record)
         return row
 
@@ -233,6 +239,10 @@ class Witness:
         incident = self.state.incidents.get(body.of)
         self._check(record, incident is not None and not incident.outcome, "twice")
         assert incident is not None
+        if not incident.task:
+            self._check(record, (body.outcome, body.iterations_lost) == ("healed", 0), "of a node")
+            self.counts["incidents of nodes"] += 1
+            return
         train = self.state.tasks[incident.task].spec.train
         self._check(record, train is None or body.iterations_lost == self._lost[body.of],
                     f"where {self._lost[body.of]} were lost")

@@ -16,7 +16,7 @@ from unicron.control_plane.coordinator import Coordinator
 from unicron.control_plane.hang import STANDS
 from unicron.control_plane.state import ClusterState, Task, state_hash
 from unicron.events import spec
-from unicron.events.detected import RankWentOn
+from unicron.events.detected import QuarantineLifted, RankWentOn
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
 from unicron.events.log import AgentPort
 from unicron.events.orders import StopRank
@@ -295,6 +295,7 @@ class World:
             if not self.cluster.is_up(node):
                 self.cluster.boot(node, num_slots)
             self.cluster.agents[node].go_on()
+        self.chaos.noise.end()
         self.lose_leaders()
         self.policy = replace(self.policy, observe=False)
         self.start_leader()
@@ -302,6 +303,7 @@ class World:
             await self.ask("unfreeze", HealingResumed())
             for node in self.nodes:
                 await self.ask("undrain", NodeUndrained(node=node))
+                await self.ask("lift", QuarantineLifted(node=node))
 
     async def finish(self) -> list[Record]:
         """Peace until all tasks have ended, then the end; the log."""
