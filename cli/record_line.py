@@ -50,6 +50,11 @@ def _because(why: str) -> str:
     return f": {why}" if why else ""
 
 
+def _drained_earns(waf: float) -> str:
+    return (f"earns {scaled(waf, 'FLOP/s')}" if waf >= 0 else
+            f"would cost {scaled(-waf, 'FLOP/s')}")
+
+
 def _meaning(body: Plain) -> str:
     """The row of the paper's table that it is of, by which rule; empty where none is known."""
     if not body.get("status"):
@@ -273,7 +278,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "QuarantineLifted": lambda b: f"{b['node']} is no longer quarantined{_because(b['reason'])}",
     "NodeQuarantined": lambda b: f"{b['node']} until {rfc3339(b['until_s'])}: {b['why']}",
     "DegradedPriced": lambda b: f"{b['node']} costs {scaled(b['cost_waf'], 'FLOP/s')}, draining "
-                                f"it earns {scaled(b['drain_waf'], 'FLOP/s')}: {b['why']}",
+                                f"it {_drained_earns(b['drain_waf'])}: {b['why']}",
     "IncidentOpened": _opened,
     "IncidentEscalated": lambda b: f"inc-{b['of']} {b['severity']} {ranks(b['ranks'])}: {b['why']}",
     "IncidentClosed": _closed,

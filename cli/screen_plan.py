@@ -22,6 +22,7 @@ from .figures import (
     table,
     way_to_act,
 )
+from .screen_degraded import degraded_lines
 
 Plain = dict[str, Any]
 NAMED_NUM_MAX = 3
@@ -95,7 +96,8 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
                 "no task, no plan: nothing would follow"]
     num = _arrow(count, found["num_slots_before"], plan["num_slots"])
     lines = [_head(typed, f"dry run, input {found['input']}, {num} slots, exact, "
-                          f"{span(found['took_s'])}"), *_gain(found)]
+                          f"{span(found['took_s'])}"), *_gain(found),
+             *degraded_lines(found)]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_beaten(plan)]
     # Of several plans only the last one's time is known; of none, the present plan's.

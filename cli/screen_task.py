@@ -24,7 +24,7 @@ from .figures import (
     way_to_act,
 )
 from .history import History, TaskHistory
-from .screen_degraded import degraded_why, slow_nodes
+from .screen_degraded import alike_why, degraded_why, slow_nodes
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
@@ -87,10 +87,12 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     if task["why"] or task["needs"]:
         lines += labelled("why", waits(task))
     if task["state"] == "degraded":
-        lines += labelled("why", degraded_why(task, view["nodes"]))
+        lines += labelled("why", degraded_why(task, view["cluster"]["healing"]))
+    if task["phase"] == "training" and (alike := alike_why(task)):
+        lines += labelled("slower", alike)
     if task["withheld"]:
         lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
-    lines += labelled("next", _next(task, view["cluster"]["healing"], option))
+    lines += labelled("next", _next(task, view, option))
     past = told.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
               *_copies(task, view["nodes"])]
@@ -103,15 +105,15 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     return [*lines, *_incidents(task, told, now_s)]
 
 
-def _next(task: Plain, healing: str, option: str) -> str:
+def _next(task: Plain, view: Plain, option: str) -> str:
     name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
     follow = "" if task["state"] in ENDED else " -f"
-    words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task)]
+    words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task, view["nodes"])]
     words += [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
     if task["state"] == "waiting" and task["weight_from"]:
         words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:
-        words.insert(0, way_to_act(healing, option))
+        words.insert(0, way_to_act(view["cluster"]["healing"], option))
     if task["incident"]:
         words.insert(0, f"unicron incident {task['incident']}{option}")
     return "   ".join(map(command, words[:2]))

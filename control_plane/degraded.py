@@ -34,12 +34,13 @@ def price(state: ClusterState, name: str) -> DegradedPriced:
     cost = math.fsum(
         waf_of(wish, wish.now) * (1 / slowdown(task, without=name) - 1 / slowdown(task))
         for wish in now.wishes for task in [state.tasks[wish.task]])
+    achieved = achieved_waf(state, now.wishes)
     return DegradedPriced(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(max(task.slow[number].holds_up for number in _slow_there(task, name))
                      for task in here),
-        cost_waf=cost, drain_waf=earned_then - achieved_waf(state, now.wishes),
-        why=_why(state, here, name))
+        cost_waf=cost, drain_waf=earned_then - achieved,
+        why=_why(state, here, name), now_waf=achieved)
 
 
 def achieved_waf(state: ClusterState, wishes: tuple[Wish, ...]) -> float:

@@ -14,10 +14,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..events import reports as r
+from ..events.decided import DegradedPriced
 from ..events.orders import Allocation, PlanChosen, Seat
 from ..events.records import Report
 from . import requests
 from .decide import decide
+from .degraded import price
 from .fold import fold
 from .heart import decision_record, report_record
 from .plan_input import node_slots, plan_input
@@ -96,6 +98,9 @@ class Tried(Struct, frozen=True, kw_only=True):
     """What the best plan would earn more with them."""
     held: str
     """Why nothing is acted upon; empty: healing is on."""
+    degraded: tuple[DegradedPriced, ...] = ()
+    """Of the nodes to be drained: those that slow tasks now, each as if it alone were drained.
+    The tables, with which plans are made, do not know that they are slow."""
 
 
 def attempt(data: bytes, change: Change) -> Tried:
@@ -113,7 +118,8 @@ def attempt(data: bytes, change: Change) -> Tried:
                 asked = plan_input(state).asked
                 first = {wish.task: wish for wish in asked.wishes} | first
                 plans.append(body)
-    return _tried(old, state, asked, plans, first)
+    return replace(_tried(old, state, asked, plans, first),
+                   degraded=tuple(_degraded(old, change.without)))
 
 
 def present(data: bytes) -> Tried:
@@ -207,6 +213,13 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
             waf_of(wish, first[wish.task].now) * pauses_s[wish.task]
             for wish in asked.wishes if plans), more_slots=more,
         more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
+
+
+def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[DegradedPriced]:
+    """What is so now: prices that are on record may be of a minute ago."""
+    for name in names:
+        if name in state.degraded and (priced := price(state, name)).cost_waf > 0:
+            yield priced
 
 
 def _pause_s(wish: Wish, told: Sequence[Allocation]) -> float:

@@ -97,7 +97,7 @@ def degraded_priced(state: ClusterState, record: Record, body: DegradedPriced) -
     state.to_price = [name for name in state.to_price if name != body.node]
     state.degraded[body.node] = Priced(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
-        why=body.why, seq=record.seq, at_s=record.at_s)
+        why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
 
 
 PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {d.RankPaced: _rank_paced}

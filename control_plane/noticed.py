@@ -64,5 +64,6 @@ class Priced(Struct, frozen=True, kw_only=True):
     cost_waf: float
     drain_waf: float
     why: str
+    now_waf: float
     seq: int
     at_s: float

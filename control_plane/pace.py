@@ -34,7 +34,8 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
     """By rank: how many times slower, and how many times longer an iteration takes for it.
 
     A rank whose own work has grown holds up nobody unless the iterations have grown with it: on a
-    machine that is shared, who computes longer may only have waited less.
+    machine that is shared, who computes longer may only have waited less. Where the others' work
+    has grown alike it holds up nobody either: the task is slower as a whole (`slower_alike`).
     """
     if len(task.members) < 2:
         return {}
@@ -54,17 +55,45 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
 
 
 def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
-    """Its own work beside what it was at first, and how much longer iterations take for it."""
-    if not _may_be_slow(pace):
+    """Its own work beside what it was at first, and how much longer iterations take for it.
+
+    What the others' work has grown by too is none of its doing, and not counted.
+    """
+    known = [_grown(other) for other in others if _is_comparable(other)]
+    if not _may_be_slow(pace) or not known:
+        return 1.0, 1.0
+    alike = max(median(known), 1.0)
+    if _grown(pace) < SLOW_RATIO * alike:
         return 1.0, 1.0
     most_s = max((other.own_s for other in others if not _may_be_slow(other)), default=0.0)
-    usual_s = min(max(pace.normal_s, most_s), pace.own_s)
+    usual_s = min(max(alike * pace.normal_s, most_s), pace.own_s)
     grew = pace.iteration_s / pace.normal_iteration_s
-    return pace.own_s / pace.normal_s, min(grew, _held_up(pace, usual_s))
+    return _grown(pace), min(grew, _held_up(pace, usual_s))
+
+
+def _is_comparable(pace: Pace) -> bool:
+    """With what it was at first: it has as many micro-batches as then."""
+    return pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
+
+
+def _grown(pace: Pace) -> float:
+    return pace.own_s / pace.normal_s
+
+
+def slower_alike(task: Task) -> float:
+    """So many times longer an iteration takes where most members are slow and none stands out.
+
+    1: it is not so. Whether machines, the network or the job are slower, ranks cannot tell.
+    """
+    if task.slow or len(task.members) < 2:
+        return 1.0
+    grew = [pace.iteration_s / pace.normal_iteration_s for pace in task.paces.values()
+            if pace.generation == task.generation and _may_be_slow(pace)]
+    return min(median(grew), RATIO_MAX) if 2 * len(grew) > len(task.members) else 1.0
 
 
 def _may_be_slow(pace: Pace) -> bool:
-    return (pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
+    return (_is_comparable(pace)
             and pace.own_s >= SLOW_RATIO * pace.normal_s
             and pace.iteration_s >= SLOW_RATIO * pace.normal_iteration_s)
 

@@ -7,13 +7,11 @@ from typing import Any
 import msgspec
 
 from . import throughput
-from .degraded import achieved_waf
 from .economics import transition
 from .fold_health import RECOVERED_S
 from .fold_unprinted import unprinted
 from .hang import located
-from .pace import slowdown
-from .plan_input import plan_input
+from .pace import at_fault, slowdown, slower_alike
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
@@ -113,8 +111,9 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
     priced = state.degraded.get(name)
     if priced is None:
         return None
-    waf = achieved_waf(state, plan_input(state).every)
-    return {**msgspec.to_builtins(priced), "drain_share": priced.drain_waf / waf if waf else 0.0}
+    share = priced.drain_waf / priced.now_waf if priced.now_waf else 0.0
+    return {**msgspec.to_builtins(priced), "drain_share": share,
+            "worth_draining": priced.drain_waf > 0 and share >= state.policy.gain_min}
 
 
 def _task(state: ClusterState, task: Task) -> dict[str, Any]:
@@ -141,9 +140,8 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "modelled_layout": throughput.layout(task.modelled, len(task.target)),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
-        "slow": [_slow(task, number) for number in sorted(task.slow) if number in task.ranks],
-        "slowdown": slowdown(task), "stands": stands,
-        "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
+        "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
+        "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, "why": task.why, "needs": task.needs,
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
         "output": spec.train.output if spec.train is not None else "",
@@ -163,10 +161,13 @@ def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
     return (hang.why, hang.since_s) if hang is not None else ("", 0.0)
 
 
-def _slow(task: Task, number: int) -> dict[str, Any]:
-    slot = task.ranks[number].slot
-    return {"rank": number, "node": slot.node, "slot": slot.index,
-            **msgspec.to_builtins(task.slow[number])}
+def _slow(task: Task) -> list[dict[str, Any]]:
+    """`confirmed`: beyond measure, and another process says so too."""
+    confirmed = [rank.rank for rank in at_fault(task)]
+    return [{"rank": number, "node": task.ranks[number].slot.node,
+             "slot": task.ranks[number].slot.index, "confirmed": number in confirmed,
+             **msgspec.to_builtins(task.slow[number])}
+            for number in sorted(task.slow) if number in task.ranks]
 
 
 def _iterations_lost(task: Task) -> int | None:

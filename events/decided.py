@@ -29,3 +29,5 @@ class DegradedPriced(Body, frozen=True):
     drain_waf: float
     """How much more WAF than now the best plan without the node has; below 0: less."""
     why: str
+    now_waf: float = 0.0
+    """WAF that is achieved now, of which `drain_waf` is a share; 0: not told."""

@@ -71,6 +71,8 @@ def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
     priced = the(DegradedPriced, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
     tried = attempt(encode_state(d.state), Change(without=("n2",)))
     assert tried.plan is not None
+    assert tried.degraded == (priced,)
+    assert attempt(encode_state(d.state), Change(without=("n1",))).degraded == ()
     now = view(d.state)["plan"]["waf"] / priced.ratios[0]
     assert priced.drain_waf == pytest.approx(tried.plan.waf - now)
     node = view(d.state)["nodes"][1]
@@ -149,6 +151,8 @@ def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver) -> No
     d.progress(task)
     assert view(d.state)["tasks"][0]["state"] == "degraded"
     paced(d, task, VICTIM, 1.5, normal_s=1.5, iteration_s=1.6)
+    assert not task_of(d, task).slow, "none of the others has told how it works now"
+    paced(d, task, 1, iteration_s=1.6)
     assert list(task_of(d, task).slow) == [VICTIM]
     paced(d, task, VICTIM, 1.0, iteration_s=1.1)
     assert not task_of(d, task).slow

@@ -183,7 +183,7 @@ def test_many_tasks_and_slots_fit_on_a_page() -> None:
             "running_s": 1e6, "bound": "max", "bound_tasks": list(range(1, 50)), "why": "so"}
     found = {"plan": plan, "tasks": rows, "input": 7, "num_slots_before": 6400, "took_s": 0.1,
              "planned": True, "num_plans": 1, "transition_flop": 1e18, "more_slots": 8,
-             "more_waf": 0.0, "held": ""}
+             "more_waf": 0.0, "held": "", "degraded": []}
     lines = screen_plan.dry_run(found, "--without n1")
     assert max(map(len, lines)) <= 100
     assert len(lines) < 100

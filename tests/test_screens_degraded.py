@@ -10,15 +10,29 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import msgspec
+import pytest
 from heart_driver import Driver, spec
 from test_hang import hung, stalled
 from test_pace import VICTIM, known, paced
 from test_screens import check
 from two_tasks import plain, seen, two_tasks
-from unicron.cli import screen_nodes, screen_task, screens, status
+from unicron.cli import (
+    record_line,
+    screen_degraded,
+    screen_nodes,
+    screen_plan,
+    screen_task,
+    screens,
+    status,
+)
+from unicron.cli.figures import UNBROKEN
 from unicron.cli.history import history
 from unicron.cli.state_dir import StateDir
+from unicron.control_plane.dry_run import Change, attempt
+from unicron.control_plane.state import encode_state
 from unicron.control_plane.view import view
+from unicron.events.decided import DegradedPriced
 
 
 def slow() -> tuple[Driver, int]:
@@ -59,13 +73,86 @@ def test_programs_read_the_same(tmp_path: Path) -> None:
     assert [x["rank"] for x in task["slow"]] == [VICTIM]
 
 
-def test_draining_that_costs_more_is_told_so() -> None:
+def the_task(d: Driver, task: int, healing: str = "on") -> str:
+    told = view(d.state)
+    told["cluster"]["healing"] = healing
+    (one,) = [x for x in told["tasks"] if x["id"] == task]
+    return " ".join(" ".join(screen_task.task_status(told, one, history(plain(d)),
+                                                     now_s=d.now_s)).split())
+
+
+def test_draining_that_costs_more_needs_nobody() -> None:
     d = Driver()
     task = d.running()
     known(d, task)
     paced(d, task, VICTIM, 1.15, iteration_s=1.25)
-    told = " ".join(screens.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "n2 is degraded, alpha 1.14 x slower; draining it would cost" in told
+    assert "NEEDS YOU" not in " ".join(screens.status(seen(d), cluster="test", now_s=d.now_s))
+    told = " ".join(" ".join(screen_nodes.nodes(view(d.state), now_s=d.now_s)).split())
+    assert "holds up 3 others, 1.14 x, its own work 1.15 x; draining it would cost " in told
+    assert "% of all WAF" in told
+    assert "--without" not in told + the_task(d, task)
+    assert "holds up 3 others, 1.14 x. Told, not acted on: below 3 x" in the_task(d, task)
+    (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "DegradedPriced"]
+    assert "draining it would cost " in line
+    assert "earns" not in line
+
+
+@pytest.mark.parametrize(("share", "worth", "words"), [
+    (2.3, True, "draining it earns 230 %: unicron plan --without n2"),
+    (0.004, False, "draining it would earn 0.4 %, below gain_min"),
+    (0.0, False, "draining it would earn nothing"),
+    (-0.29, False, "draining it would cost 29 % of all WAF"),
+])
+def test_shares_are_told_as_people_write_them(share: float, worth: bool, words: str) -> None:
+    node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
+        "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth}}
+    told = screen_degraded.node_degraded(node, {5: "alpha"}, "").replace(UNBROKEN, " ")
+    assert told == f"w; {words}"
+    assert bool(screen_degraded.degraded_news(node, {5: "alpha"}, "")) == worth
+
+
+def test_why_nothing_is_done_follows_from_what_is_known() -> None:
+    d = Driver()
+    task = d.running()
+    known(d, task)
+    paced(d, task, VICTIM, 4.0, iteration_s=4.1)
+    assert ("3.73 x. Above 3 x, not acted on: no other process has told yet that its iterations "
+            "take as long") in the_task(d, task)
+    d.obey(paced(d, task, 1, 1.0, iteration_s=4.1))
+    d.progress(task)
+
+
+@pytest.mark.parametrize(("healing", "words"), [
+    ("on", "Above 3 x: it is about to start again"),
+    ("frozen: a test", "Above 3 x: not acted on, healing is frozen: a test")])
+def test_one_that_is_confirmed_is_told_so(healing: str, words: str) -> None:
+    task = {"slow": [{"rank": 2, "node": "n2", "slot": 0, "holds_up": 3.73, "confirmed": True}],
+            "ranks": [{"state": "member"}] * 4}
+    assert screen_degraded.degraded_why(task, healing).endswith(f"3.73 x. {words}")
+
+
+def test_a_task_that_is_slower_as_a_whole_names_no_node() -> None:
+    d = Driver()
+    task = d.running()
+    known(d, task)
+    for rank in range(4):
+        paced(d, task, rank, 1.4, iteration_s=1.54)
+    assert ("slower all ranks alike, 1.4 x slower than it was: the machines, the network or the "
+            "job") in the_task(d, task)
+    assert "NEEDS YOU" not in " ".join(screens.status(seen(d), cluster="test", now_s=d.now_s))
+
+
+def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
+    d, _ = slow()
+    found = msgspec.to_builtins(attempt(encode_state(d.state), Change(without=("n2",))),
+                                str_keys=True) | {"took_s": 0.01}
+    lines = screen_plan.dry_run(found, "--without n2")
+    check("plan-degraded", lines)
+    (told,) = [x for x in d.log if isinstance(x.body, DegradedPriced)][-1:]
+    assert isinstance(told.body, DegradedPriced)
+    assert found["degraded"][0]["drain_waf"] == pytest.approx(told.body.drain_waf)
+    at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
+    assert lines[at + 1].startswith("degraded   n2 slows alpha 2.45 x now: without it the cluster")
 
 
 def test_a_task_that_stands_for_a_reason_of_all_needs_a_person() -> None:
