@@ -143,8 +143,10 @@ def _scheduling(node: Plain) -> str:
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
         return "out, drained" if node["drained"] else "out"
-    word = until(node) or ("drained" if node["drained"] else "eligible")
-    return f"{word}, {_slots_named(out)} out" if out else word
+    word = until(node) or ("drained" if node["drained"] else "")
+    if out:
+        word += f"{', ' * bool(word)}{_slots_named(out)} out"
+    return word or "eligible"
 
 
 def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,

@@ -39,7 +39,7 @@ class HealthWitness:
                     return f"on {node.name}, which is quarantined"
                 if slot.index in node.slots_out or slot.index in node.slots_sick:
                     return f"on {slot}, which is out"
-            case o.Quiesce(mode="now", task=task):
+            case o.Quiesce(mode="now", task=task, save=False):  # to save is asked of who holds
                 incident = state.incidents.get(state.tasks[task].incident)
                 if incident is None or incident.outcome:
                     return "now, by no fault of the task"

@@ -54,7 +54,7 @@ def test_screens_of_any_moment(seed: int) -> None:
             lines += screen_incident.page(facts)
             seqs = [record["seq"] for record in found.records]
             assert seqs == sorted(set(seqs)), f"inc-{one.id}: told twice or out of order"
-        assert max(map(len, lines)) <= COLUMNS_MAX
+        assert max(map(len, lines)) <= COLUMNS_MAX, max(lines, key=len)
         _agrees(state, told)
 
 

@@ -56,9 +56,14 @@ def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
             for record in cluster.told(after, "RankStalled", task=task)}
 
 
-def end(cluster: RealCluster, task: int) -> None:
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    cluster.wait_ended(task)
+@pytest.fixture(autouse=True)
+def alone(patient: RealCluster) -> Iterator[None]:
+    """However a test ends, the next one has all slots."""
+    yield
+    for task in patient.client().get("/v1/state")["tasks"]:
+        if task["state"] not in ("finished", "failed", "cancelled"):
+            patient.client().post(f"/v1/tasks/{task['id']}/cancel", {"reason": "the test is done"})
+            patient.wait_ended(task["id"])
 
 
 @pytest.mark.parametrize("then", ["gil", "loop", "stop"])
@@ -85,7 +90,6 @@ def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
         assert waits.collective > 0, waits
     assert {len(cluster.told(after, "RankStalled", task=task, rank=rank))
             for rank in range(NUM)} == {1}
-    end(cluster, task)
 
 
 def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
@@ -103,9 +107,8 @@ def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
     hold.unlink()
     for rank in range(NUM):
         went = cluster.wait_told(after, "RankWentOn", task=task, rank=rank).body
-        assert went.iteration in (guilty.iteration, guilty.iteration + 1), went
+        assert went.iteration >= guilty.iteration, went
         assert went.stalled_s >= 1.0
-    end(cluster, task)
 
 
 def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
@@ -126,4 +129,3 @@ def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
         if record.body.rank != VICTIM:  # type: ignore[attr-defined]
             assert record.body.own_s < slow.own_s  # type: ignore[attr-defined]
     hold.unlink()
-    end(cluster, task)
