@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import structlog
 from unicron.events import embedded
+from unicron.events.memory_log import MemoryLog
 from unicron.events.redis_log import RedisLog
+from unicron.workers import linux
 
 _numbers = itertools.count(1)
 
@@ -73,3 +76,15 @@ def silence() -> Iterator[None]:
     quiet()
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def memory() -> MemoryLog:
+    return MemoryLog(time.monotonic)
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """No process that a test's agent started outlives the test."""
+    yield
+    assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []

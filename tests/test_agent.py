@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,17 +17,7 @@ from unicron.events.reports import NodeJoined, OrderRefused, RankExited, RankSta
 from unicron.workers import linux
 from unicron.workers.agent.node import Node, environment
 
-
-@pytest.fixture
-def memory() -> MemoryLog:
-    return MemoryLog(time.monotonic)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No process that a test's agent started outlives the test."""
-    yield
-    assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 # --- how processes end --------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,16 +33,7 @@ from unicron.workers.agent.publish import Refused, publish
 FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
 
 
-@pytest.fixture
-def memory() -> MemoryLog:
-    return MemoryLog(time.monotonic)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No process that a test's agent started outlives the test."""
-    yield
-    assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 # --- the pipe -----------------------------------------------------------------------------------

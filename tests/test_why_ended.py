@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,7 @@ REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
 FAILS = "raise ConnectionRefusedError(111, 'Connection refused')\n"
 
 
-@pytest.fixture
-def memory() -> MemoryLog:
-    return MemoryLog(time.monotonic)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No process that a test's agent started outlives the test."""
-    yield
-    assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture
