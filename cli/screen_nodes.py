@@ -11,6 +11,7 @@ from .screen_sick import recovers, sick_why, why_unhealthy
 
 Plain = dict[str, Any]
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
+DEGRADED = "!"
 RUNS_COLUMNS = 28
 SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
 
@@ -29,8 +30,10 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     lines += _maps(view["nodes"], letters)
     key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
     drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
+    ails = ["! degraded"] if any(_slot_sign(node, slot, letters) == DEGRADED
+                                 for node in view["nodes"] for slot in node["slots"]) else []
     left = ["_ left"] if len(here) < len(view["nodes"]) else []
-    lines += ["  ".join([*key, ". idle", *drained, "? unreachable", "x out", *left]), ""]
+    lines += ["  ".join([*key, ". idle", *ails, *drained, "? unreachable", "x out", *left]), ""]
     switched = any(node["labels"]["switch"] for node in view["nodes"])
     lines += table(
         ("NODE", *("SWITCH",) * switched, "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR",
@@ -135,6 +138,8 @@ def slot_use(node: Plain, slot: Plain) -> SlotUse:
 
 def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
     use = slot_use(node, slot)
+    if slot["degraded"] and use in ("train", "idle"):  # what is out for more says so
+        return DEGRADED
     return letters[slot["task"]] if use == "train" else SIGNS[use]
 
 

@@ -11,6 +11,7 @@ from .economics import transition
 from .fold_health import RECOVERED_S
 from .fold_unprinted import unprinted
 from .hang import located
+from .noticed import Slow
 from .pace import at_fault, slowdown, slower_alike
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
@@ -58,10 +59,11 @@ def state_in_words(state: ClusterState, task: Task) -> str:
 
 def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     slots: list[dict[str, Any]] = []
+    degraded = _slots_degraded(state, node)
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
-        slot: dict[str, Any] = {"index": index, "out": node.is_out(index), "task": 0,
-                                "rank": None, "pid": 0}
+        slot: dict[str, Any] = {"index": index, "out": node.is_out(index),
+                                "degraded": index in degraded, "task": 0, "rank": None, "pid": 0}
         if occupant is not None:
             task = state.tasks.get(occupant.task)
             rank = task.ranks.get(occupant.rank) if task is not None else None
@@ -85,8 +87,7 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
     if node.health != "healthy":
         return {"contact": node.health, "health": node.health, "since_s": node.since_s}
     word, since_s = "healthy", node.since_s
-    slow_s = [slow.since_s for task in state.tasks.values() for number, slow in task.slow.items()
-              if number in task.ranks and task.ranks[number].slot.node == node.name]
+    slow_s = [slow.since_s for _, slow in _slow_on(state, node)]
     priced = state.degraded.get(node.name)
     for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
         said_s = [check.at_s for check in node.checks if check.health == name] + also_s
@@ -94,6 +95,20 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
             word = name
             since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
     return {"contact": "heard", "health": word, "since_s": since_s}
+
+
+def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Slow]]:
+    """Its slots whose ranks are slow."""
+    return [(task.ranks[number].slot.index, slow) for task in state.tasks.values()
+            for number, slow in task.slow.items()
+            if number in task.ranks and task.ranks[number].slot.node == node.name]
+
+
+def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
+    """Those that a check calls degraded, all where it names none, and those of slow ranks."""
+    told = {index for check in node.checks if check.health == "degraded"
+            for index in check.devices or range(node.num_slots)}
+    return told | {index for index, _ in _slow_on(state, node)}
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:

@@ -80,6 +80,26 @@ def test_a_node_has_one_line_and_programs_read_the_word_of_the_screen(d: Driver)
     assert "n2 is degraded" not in needs_you(d)
 
 
+def test_the_map_marks_the_slots_that_are_degraded(d: Driver) -> None:
+    def signs() -> tuple[str, str]:
+        lines = screen_nodes.nodes(seen(d), now_s=d.now_s)
+        (key,) = [line for line in lines if ". idle" in line]
+        return lines[1], key
+
+    d.running(spec(slots={"min": 1, "max": 4}))
+    assert signs()[0] == "n1 AA   n2 AA   n3 .."
+    assert "degraded" not in signs()[1]
+    d.obey(health(d, "n2", "degraded", devices=(1,), check="gpu", why="GPU 1 is slow"))
+    d.obey(health(d, "n3", "degraded", check="check/disk", why="91 % full"))
+    assert signs() == ("n1 AA   n2 A!   n3 !!",
+                       "A alpha  . idle  ! degraded  ? unreachable  x out")
+    d.obey(health(d, "n2", "unhealthy", devices=(1,), check="gpu", why="GPU 1 is slow"))
+    d.obey(health(d, "n3", "healthy", check="check/disk", why=""))
+    row, key = signs()
+    assert "!" not in row + key
+    assert "n2 Ax" in row, "out says more"
+
+
 def test_a_lost_node_that_is_quarantined_has_one_way_back() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha)
