@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from ..control_plane.faults import NUM_EVIDENCE_MAX
 from ..control_plane.plan_words import OTHERS_WAIT_NUM
 from ..control_plane.severity import severity_of
 from ..events.errors import UsageError
 from . import say, screen_incident
+from .began import Began, began
 from .client import connect
 from .figures import way_to_act
 from .followed import hidden
@@ -89,7 +91,7 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 def show(told: History, one: IncidentHistory, records: Iterable[Plain], *, view: Plain,
          now_s: float, log: str, as_json: bool, option: str) -> None:
     """Print the page. `records` is the log once more, from its start; `log` is how to name it."""
-    found = story(one, records)
+    found = story(one, records, told_later(one, view))
     facts = facts_of(told, found, view, now_s=now_s, option=option)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
@@ -100,12 +102,19 @@ def show(told: History, one: IncidentHistory, records: Iterable[Plain], *, view:
         say.out(line)
 
 
+def told_later(one: IncidentHistory, view: Plain) -> list[int]:
+    """What the state joined to the incident after it was decided upon, by seq."""
+    return [seq for x in view["incidents"] if x["id"] == one.id
+            for seq in x["evidence"] if seq not in one.evidence]
+
+
 def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
              option: str = "") -> Plain:
     """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
     one = found.incident
     task = told.tasks.get(one.task)
-    evidence = [x for x in found.records if x["seq"] in one.evidence]
+    evidence = [x for x in found.records if x["seq"] in {*one.evidence, *found.later}]
+    first = began(one, evidence)
     decisions = [x for x in found.records if x["kind"] in ("IncidentOpened", "IncidentEscalated")]
     return {
         "id": one.id, "task": one.task,
@@ -125,13 +134,15 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
                                    if x["kind"] == "NodeSilenced"
                                    and x["at_s"] <= one.detected_s), default=0.0),
-                         stood_s=_stood_s(one, evidence),
+                         stood=_stood(one, evidence), began=first,
                          held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
             task=one.task, ranks=one.ranks, node=one.node,
             first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
-        "evidence": [_event(told, one, x) for x in evidence],
+        "began": msgspec.to_builtins(first),
+        "evidence": [{**_event(told, one, x), "later": x["seq"] in found.later} for x in evidence],
+        "evidence_is_cut": len(one.evidence) + len(found.later) >= NUM_EVIDENCE_MAX,
         "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
                        "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
         "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
@@ -142,35 +153,49 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
     }
 
 
-def _stood_s(one: IncidentHistory, evidence: list[Plain]) -> float:
-    """How long a stopped rank was given to go on, where that was the fault; else 0."""
-    due_s = [x["at_s"] for x in evidence if x["kind"] == "DeadlineReached"
-             and x["body"]["deadline"].startswith("stopped/") and x["at_s"] <= one.decided_s]
-    return float(due_s[0] - one.detected_s) if due_s else 0.0
+STOOD = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
+"""Deadlines that give who stands a time to go on -> the name of that phase."""
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood_s: float = 0.0,
-           held: bool = False) -> list[Plain]:
+def _stood(one: IncidentHistory, evidence: list[Plain]) -> tuple[str, float]:
+    """Until when who stood was given to go on, with the phase's name; "" where that was no fault.
+    """
+    due = [(STOOD[name], float(x["at_s"])) for x in evidence if x["kind"] == "DeadlineReached"
+           and (name := x["body"]["deadline"].partition("/")[0]) in STOOD
+           and x["at_s"] <= one.decided_s]
+    return due[0] if due else ("", 0.0)
+
+
+def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, float] = ("", 0.0),
+           began: Began | None = None, held: bool = False) -> list[Plain]:
     """How long each phase took; those that the incident has not reached are left out.
 
     `silence_s`: a node's that was not heard of, by which the fault was detected; it takes the place
-    of the detection. `stood_s`: a stopped rank's until it was late, which is no part of deciding.
+    of the detection. `stood`: until when who stood had time to go on, which is no part of deciding.
+    `began`: what is known of the begin; where nothing is, there is no detection to tell of.
     `held`: orders were withheld, which is no part of rebuilding.
     """
     found: list[Plain] = []
     for name, from_, to in HELD_PHASES if held else PHASES:
         from_s, to_s = getattr(one, from_), getattr(one, to)
         if from_s is not None and to_s is not None and to_s >= from_s:
-            found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s})
+            found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": ""})
     if silence_s:
-        found = [{"name": "silent", "from_s": one.detected_s - silence_s, "length_s": silence_s},
+        silent = _phase("silent", one.detected_s - silence_s, one.detected_s)
+        found = [silent, *(x for x in found if x["name"] != "detect")]
+    elif began is not None and began.bound:
+        told = _phase("detect", one.detected_s - began.length_s, one.detected_s, began.bound)
+        found = [*([told] if began.bound != "unknown" else []),
                  *(x for x in found if x["name"] != "detect")]
-    if stood_s:
-        late_s = one.detected_s + stood_s
-        given = {"name": "stopped", "from_s": one.detected_s, "length_s": stood_s}
-        decide = {"name": "decide", "from_s": late_s, "length_s": one.decided_s - late_s}
-        found = [y for x in found for y in ([given, decide] if x["name"] == "decide" else [x])]
+    name, until_s = stood
+    if name:
+        parts = [_phase(name, one.detected_s, until_s), _phase("decide", until_s, one.decided_s)]
+        found = [y for x in found for y in (parts if x["name"] == "decide" else [x])]
     return [x for x in found if x["name"] != "full" or x["length_s"] > 0]
+
+
+def _phase(name: str, from_s: float, to_s: float, bound: str = "") -> Plain:
+    return {"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": bound}
 
 
 def rule(record: Plain) -> str:
@@ -191,7 +216,16 @@ def _event(told: History, one: IncidentHistory, record: Plain) -> Plain:
     return {"seq": record["seq"], "after_s": record["at_s"] - one.detected_s,
             "who": _who(record), "kind": record["kind"],
             "task": task, "name": name_of(told, task) if task else "",
-            "other": task not in (0, one.task), "what": essentials(record["kind"], body)}
+            "other": task not in (0, one.task), "what": essentials(record["kind"], body),
+            "alike": " ".join([record["kind"], *(str(body.get(key)) for key in ALIKE.get(
+                record["kind"], ()))]) if record["kind"] in ALIKE else str(record["seq"])}
+
+
+ALIKE = {"CollectiveFailed": ("task", "generation", "status"),
+         "RankStalled": ("task", "where", "iteration", "collective"),
+         "DeviceErred": ("node", "origin", "rule", "devices"),
+         "HealthChanged": ("node", "check", "health", "devices")}
+"""Kinds of which many tell the same, with what is the same then."""
 
 
 def _who(record: Plain) -> str:

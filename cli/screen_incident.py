@@ -26,6 +26,7 @@ from .record_line import status_in_words, whence
 Plain = dict[str, Any]
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10
+WHO_NUM_MAX = 3
 NAME_COLUMNS = 24
 WHY_COLUMNS = 36
 EVIDENCE_LENGTH_MAX = 140
@@ -48,9 +49,9 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
              *bar(facts["phases"]), "", *_state(facts)]
     for one in facts["on_purpose"]:
         lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
-    for one in facts["evidence"]:
-        what = clipped(_what(one, 1), EVIDENCE_LENGTH_MAX)
-        lines += labelled("evidence", f"{one['who']}: {what} (seq {one['seq']})")
+    if facts["began"]["why"]:
+        lines += labelled("began", facts["began"]["why"])
+    lines += _evidence(facts)
     for one in facts["decisions"]:
         lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
                                      f"{one['rule']})")
@@ -93,6 +94,26 @@ def _read(cost: Plain) -> str:
                                                                   "no checkpoint read")
 
 
+def _evidence(facts: Plain) -> list[str]:
+    """Each piece; of those that tell the same their number, and how many came after the decision.
+    """
+    lines: list[str] = []
+    groups: dict[str, list[Plain]] = {}
+    for one in facts["evidence"]:
+        groups.setdefault(one["alike"], []).append(one)
+    for alike in groups.values():
+        who = list(dict.fromkeys(one["who"] for one in alike))
+        by = " ".join(who) if len(who) <= WHO_NUM_MAX else f"{len(who)} nodes"
+        what = clipped(_what(alike[0], len(alike)), EVIDENCE_LENGTH_MAX)
+        to = f" to {alike[-1]['seq']}" if len(alike) > 1 else ""
+        num = sum(one["later"] for one in alike)
+        late = "" if not num else "; later" if num == len(alike) else f"; {num} later"
+        lines += labelled("evidence", f"{by}: {what} (seq {alike[0]['seq']}{to}{late})")
+    if facts["evidence_is_cut"]:
+        lines += labelled("", f"there may be more: so many ({len(facts['evidence'])}) are kept")
+    return lines
+
+
 def _state(facts: Plain) -> list[str]:
     """Where the state came from that no member had kept, and why from no nearer place."""
     lines = labelled("state", told) if (told := whence(facts["cost"])) else []
@@ -109,7 +130,7 @@ def bar(phases: list[Plain]) -> list[str]:
     if not longest_s:
         return []
     blocks = BAR_COLUMNS // max(len(phases), 1)
-    parts = [f"{one['name']} {span(one['length_s'])} "
+    parts = [f"{one['name']} {one['bound']}{' ' * bool(one['bound'])}{span(one['length_s'])} "
              + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
     return ["▏".join(parts).rstrip()]
 
@@ -147,8 +168,8 @@ def _timeline(events: list[Plain]) -> list[str]:
     last: Plain = {}
     num = 1
     for one in events:
-        together = one["kind"] in NEXT_TO_EACH_OTHER and (
-            one["kind"], one["task"]) == (last.get("kind"), last.get("task"))
+        together = one["alike"] == last.get("alike") or (one["kind"] in NEXT_TO_EACH_OTHER and (
+            one["kind"], one["task"]) == (last.get("kind"), last.get("task")))
         if together:
             num += 1
             rows[-1][2] = _what(last, num)

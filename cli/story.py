@@ -27,6 +27,8 @@ class Story(Struct, kw_only=True):
     """Records by seq, as they are added; `others` are the unhurt tasks that it touched."""
 
     incident: IncidentHistory
+    later: frozenset[int] = frozenset()
+    """Seqs of evidence that came after it was decided upon, or even after it was closed."""
     records: list[Plain] = field(default_factory=list[Plain])
     others: dict[int, Other] = field(default_factory=dict[int, Other])
     causes: set[int] = field(default_factory=set[int])
@@ -130,7 +132,7 @@ class Story(Struct, kw_only=True):
         number = self.incident.id
         early = self.incident.first_seq <= record["seq"] < number  # a peer's collective failed
         return (number in (record["incident"], record["seq"])
-                or record["seq"] in self.incident.evidence
+                or record["seq"] in self.incident.evidence or record["seq"] in self.later
                 or (early and record["body"].get("task", 0) == self.incident.task))
 
     def _follows(self, record: Plain) -> bool:
@@ -151,13 +153,13 @@ class Story(Struct, kw_only=True):
     def is_over(self, seq: int) -> bool:
         """Whether nothing of a later seq can belong to it."""
         end = self.incident.closed_seq
-        return bool(end) and seq >= end and (
+        return bool(end) and seq >= max(end, *self.later, 0) and (
             "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
 
 
-def story(incident: IncidentHistory, records: Iterable[Plain]) -> Story:
-    """Read the log from its start, until the story is over."""
-    told = Story(incident=incident)
+def story(incident: IncidentHistory, records: Iterable[Plain], later: Iterable[int] = ()) -> Story:
+    """Read the log from its start, until the story is over and all that came later is read."""
+    told = Story(incident=incident, later=frozenset(later))
     for record in records:
         told.add(record)
         if told.is_over(record["seq"]):

@@ -330,7 +330,8 @@ def test_a_node_that_was_broken_on_purpose(again: bool) -> None:
 
 # --- other pages --------------------------------------------------------------------------------
 def test_the_bar_is_in_proportion() -> None:
-    (line,) = bar([{"name": "detect", "length_s": 0.1}, {"name": "step", "length_s": 0.2}])
+    (line,) = bar([{"name": "detect", "length_s": 0.1, "bound": ""},
+                   {"name": "step", "length_s": 0.2, "bound": ""}])
     assert line == f"detect 100 ms {'█' * 10}▏step 200 ms {'█' * 20}"
     assert bar([]) == []
 

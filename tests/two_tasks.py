@@ -90,9 +90,9 @@ def facts(records: list[Plain], which: str = "", *, option: str = "") -> Plain:
     told = history(records)
     one = incident.pick(told, which)
     assert one is not None
-    state = replay(map(from_plain, records))
-    return {**incident.facts_of(told, story(one, records), view(state), now_s=told.at_s,
-                                option=option),
+    seen_ = view(replay(map(from_plain, records)))
+    found = story(one, records, incident.told_later(one, seen_))
+    return {**incident.facts_of(told, found, seen_, now_s=told.at_s, option=option),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
 
 
