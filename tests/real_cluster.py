@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -128,6 +129,28 @@ class RealCluster:
         name = local_cluster.agent_name(node)
         self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} is gone")
         self.local.start(name)
+
+    def hold(self, task: int, rank: int, **asked: Any) -> Path:
+        """Have a rank do what its trace can be asked for (workers/training/trace.py); it is asked
+        no more when the file is gone."""
+        hold = self.path / "trace" / "hold" / f"{task}-{rank}"
+        hold.parent.mkdir(exist_ok=True)
+        new = hold.with_suffix(".new")
+        new.write_text(json.dumps(asked))
+        new.rename(hold)
+        return hold
+
+    def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
+        """The line of its trace that says it; after a time of its clock."""
+        return self.wait(lambda: next(
+            (line for line in self.traced(task) if line["event"] == "held"
+             and line["rank"] == rank and line["t"] >= after_s), None), f"rank {rank} is held")
+
+    def wait_paced(self, task: int, num: int) -> None:
+        """Until it is known of `num` ranks how fast they usually are in this generation."""
+        generation = self.task(task)["generation"]
+        for rank in range(num):
+            self.wait_told(0, "RankPaced", task=task, rank=rank, generation=generation)
 
     def pids(self, task: int) -> dict[int, int]:
         """The process of each rank."""

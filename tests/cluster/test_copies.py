@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,12 +14,7 @@ EVERY = 5
 
 def hold_behind_the_first_copy(cluster: Any, task: int) -> Path:
     """Rank 0 goes no further than that: whatever is told of copies is told by then."""
-    hold: Path = cluster.path / "trace" / "hold" / f"{task}-0"
-    hold.parent.mkdir(exist_ok=True)
-    new = hold.with_suffix(".new")
-    new.write_text(json.dumps({"event": "forward", "iteration": EVERY + 1}))
-    new.rename(hold)
-    return hold
+    return Path(cluster.hold(task, 0, event="forward", iteration=EVERY + 1))
 
 
 def copied(cluster: Any, task: int, after: int, node: str) -> Any:

@@ -5,7 +5,6 @@ The heart is not asked here: what the agents report is. Each fault has a task of
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -34,19 +33,8 @@ def begun(cluster: RealCluster, output: Path, name: str) -> int:
     """A task of four ranks whose pace is known."""
     task = cluster.submit(small(name, output, checkpoint_every=0))
     cluster.wait_whole(task, NUM)
-    for rank in range(NUM):
-        cluster.wait_told(0, "RankPaced", task=task, rank=rank)
+    cluster.wait_paced(task, NUM)
     return task
-
-
-def ask(cluster: RealCluster, task: int, **asked: Any) -> Path:
-    """Have the victim do this at the next event of that name."""
-    hold = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
-    hold.parent.mkdir(exist_ok=True)
-    new = hold.with_suffix(".new")
-    new.write_text(json.dumps(asked))
-    new.rename(hold)
-    return hold
 
 
 def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
@@ -74,12 +62,11 @@ def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
     after = cluster.seq()
     assert not cluster.told(0, "RankStalled", task=task), cluster.tail(0)
     if then == "stop":
-        ask(cluster, task, event="forward")
-        line = cluster.wait(lambda: next((line for line in cluster.traced(task)
-                                          if line["event"] == "held"), None), "it is held")
+        cluster.hold(task, VICTIM, event="forward")
+        line = cluster.wait_held(task, VICTIM, 0.0)
         os.kill(line["pid"], signal.SIGSTOP)
     else:
-        ask(cluster, task, event="forward", then=then)
+        cluster.hold(task, VICTIM, event="forward", then=then)
     told = stalls(cluster, task, after)
     guilty = told.pop(VICTIM)
     assert (guilty.where, guilty.what, guilty.collective) == ("own", "micro_batch", 0), guilty
@@ -97,7 +84,7 @@ def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
     cluster = patient
     task = begun(cluster, tmp_path, "held")
     after = cluster.seq()
-    hold = ask(cluster, task, event="bucket")
+    hold = cluster.hold(task, VICTIM, event="bucket")
     told = stalls(cluster, task, after)
     guilty = told.pop(VICTIM)
     assert guilty.where == "own", guilty
@@ -119,7 +106,7 @@ def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
              for rank in range(NUM)}
     after = cluster.seq()
     each_s = max(0.4, first[VICTIM].iteration_s)  # type: ignore[attr-defined]
-    hold = ask(cluster, task, then="slow", slow_s=each_s)  # at every event: it passes marks
+    hold = cluster.hold(task, VICTIM, then="slow", slow_s=each_s)  # at every event: it passes marks
     slow = cluster.wait(lambda: next(
         (record.body for record in cluster.told(after, "RankPaced", task=task, rank=VICTIM)
          if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]

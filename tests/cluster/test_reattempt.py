@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ VICTIM = 2
 
 def fails(cluster: Any, task: int, **where: int) -> None:
     """As if the victim's connection were cut as it enters this; the others meet it closed."""
-    hold: Path = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
-    hold.parent.mkdir(exist_ok=True)
-    new = hold.with_suffix(".new")
-    new.write_text(json.dumps({"event": "bucket", "iteration": STRUCK, "then": "fail", **where}))
-    new.rename(hold)
+    cluster.hold(task, VICTIM, event="bucket", iteration=STRUCK, then="fail", **where)
 
 
 @pytest.mark.parametrize(("overlap", "bucket"), [(False, 0), (True, 1)])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,16 +25,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     """A running cluster of two nodes, for both."""
     with running(tmp_path_factory.mktemp("recovery")) as made:
         yield made
-
-
-def hold(cluster: RealCluster, task: int) -> Path:
-    """Have rank 0 go no further than into iteration GROWN; the file that says so."""
-    file = cluster.path / "trace" / "hold" / f"{task}-0"
-    file.parent.mkdir(exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps({"event": "forward", "iteration": GROWN}))
-    new.rename(file)
-    return file
 
 
 def apart(left: list[float], right: list[float]) -> float:
@@ -60,7 +48,7 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     struck = spec("struck", dropout=dropout, iterations=ITERATIONS)
     after = cluster.seq()
     struck_task = cluster.submit(struck)
-    held = hold(cluster, struck_task)
+    held = cluster.hold(struck_task, 0, event="forward", iteration=GROWN)
     line = cluster.wait_traced(struck_task, rank=VICTIM, iteration=ITERATION, event="backward")
     before = cluster.pids(struck_task)
     os.kill(line["pid"], signal.SIGKILL)

@@ -6,7 +6,6 @@ that the others wait for it in their collective whatever the machine is busy wit
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -39,15 +38,9 @@ class Story:
     def stop_in_reduction(self) -> tuple[int, int, float]:
         """The iteration, the pid, and when: its sums are known everywhere, its gradients not."""
         cluster, task = self.cluster, self.task
-        hold = cluster.path / "trace" / "hold" / f"{task}-{VICTIM}"
-        hold.parent.mkdir(exist_ok=True)
-        new = hold.with_suffix(".new")
-        new.write_text(json.dumps({"event": "bucket"}))  # of whichever iteration is next
         asked_s = time.time()
-        new.rename(hold)
-        line = cluster.wait(lambda: next(
-            (line for line in cluster.traced(task) if line["event"] == "held"
-             and line["rank"] == VICTIM and line["t"] >= asked_s), None), "it is held")
+        hold = cluster.hold(task, VICTIM, event="bucket")  # of whichever iteration is next
+        line = cluster.wait_held(task, VICTIM, asked_s)
         iteration = line["iteration"]
         for rank in range(4):
             if rank != VICTIM:  # it waits in the collective that the victim does not enter

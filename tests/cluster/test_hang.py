@@ -1,0 +1,102 @@
+"""A real rank hangs in the middle of an iteration: it is found, ended, and nothing is lost.
+
+One story on two nodes with a task of four ranks. First a rank keeps the interpreter's lock for
+ever, then another loops for ever. No one stops it, nothing of it fails, its collective has no
+timeout that ends in this test: what shows it are its marks, and those of the ranks that wait.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_cluster import RealCluster, running
+from twins import Twins, small
+from unicron.workers import linux
+
+NUM = 4
+HANG_S_MIN = 3.0
+"""Of the cluster's policy; more than a busy machine keeps one of four ranks from its work."""
+
+
+class Story:
+    """The task, and what of it is held to its twin."""
+
+    def __init__(self, cluster: RealCluster, output: Path) -> None:
+        self.cluster = cluster
+        self.spec = small("hangs", output, checkpoint_every=20)
+        self.task = cluster.submit(self.spec)
+        cluster.wait_whole(self.task, NUM)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with running(tmp_path_factory.mktemp("hang"), policy={"hang_s_min": HANG_S_MIN}) as cluster:
+        yield Story(cluster, tmp_path_factory.mktemp("out"))
+
+
+@pytest.mark.parametrize(("then", "victim", "does"), [("gil", 1, "sleeps"),
+                                                      ("loop", 2, "computes")])
+def test_it_is_ended_and_the_others_finish_the_iteration(
+        story: Story, then: str, victim: int, does: str) -> None:
+    cluster, task = story.cluster, story.task
+    cluster.wait_paced(task, NUM)
+    before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
+    asked_s = float(cluster.traced(task)[-1]["t"])
+    cluster.hold(task, victim, event="forward", then=then)
+    line = cluster.wait_held(task, victim, asked_s)
+    iteration, pid = line["iteration"], line["pid"]
+    assert pid == before[victim]
+
+    # it is located: its own mark, and those of all others, that wait for it
+    stalled = cluster.wait_told(after, "RankStalled", task=task, rank=victim)
+    assert (stalled.body.where, stalled.body.iteration) == ("own", iteration), stalled
+    assert stalled.body.stack.startswith(does), stalled
+    told = cluster.wait_told(after, "IncidentOpened", task=task)
+    opened = told.body
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
+    assert opened.why.startswith(f"rank {victim} on {opened.node} stands still"), opened
+    assert opened.why.endswith("3 others wait"), opened
+    waits = {record.body.rank: record.seq
+             for record in cluster.told(after, "RankStalled", task=task, where="collective")}
+    assert set(waits) == set(before) - {victim}, cluster.tail(after)
+    assert {stalled.seq, *waits.values()} <= set(opened.evidence)
+
+    # its process is ended; those who are left have stepped the very iteration, in their processes
+    cluster.wait_told(after, "RankExited", task=task, rank=victim, pid=pid,
+                      signal=int(signal.SIGKILL))
+    proc = linux.read(pid)
+    assert proc is None or proc.state in "ZX"
+    survivors = {rank: own for rank, own in before.items() if rank != victim}
+    steps = [cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
+             for own in survivors.values()]
+    assert min(step["generation"] for step in steps) > generation
+    assert min(step["t"] for step in steps) - line["t"] >= HANG_S_MIN
+
+    # the rank is there again, in one incident, and nobody else was started anew
+    cluster.wait_whole(task, NUM)
+    ended = cluster.wait_told(after, "IncidentClosed")
+    closed = ended.body
+    assert ended.incident == told.incident
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
+        "healed", 0, False), cluster.tail(after)
+    assert closed.pause_s >= HANG_S_MIN, "it stood since its last mark"
+    assert cluster.kept(task, before) == set(survivors)
+    assert [record.body.rank for record in cluster.told(after, "RankExited", task=task)] == [victim]
+    cluster.wait_steps(task)
+    assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
+
+
+def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
+    cluster, task = story.cluster, story.task
+    healed = cluster.seq()
+    cluster.wait_told(healed, "CheckpointPublished", task=task)
+    ours, twin = twins.start(story.spec)
+    saved = int(ours.name.removeprefix("iter-"))
+    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    assert cluster.wait_ended(task)["state"] == "cancelled"
+    twins.hold(ours, twin, cluster.losses(task))
+    cluster.verify()
