@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 import time
 from pathlib import Path
 
+import parted
 import pytest
-from bench import detection, detection_faults, detection_network
+from bench import detection, detection_faults
 from bench.detection_faults import NotStruck, Trial
 from unicron.workers.training.trace import Struck, Trace
 
@@ -65,14 +65,10 @@ def test_rows_are_medians_of_what_was_told() -> None:
         "holds   rank_killed detect_s: 0.03, goal at most 0.1; the paper's: 1.8 s"]
 
 
-def _may_cut() -> bool:
-    return shutil.which("ip") is not None and subprocess.run(
-        ["unshare", "-n", "true"], capture_output=True, timeout=30, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not _may_cut(), reason="network namespaces need rights, and ip")
 def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
-    with detection_network.namespaces(f"unicron-test-{os.getpid()}") as (near, far):
+    if why := parted.why_not():
+        pytest.skip(why)
+    with parted.namespaces(f"unicron-test-{os.getpid()}") as (near, far):
         def answers() -> bool:
             return subprocess.run(["ip", "netns", "exec", near, "python3", "-c", (
                 "import socket; s = socket.socket(); s.settimeout(0.5);\n"
@@ -81,7 +77,7 @@ def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
                 capture_output=True, timeout=30, check=False).returncode == 0
 
         assert answers()
-        detection_network.cut(far)
+        parted.cut(far)
         assert not answers()
-        detection_network.mend(far)
+        parted.mend(far)
         assert any(answers() for _ in range(20))

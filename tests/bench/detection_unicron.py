@@ -24,7 +24,8 @@ WARM_NUM = 5
 """Iterations in a generation before it is struck."""
 KNOWN_NUM = 30
 """Where what is usual has to be known before."""
-STATISTICAL = ("gil_held", "rank_looping", "rank_slow")
+STATISTICAL = ("gil_held", "rank_looping", "rank_slow", "network_cut")
+"""Of a cut, the members that wait over here are what makes a short silence suspicious."""
 HEALED = ("rank_killed", "exception", "agent_killed", "rank_stopped", "gil_held", "rank_looping")
 """What ends in another generation, with another process: not struck again before."""
 TOLD_S_MAX = 60.0
@@ -129,7 +130,6 @@ class Watched:
         num = sum(len(body["losses"]) for body in progress
                   if body["generation"] == newest == view["generation"])
         return num >= num_warm
-
 
     def _is_slow(self) -> bool:
         """As last told of the victim: after it was made slow, it has to be seen well again."""

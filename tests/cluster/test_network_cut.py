@@ -1,0 +1,125 @@
+"""The link of a node is cut and mended: the others go on, and what it left over there is stale.
+
+Two nodes in network namespaces of their own; two ranks of the task's four on each. Nothing dies,
+and nobody is told of anything: packets do not come.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import parted
+import pytest
+from cluster_story import RATES
+from parted import NODES, Agents
+from real_cluster import RealCluster
+from twins import Twins, small
+from unicron.cli.client import Client
+from unicron.cli.local_cluster import CONTROL_PLANE
+from unicron.events.embedded import start_time
+
+NEAR, FAR = NODES
+NUM = 4
+
+
+class PartedCluster(RealCluster):
+    """Its second node is over there."""
+
+    def __init__(self, path: Path, far: str, policy: dict[str, float]) -> None:
+        super().__init__(path, len(NODES), policy)
+        self.far = far
+        self._agents: Agents | None = None
+
+    def start(self) -> Client:
+        server = self.local.ensure_server()
+        assert server is not None
+        self.local.ensure(CONTROL_PLANE)
+        client = self.local.wait_control_plane()
+        self._agents = Agents(self.path, self.far, server, client, self.local.wanted.port,
+                              num_slots=NUM // 2, trace=self.path / "trace")
+        self.wait(lambda: len(client.get("/v1/state")["nodes"]) == len(NODES) or None,
+                  "both agents have joined")
+        return client
+
+    def stop(self) -> None:
+        if self._agents is not None:
+            self._agents.stop()
+        super().stop()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
+    if why := parted.why_not():
+        pytest.skip(why)
+    with parted.namespaces(f"unicron-cut-{os.getpid()}") as (near, far), parted.within(near):
+        made = PartedCluster(tmp_path, far, {
+            "silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": 3.0})
+        try:
+            made.start()
+            yield made
+        finally:
+            made.stop()
+
+
+def test_a_cut_node_is_lost_and_what_it_left_is_stale(
+        cluster: PartedCluster, tmp_path: Path, twins: Twins) -> None:
+    spec = small("parted", tmp_path / "out", checkpoint_every=20, rates=RATES)
+    task = cluster.submit(spec)
+    cluster.wait_whole(task, NUM)
+    cluster.wait_paced(task, NUM)
+    before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
+    ours, theirs = cluster.on(task, NEAR), cluster.on(task, FAR)
+    assert len(ours) == len(theirs) == NUM // 2
+    parted.cut(cluster.far)
+
+    # silent, which is suspicious; lost, when those over here wait for those over there
+    silenced = cluster.wait_told(after, "NodeSilenced", node=FAR)
+    told = cluster.wait_told(after, "IncidentOpened")
+    opened = told.body
+    assert (opened.severity, opened.node, sorted(opened.ranks)) == ("SEV1", FAR, theirs)
+    assert opened.status == "lost connection", opened
+    kinds = {seq: cluster.records()[seq - 1].kind for seq in opened.evidence}
+    assert kinds[silenced.seq] == "NodeSilenced", kinds
+    assert set(kinds.values()) - {"NodeSilenced"}, f"one source alone: {opened}"
+    closed = cluster.wait_told(after, "IncidentClosed").body
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
+        "healed", 0, False), cluster.tail(after)
+    cluster.wait_steps(task)
+    assert cluster.kept(task, {rank: before[rank] for rank in ours}) == set(ours)
+    assert len(cluster.told(after, "Reconfigure")[-1].body.members) == len(ours)
+    cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
+    assert not cluster.told(after, "NodeHeard"), cluster.tail(after)
+    assert all(start_time(before[rank]) for rank in theirs), "nobody can reach them"
+
+    # reached again, they are ended; the node has its part again
+    mended = cluster.seq()
+    parted.mend(cluster.far)
+    heard = cluster.wait_told(mended, "NodeHeard", node=FAR).seq
+    for rank in theirs:
+        cluster.wait_told(after, "StopRank", task=task, rank=rank, attempt=1)
+        cluster.wait_told(heard, "RankExited", task=task, rank=rank, attempt=1)
+        cluster.wait(lambda pid=before[rank]: start_time(pid) == "" or None, "it is gone")
+    cluster.wait_whole(task, NUM)
+    cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
+    assert cluster.kept(task, before) == set(ours)
+
+    # what was told late of the old generation changed nothing, and it published nothing
+    late = {record.seq for record in cluster.records(mended)
+            if record.source.startswith(f"{FAR}/")
+            and getattr(record.body, "generation", 0) == generation}
+    assert not {record.kind for record in cluster.records(mended) if record.cause in late} - {
+        "StopRank"}, cluster.tail(mended)
+    assert len(cluster.told(0, "IncidentOpened")) == 1, cluster.tail(after)
+    published = cluster.told(told.seq, "CheckpointPublished", task=task)
+    assert all(int(record.body.path.split("/")[0].removeprefix("gen-")) > generation
+               for record in published), published
+
+    held, twin = twins.start(spec)
+    saved = int(held.name.removeprefix("iter-"))
+    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
+    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+    assert cluster.wait_ended(task)["state"] == "cancelled"
+    twins.hold(held, twin, cluster.losses(task))
+    cluster.verify()
