@@ -22,13 +22,13 @@ from .ailments import (
     Quarantine,
 )
 from .faults import Incident
-from .folding import add_evidence, arm, disarm, price_anew
+from .folding import EARLY_S, add_evidence, arm, disarm, price_anew
 from .quarantine import ail, num_unconfirmed_max, offend
 from .severity import TABLE, severity_of
 from .state import ClusterState, Node, Task
 
 RECOVERED_S = 60.0
-"""So long a check says healthy before the slots are used again: flapping moves a task once."""
+"""So long no check calls a slot ill before it is used again: flapping moves a task once."""
 
 
 # --- said by agents -----------------------------------------------------------------------------
@@ -154,14 +154,29 @@ def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
     name = f"recovered/{node.name}"
     if set(slots) - set(node.slots_sick):
         state.replan = f"{node.name} is unhealthy: {why}"
-    if set(node.slots_sick) - set(slots):
-        if name not in state.deadlines:
-            arm(state, name, RECOVERED_S)
-        slots = sorted({*slots, *node.slots_sick})
+    node.slots_well = {index: node.slots_well.get(index, state.at_s)
+                       for index in node.slots_sick if index not in slots}
+    if node.slots_well:
+        due, due_s = state.deadlines.get(name), min(node.slots_well.values()) + RECOVERED_S
+        if due is None or due.due_s < due_s:  # a new leader's may be later
+            arm(state, name, max(due_s - state.at_s, 0.0))
         why = why or node.sick_why
     else:
         disarm(state, name)
-    node.slots_sick, node.sick_why = slots, why
+    node.slots_sick, node.sick_why = sorted({*slots, *node.slots_well}), why
+
+
+def _recovered(state: ClusterState, node: Node) -> None:
+    """Slots are used again that no check has called unhealthy for long enough; the others wait on.
+    """
+    well = sorted(index for index, since_s in node.slots_well.items()
+                  if state.at_s >= since_s + RECOVERED_S - EARLY_S)
+    node.slots_sick = [index for index in node.slots_sick if index not in well]
+    settle_sick(state)
+    if well:
+        which = "" if not node.slots_sick else f"slot{'s' * (len(well) > 1)} " + " ".join(
+            map(str, well)) + " of "
+        state.replan = f"{which}{node.name} is healthy again"
 
 
 # --- deadlines ----------------------------------------------------------------------------------
@@ -175,9 +190,7 @@ def late_of_node(state: ClusterState, what: str, rest: str) -> None:
         for erred in node.erred:
             erred.due = erred.due or erred.seq == int(seq)
     elif what == "recovered":
-        node.slots_sick = []
-        settle_sick(state)
-        state.replan = f"{node.name} is healthy again"
+        _recovered(state, node)
     elif what == "quarantine" and node.quarantine is not None:
         node.quarantine = None
         state.replan = f"the quarantine of {node.name} is over"

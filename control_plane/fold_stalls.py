@@ -10,13 +10,10 @@ from ..events.records import Record
 from ..events.reports import Body
 from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
 from .fold_unprinted import prints_again, prints_no_more
-from .folding import arm, await_hang, fault
+from .folding import EARLY_S, arm, await_hang, fault
 from .hang import STANDS, WAITED_FOR, located
 from .noticed import Stall
 from .state import ClusterState, Rank, Task
-
-EARLY_S = 1e-3
-"""A deadline may be so early: sums of seconds since 1970 are not exact."""
 
 NORMAL_S_MAX = 1e6
 """Of an iteration; more is absurd."""

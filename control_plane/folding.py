@@ -25,6 +25,8 @@ from .state import (
 
 STOPPED = "is stopped (SIGSTOP)"
 """Why a rank that stood still for too long is overdue."""
+EARLY_S = 1e-3
+"""A deadline may be so early: sums of seconds since 1970 are not exact."""
 PRICE_S = 60.0
 """A degraded node is priced at most once in so long."""
 

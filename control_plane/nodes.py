@@ -51,6 +51,8 @@ class Node(Struct, kw_only=True):
     """Slots with a hardware fault; they come back when the agent joins again."""
     slots_sick: list[int] = field(default_factory=list[int])
     """Slots that a check calls unhealthy; they come back when it calls them healthy for a time."""
+    slots_well: dict[int, float] = field(default_factory=dict[int, float])
+    """Of these, since when no check calls the slot so any more: each has a time of its own."""
     sick_why: str = ""
     """Why these, or why not in spite of what a check says."""
     checks: list[Check] = field(default_factory=list[Check])

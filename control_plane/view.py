@@ -112,13 +112,15 @@ def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
-    """Slots that a check took out, and how they come back; `from_s` once none calls them ill."""
+    """Slots that a check took out, and how they come back; `from_s`: when all are back, once
+    none calls any ill."""
     if not node.slots_sick:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
     ill = any(check.health == "unhealthy" for check in node.checks)
+    last_s = max(node.slots_well.values(), default=0.0) + RECOVERED_S
     return {"slots": list(node.slots_sick), "after_s": RECOVERED_S,
-            "from_s": due.due_s if due is not None and not ill else None}
+            "from_s": max(due.due_s, last_s) if due is not None and not ill else None}
 
 
 def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unicron.control_plane.fold_health import RECOVERED_S
+from unicron.control_plane.folding import EARLY_S
 from unicron.control_plane.severity import TABLE
 from unicron.control_plane.state import ClusterState
 from unicron.events import orders as o
@@ -19,6 +21,8 @@ class HealthWitness:
         self._noise: set[int] = set()
         self._unhealthy: dict[tuple[str, int], dict[str, int]] = {}
         """(node, incarnation) -> check -> since which seq it says unhealthy."""
+        self._ill_s: dict[tuple[str, int], float] = {}
+        """(node, incarnation) -> until when a check said so last; they name no slots here."""
         self._was: dict[str, tuple[int, set[int], set[int]]] = {}
 
     def before(self, state: ClusterState, record: Record) -> str:
@@ -30,7 +34,8 @@ class HealthWitness:
             case HealthChanged() as body:
                 self._noise.add(record.seq)
                 told = self._unhealthy.setdefault((body.node, body.incarnation), {})
-                told.pop(body.check, None)
+                if told.pop(body.check, 0):
+                    self._ill_s[body.node, body.incarnation] = record.at_s
                 if body.health == "unhealthy":
                     told[body.check] = record.seq
             case o.StartRank(slot=slot):
@@ -78,6 +83,10 @@ class HealthWitness:
                 wrong = wrong or self._out(state, record.body, node.name, out - was_out)
             elif out - was_out and not isinstance(record.body, r.NodeJoined):
                 wrong = wrong or f"takes out {node.name}/{out - was_out}"
+            ill_s = self._ill_s.get((node.name, node.incarnation), record.at_s)
+            if was_sick - sick and (record.at_s < ill_s + RECOVERED_S - EARLY_S
+                                    or self._unhealthy.get((node.name, node.incarnation))):
+                wrong = wrong or f"uses {node.name}/{was_sick - sick} again too early"
             if sick - was_sick and not self._is_believed(state, node.name):
                 wrong = wrong or f"takes out {node.name}/{sick - was_sick} for a check in doubt"
         return wrong

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from heart_driver import Driver, at_rest, kinds, spec
+from two_tasks import seen
+from unicron.control_plane.fold_health import RECOVERED_S
 from unicron.events import detected, statuses
+from unicron.events import reports as r
 from unicron.events.records import Record
 
 
-def health(d: Driver, node: str, said: Any, *, check: str, status: str = "") -> list[Record]:
+def health(d: Driver, node: str, said: Any, *, check: str, status: str = "",
+           devices: tuple[int, ...] = ()) -> list[Record]:
     return d.tell(d.source(node), detected.HealthChanged(
         node=node, incarnation=d.state.nodes[node].incarnation, check=check, health=said,
-        why=f"{check} is {said}", status=status, rule=status and "a rule"))
+        why=f"{check} is {said}", status=status, rule=status and "a rule", devices=devices))
 
 
 def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn() -> None:
@@ -44,3 +48,85 @@ def test_a_driver_that_confirms_one_node_makes_room_for_another() -> None:
     health(d, "n3", "unhealthy", check="gpu", status=statuses.ECC_ERRORS)
     assert [bool(x.slots_sick) for x in d.state.nodes.values()] == [True, False, True]
     assert d.state.num_inputs == count + 1
+
+
+# --- each slot has a time of its own --------------------------------------------------------------
+DUE = "recovered/n2"
+
+
+def sick(d: Driver) -> list[int]:
+    return d.state.nodes["n2"].slots_sick
+
+
+def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves() -> None:
+    d = Driver(nodes=3, slots=2)
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+    first_s = d.now_s
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.now_s += 50
+    health(d, "n2", "healthy", check="check/fan1", devices=(1,))
+    last_s = d.state.at_s
+    (told,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
+    assert told["from_s"] == last_s + RECOVERED_S, "when all are back"
+    d.due(DUE)
+    assert sick(d) == [1], "it was well for ten seconds only"
+    assert d.now_s - first_s < RECOVERED_S + 1
+    d.due(DUE)
+    assert sick(d) == []
+    assert d.state.at_s >= last_s + RECOVERED_S
+    assert DUE not in d.state.deadlines
+    at_rest(d)
+
+
+def test_one_that_flaps_while_another_recovers_waits_anew() -> None:
+    d = Driver(nodes=3, slots=2)
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+        health(d, "n2", "healthy", check=f"check/fan{slot}", devices=(slot,))
+    d.now_s += 40
+    health(d, "n2", "unhealthy", check="check/fan0", devices=(0,))
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.due(DUE)
+    assert sick(d) == [0]
+    d.due(DUE)
+    assert sick(d) == []
+
+
+def test_of_the_same_slot_the_last_check_counts() -> None:
+    d = Driver(nodes=3, slots=2)
+    health(d, "n2", "unhealthy", check="check/disk")
+    health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
+    health(d, "n2", "healthy", check="check/disk")
+    d.due(DUE)
+    assert sick(d) == [1], "the whole node is well but for this"
+    assert DUE not in d.state.deadlines
+    health(d, "n2", "healthy", check="check/fan", devices=(1,))
+    assert sick(d) == [1]
+    d.due(DUE)
+    assert sick(d) == []
+
+
+def test_all_that_recover_at_once_come_back_at_once() -> None:
+    """In one plan: a task moves once."""
+    d = Driver(nodes=3, slots=2)
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    d.obey(health(d, "n2", "unhealthy", check="check/disk"))
+    d.progress(task)
+    d.obey(health(d, "n2", "healthy", check="check/disk"))
+    assert kinds(d.due(DUE)).count("PlanChosen") == 1
+    assert sick(d) == []
+
+
+def test_a_new_leader_lets_nobody_back_too_early() -> None:
+    d = Driver(nodes=3, slots=2)
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.now_s += 50
+    health(d, "n2", "healthy", check="check/fan1", devices=(1,))
+    well_s = d.state.at_s
+    d.tell("leader/next", r.EpochStarted(nonce="next", code="test", heart=d.state.heart), epoch=2)
+    d.due(DUE)
+    assert sick(d) == [], "the whole time again, of both"
+    assert d.state.at_s >= well_s + RECOVERED_S
