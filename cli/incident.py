@@ -18,6 +18,7 @@ from . import say, screen_incident
 from .began import Began, began
 from .client import connect
 from .figures import way_to_act
+from .flight import folders
 from .followed import hidden
 from .history import History, IncidentHistory, TaskHistory, slot_s
 from .moves import moves
@@ -148,6 +149,8 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
         "effects": [*([_hurt(told, found, now_s)] if one.task else []),
                     *(_other(told, key, found) for key in found.others)],
+        "dumps": folders(found.started.values(), view["nodes"]) if task is not None and (
+            task.num_iterations and any(x["kind"] == "RankStalled" for x in evidence)) else [],
         "timeline": [_event(told, one, x) for x in found.records],
         "left": left(one, task, found, view, option),
     }

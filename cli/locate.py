@@ -25,7 +25,8 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
     if not any(dump.entered or dump.pending or dump.status for dump in dumps):
         raise UsageError(f"nothing was recorded: no collective in the dump of "
                          f"{number_of(len(dumps), 'rank')}", "the recorder must be on before the "
-                         "job starts: TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE")
+                         "job starts: TORCH_FR_BUFFER_SIZE=2000 (an older torch reads "
+                         "TORCH_NCCL_TRACE_BUFFER_SIZE)")
     found = find(dumps)
     if as_json:
         say.out(json.dumps({

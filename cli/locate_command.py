@@ -16,7 +16,7 @@ app = typer.Typer()
 def locate(
     dumps: Annotated[list[Path], typer.Argument(
         metavar="DUMP...", help="Flight-recorder dumps, one per rank or all in one, or their "
-        "folder.")],
+        "folder; of several nodes: each node's.")],
     output: Form = "text",
 ) -> None:
     """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""

@@ -20,6 +20,7 @@ from .figures import (
     span,
     table,
 )
+from .flight import in_words
 from .history import History, IncidentHistory, slot_s
 from .record_line import status_in_words, whence
 
@@ -52,6 +53,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     if facts["began"]["why"]:
         lines += labelled("began", facts["began"]["why"])
     lines += _evidence(facts)
+    if facts["dumps"]:
+        lines += labelled("dumps", in_words(facts["dumps"]))
     for one in facts["decisions"]:
         lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
                                      f"{one['rule']})")

@@ -23,6 +23,7 @@ from .figures import (
     table,
     way_to_act,
 )
+from .flight import folders, in_words
 from .history import History, TaskHistory
 from .screen_degraded import alike_why, degraded_why, slow_nodes
 
@@ -84,6 +85,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     if task["stands"]:
         lines += labelled("stands", f"{task['stands']} (for "
                                     f"{span(max(now_s - task['stands_since_s'], 0.0))})")
+        lines += _dumps(task, view)
     if task["why"] or task["needs"]:
         lines += labelled("why", waits(task))
     if task["state"] == "degraded":
@@ -103,6 +105,12 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
     return [*lines, *_incidents(task, told, now_s)]
+
+
+def _dumps(task: Plain, view: Plain) -> list[str]:
+    """Where the flight recorders of its ranks lie; a command has none of ours."""
+    found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
+    return labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
 
 
 def _next(task: Plain, view: Plain, option: str) -> str:

@@ -46,6 +46,8 @@ class Story(Struct, kw_only=True):
     """Its copies by node and step: the last that was told of each."""
     lost: dict[str, Plain] = field(default_factory=dict[str, Plain])
     """By node: what ended the copies that were there, and none came after it."""
+    started: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """Its ranks when it was decided upon -> the node and the log of each."""
     plan: Plain | None = None
     """The last plan that was read, as long as nothing made it part of the story."""
 
@@ -54,6 +56,7 @@ class Story(Struct, kw_only=True):
         task = record["body"].get("task", 0)
         if self._is_of_copies(record, task):
             return
+        self._start(record, task)
         if record["kind"] == "PlanChosen":
             self.plan = record
         self._train(record, task)
@@ -67,6 +70,16 @@ class Story(Struct, kw_only=True):
             self.others[task] = "moves" if record["body"]["seats"] else "leaves"
         if record["kind"] != "PlanChosen" and not self._is_old_progress(record, task):
             self.records.append(record)
+
+    def _start(self, record: Plain, task: int) -> None:
+        body = record["body"]
+        if task != self.incident.task or record["seq"] > self.incident.id:
+            return
+        if record["kind"] == "RankStarted":
+            self.started[body["rank"]] = body["node"], body["log_path"]
+        elif record["kind"] == "TaskPlaced":
+            seats = {seat["rank"] for seat in body["seats"]}
+            self.started = {rank: at for rank, at in self.started.items() if rank in seats}
 
     def _is_of_copies(self, record: Plain, task: int) -> bool:
         """Follow where copies of its state are; none of these is news by itself."""

@@ -12,24 +12,32 @@ import pickle
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ..events.errors import UsageError
-from .recorded import Dump, NotADump, read
+from .recorded import Dump, Job, NotADump, read
 
 FILE_BYTES_MAX = 256 << 20
 """A rank's dump takes about 1 KB an entry, with stacks 10; torch keeps 2,000 entries."""
 FILES_NUM_MAX = 100_000
+JOBS_NUM_MAX = 3
+"""Named where there are several."""
+OTHERS = (".error.json",)
+"""What lies beside our own dumps: torch's error files."""
 HINT = "give the files that torch's flight recorder wrote, one per rank, or their folder"
 _NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """All dumps of the files, by rank. Raises UsageError for what is none, or a rank that is there
-    twice."""
-    found: dict[int, tuple[Dump, Path]] = {}
-    for path, is_inside in _files(paths):
+    """All dumps of the files, by rank; a file that is named twice counts once.
+
+    Raises UsageError for what is none, for dumps of several jobs, or a rank that is there twice.
+    """
+    told: list[tuple[Dump, Path]] = []
+    for path, is_inside in _once(_files(paths)):
         try:
             dumps = _read_file(path)
         except UsageError as error:
@@ -37,13 +45,51 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
                 raise UsageError(str(error), "leave it out: give the other files, without their "
                                  "folder") from None
             raise
-        for dump in dumps:
-            if dump.rank in found:
-                raise UsageError(
-                    f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
-                    "give one file for all ranks, or the files of one job at one moment")
-            found[dump.rank] = dump, path
+        told += ((dump, path) for dump in dumps)
+    _refuse_several_jobs(told)
+    found: dict[int, tuple[Dump, Path]] = {}
+    for dump, path in told:
+        if dump.rank in found:
+            raise UsageError(
+                f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
+                "give one file for all ranks, or the files of one job at one moment; ranks are "
+                "numbered across all its nodes")
+        found[dump.rank] = dump, path
     return [found[rank][0] for rank in sorted(found)]
+
+
+def _refuse_several_jobs(told: Iterable[tuple[Dump, Path]]) -> None:
+    """Raises UsageError: together they would blame a rank that another job alone has not."""
+    jobs: dict[Job, list[Path]] = {}
+    for path, dumps in groupby(told, key=itemgetter(1)):  # a file with all ranks is of one job
+        job = next((dump.job for dump, _ in dumps if dump.job.world), None)
+        if job is not None:
+            jobs.setdefault(job, []).append(path)
+    if len(jobs) > 1:
+        parts = [f"{_named(job)} ({files[0]}{_and_more(len(files) - 1)})"
+                 for job, files in list(jobs.items())[:JOBS_NUM_MAX]]
+        raise UsageError(
+            f"these dumps are of {len(jobs)} jobs, or of several tries of one: {', '.join(parts)}"
+            f"{_and_more(len(jobs) - JOBS_NUM_MAX)}",
+            "give the files of one of them alone, all of one moment: older ones may have been "
+            "left in the folder (ls -lt)")
+
+
+def _named(job: Job) -> str:
+    num = f"{len(job.world)} rank{'s' * (len(job.world) != 1)}"
+    return f"task {job.task} generation {job.generation}, {num}" if job.task else num
+
+
+def _and_more(num: int) -> str:
+    return f" and {num} more" if num > 0 else ""
+
+
+def _once(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]:
+    seen: set[Path] = set()
+    for path, is_inside in files:
+        if (real := path.resolve()) not in seen:
+            seen.add(real)
+            yield path, is_inside
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
@@ -54,7 +100,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
             continue
         inside = sorted(one for one in path.iterdir()
                         if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
-                        and not one.name.startswith("."))
+                        and not one.name.startswith(".") and not one.name.endswith(OTHERS))
         if not inside:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:

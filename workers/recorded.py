@@ -53,6 +53,16 @@ class Op(NamedTuple):
         return self.group, self.seq, -1, -1
 
 
+class Job(NamedTuple):
+    """Of which job, and which try of it, as far as a dump says."""
+
+    world: tuple[int, ...] = ()
+    """All its ranks; none: not told."""
+    task: int = 0
+    """Ours, in generation `generation`; 0: another's."""
+    generation: int = 0
+
+
 class Dump(NamedTuple):
     """What one rank's recorder held."""
 
@@ -74,6 +84,7 @@ class Dump(NamedTuple):
     """Whether older entries have been overwritten."""
     dumped_ns: int
     """When it was written; 0: not told."""
+    job: Job
 
 
 def read(rank: int, document: object) -> Dump:
@@ -115,7 +126,17 @@ def _read(rank: int, dump: Json) -> Dump:
         tells_starts=any(entry.get("time_discovered_started_ns") or entry.get("state") == "started"
                          for entry in entries),
         is_cut=bool(entries) and int(entries[0].get("record_id", 0)) > 0,
-        dumped_ns=int(dump.get("dumped_ns") or 0))
+        dumped_ns=int(dump.get("dumped_ns") or 0), job=_job(dump, config))
+
+
+def _job(dump: Json, config: Mapping[str, Json]) -> Job:
+    """By the group of all ranks, which is the default one, and what our own dumps say."""
+    worlds = [found for one in config.values() if one.get("desc") == "default_pg"
+              and (found := _ranks(one.get("ranks")))]
+    if not worlds:
+        return Job()
+    return Job(tuple(sorted(worlds[0])), int(dump.get("task") or 0),
+               int(dump.get("generation") or 0))
 
 
 def _table(value: object) -> dict[str, Json]:

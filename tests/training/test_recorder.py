@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import mmap
 import os
 import signal
 import time
@@ -130,3 +132,28 @@ def test_the_agent_asks_each_of_its_ranks(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert not old.exists()
+
+
+# --- names ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("header", "names"), [
+    ("FlightRecorder.hpp", ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")),
+    ("ProcessGroupNCCL.hpp", ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+                              "TORCH_NCCL_ENABLE_MONITORING"))])
+def test_torch_knows_the_variables_that_are_set_or_named(header: str, names: tuple[str, ...]
+                                                         ) -> None:
+    """By its own headers, for NCCL's are in no library of a torch without CUDA."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    text = (Path(found.origin).parent / "include/torch/csrc/distributed/c10d" / header).read_text()
+    assert [name for name in names if f'"{name}"' not in text] == []
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_torch_knows_where_dumps_are_to_be_written(name: str) -> None:
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    library = Path(found.origin).parent / "lib" / "libtorch_cpu.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        assert data.find(name.encode()) >= 0
