@@ -222,7 +222,7 @@ def _task_ended(state: ClusterState, record: Record, body: o.TaskEnded) -> None:
                 node = state.nodes[slot.node]
                 node.slots_out = [index for index in node.slots_out if index != slot.index]
     task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
-    task.stalls, task.paces, task.slowed = {}, {}, {}
+    task.stalls, task.crawls, task.paces, task.slowed = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     say_why(task, body.why)
     set_phase(state, task, "ended")
@@ -289,7 +289,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
-    task.stalls = {}
+    task.stalls, task.crawls = {}, {}
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)

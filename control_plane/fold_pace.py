@@ -13,6 +13,7 @@ from ..events.records import Record
 from ..events.reports import Body
 from ..events.statuses import TASK_HANG
 from .calibration import forget_times
+from .fold_stalls import crawls
 from .folding import fault, price_anew
 from .noticed import Pace, Priced
 from .pace import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
@@ -33,6 +34,8 @@ def _rank_paced(state: ClusterState, record: Record, body: d.RankPaced) -> None:
         return
     if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
         return
+    if body.num_iterations == 1:
+        crawls(state, record, task, body)
     if body.num_iterations < NUM_ITERATIONS_MIN:
         return  # a single one that lasted long: it says nothing of the next
     task.paces[body.rank] = _pace(task, record.seq, body, task.paces.get(body.rank))

@@ -11,8 +11,8 @@ from ..events.reports import Body
 from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
 from .fold_unprinted import prints_again, prints_no_more
 from .folding import EARLY_S, arm, await_hang, fault
-from .hang import STANDS, WAITED_FOR, located
-from .noticed import Stall
+from .hang import STANDS, WAITED_FOR, WORKS_ON, located
+from .noticed import Crawl, Stall
 from .state import ClusterState, Rank, Task
 
 NORMAL_S_MAX = 1e6
@@ -33,6 +33,20 @@ def _rank_stalled(state: ClusterState, record: Record, body: d.RankStalled) -> N
     if task is None or rank is None or task.phase not in ("training", "quiescing"):
         return
     task.stalls[rank.rank] = stall
+    if stall.where == "collective":
+        task.crawls.pop(rank.rank, None)  # its own work did end
+    await_hang(state, task, anew=True)
+
+
+def crawls(state: ClusterState, record: Record, task: Task, body: d.RankPaced) -> None:
+    """A member's one iteration lasts too long by its own work, and it has not ended."""
+    if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
+        return
+    task.crawls[body.rank] = Crawl(
+        iteration=body.iteration, own_s=body.own_s,
+        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
+        since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s), told_s=record.at_s,
+        seq=record.seq)
     await_hang(state, task, anew=True)
 
 
@@ -65,6 +79,12 @@ def passed(state: ClusterState, task: Task, iteration: int) -> None:
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration}
         await_hang(state, task, anew=True)
+    for number in [one for one, crawl in task.crawls.items() if crawl.iteration < iteration]:
+        del task.crawls[number]
+        rank = task.member(number)
+        if rank is not None and rank.overdue == WORKS_ON and not rank.stopping:
+            rank.overdue = ""  # held, it came to its end
+        await_hang(state, task, anew=True)
     if task.evidence_over == task.generation and not task.stalls and not any(
             rank.failed == task.generation for rank in task.living_members()):
         task.evidence_over, task.failed_s = 0, -1.0  # held, it went on by itself
@@ -76,7 +96,7 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
     Where nobody is, its collective failed, though nobody said so: a reattempt in place.
     """
     hang = located(state, task)
-    if hang is None or rest[0] != task.generation:
+    if hang is None or not hang.is_sure or rest[0] != task.generation:
         return
     if record.at_s < hang.due_s - EARLY_S:
         arm(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
@@ -90,7 +110,7 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
         task.evidence_over, task.failed_s = task.generation, hang.since_s
     else:
         for rank in ranks:
-            rank.overdue = STANDS
+            rank.overdue = WORKS_ON if hang.kind == "slow" else STANDS
     fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG, hang.why,
           evidence=hang.evidence, since_s=hang.since_s)
 

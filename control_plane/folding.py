@@ -88,6 +88,7 @@ def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
     """It is none of the task's any more: it holds up nobody. The next process of the rank is held
     to what this one could do."""
     task.stalls.pop(rank.rank, None)
+    task.crawls.pop(rank.rank, None)
     pace = task.paces.get(rank.rank)
     if pace is not None:
         task.paces[rank.rank] = replace(pace, generation=0)
@@ -211,7 +212,7 @@ def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:
     hang = located(state, task)
     if hang is None or anew:
         disarm(state, name)
-    if hang is not None and name not in state.deadlines:
+    if hang is not None and hang.is_sure and name not in state.deadlines:
         arm(state, name, max(hang.due_s - state.at_s, 0.0))
 
 

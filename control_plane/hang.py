@@ -12,15 +12,19 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .noticed import Stall
+from .noticed import Crawl, Stall
 from .state import ClusterState, Rank, Task
 
 STANDS = "stands still"
 """Why a rank that was found to hang is overdue."""
+WORKS_ON = "works on and on"
+"""Why a rank is overdue that passes marks, and does not come to the end of its own work."""
 WAITED_FOR = "is waited for in a collective"
 """Why a rank on a silent node is given up."""
 STANDS_TIMES = 3.0
 """Times the average iteration: the paper's line of a fault."""
+CRAWLS_TIMES = 10.0
+"""Of a rank that passes marks: it may only be slow, for a moment."""
 NETWORK_TIMES = 2.0
 """Where all wait in collectives: so many times as patient, nobody is behind."""
 UNKNOWN_TIMES = 30.0
@@ -31,16 +35,18 @@ UNKNOWN_S_MIN = 1800.0
 class Hang(Struct, frozen=True, kw_only=True):
     """A task stands: all that can be asked say so."""
 
-    kind: Literal["rank", "silent", "network", "unknown"]
+    kind: Literal["rank", "slow", "silent", "network", "unknown"]
     ranks: tuple[int, ...]
-    """Who is to blame; `silent`: those of whom nobody knows; `network`: all that stand; `unknown`:
-    all in work of their own."""
+    """Who is to blame (`slow`: though it passes marks); `silent`: those of whom nobody knows;
+    `network`: all that stand; `unknown`: all in work of their own."""
     since_s: float
     """When the first of these passed its last mark; `silent`: of those that wait for them."""
     due_s: float
     """When it has lasted so long that it is acted upon."""
     why: str
     evidence: tuple[int, ...]
+    is_sure: bool = True
+    """False: it is only told, whenever."""
 
 
 def located(state: ClusterState, task: Task) -> Hang | None:
@@ -55,7 +61,7 @@ def located(state: ClusterState, task: Task) -> Hang | None:
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
         return None
     silent = {node.name for node in state.nodes.values() if node.silent}
-    if len(task.stalls) < len(task.members) and not silent and not any(
+    if len(task.stalls) + len(task.crawls) < len(task.members) and not silent and not any(
             rank.suspended for rank in task.ranks.values()):
         return None
     living = task.living_members()
@@ -63,8 +69,10 @@ def located(state: ClusterState, task: Task) -> Hang | None:
             not rank.sound or rank.quiesced == task.generation for rank in living):
         return None
     asked = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
-    if not asked or any(rank.rank not in task.stalls for rank in asked):
+    if not asked:
         return None
+    if any(rank.rank not in task.stalls for rank in asked):
+        return _crawling(state, task, asked)
     mute = tuple(rank.rank for rank in living if rank.slot.node in silent)
     return _judged(state, task, asked, mute, all_asked=len(asked) == len(living))
 
@@ -109,6 +117,39 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int,
     return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), evidence=evidence,
                 since_s=min(stalls[rank.rank].since_s for rank in own), due_s=due_s,
                 why=_of_own(stalls, len(own)))
+
+
+def _crawling(state: ClusterState, task: Task, asked: list[Rank]) -> Hang | None:
+    """Not all stand: whoever does not works on and on, in the very iteration that all others wait
+    for. None where less is known.
+
+    It is acted upon when its own work was told to have lasted so long: whoever came to its end
+    since does not count as slow for what followed.
+    """
+    going = [rank for rank in asked if rank.rank not in task.stalls]
+    waiting = [task.stalls[rank.rank] for rank in asked if rank.rank in task.stalls]
+    if any(rank.rank not in task.crawls for rank in going) or 2 * len(going) > len(asked):
+        return None
+    crawls = {rank.rank: task.crawls[rank.rank] for rank in going}
+    known: list[Stall | Crawl] = [*waiting, *crawls.values()]
+    if any(stall.where == "own" for stall in waiting) or (
+            len({told.iteration for told in known}) > 1):
+        return None
+    normal_s = max(told.normal_s for told in known)
+    least_s = max(CRAWLS_TIMES * normal_s, state.policy.hang_s_min)
+    sure_s = max(told.told_s for told in known) + normal_s
+    who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in going)
+    verb = "works on and on" if len(going) == 1 else "work on and on"
+    longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
+    others = "1 other waits" if len(waiting) == 1 else f"{len(waiting)} others wait"
+    return Hang(
+        kind="slow", ranks=tuple(crawls), is_sure=all(
+            crawl.own_s >= least_s for crawl in crawls.values()),
+        since_s=min(crawl.since_s for crawl in crawls.values()),
+        due_s=max(sure_s, *(crawl.since_s + least_s for crawl in crawls.values())),
+        why=f"{who} {verb} in iteration {longest.iteration}, for {longest.own_s:.3g} s, usual is "
+            f"{longest.normal_s:.3g} s; {others}",
+        evidence=tuple(sorted(told.seq for told in known)))
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:

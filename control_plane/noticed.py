@@ -29,6 +29,20 @@ class Stall(Struct, frozen=True, kw_only=True):
         return self.iteration, 2 * self.collective + (self.where == "own")
 
 
+class Crawl(Struct, frozen=True, kw_only=True):
+    """A member passes marks, and yet its iteration does not end: as RankPaced told last of it."""
+
+    iteration: int
+    own_s: float
+    """Its own work of it until then, without waiting for others."""
+    normal_s: float
+    """What its own work usually takes."""
+    since_s: float
+    """When the iteration began, by the log's clock: late rather than early."""
+    told_s: float
+    seq: int
+
+
 class Pace(Struct, frozen=True, kw_only=True):
     """How fast a rank works, as RankPaced told last."""
 

@@ -18,7 +18,7 @@ from .faults import Fault, Incident, Logged, Series, Standing
 from .nodes import Health as Health
 from .nodes import Node as Node
 from .nodes import Occupant as Occupant
-from .noticed import Pace, Priced, Slow, Stall
+from .noticed import Crawl, Pace, Priced, Slow, Stall
 
 SCHEMA = "unicron-state-5"
 NUM_REQUESTS_MAX = 1024
@@ -197,6 +197,8 @@ class Task(Struct, kw_only=True):
     faults: list[Fault] = field(default_factory=list[Fault])
     stalls: dict[int, Stall] = field(default_factory=dict[int, Stall])
     """By rank: members of this generation that stand, as told."""
+    crawls: dict[int, Crawl] = field(default_factory=dict[int, Crawl])
+    """By rank: members of this generation whose one iteration lasts too long by their own work."""
     paces: dict[int, Pace] = field(default_factory=dict[int, Pace])
     slow: dict[int, Slow] = field(default_factory=dict[int, Slow])
     """By rank: those that hold up the others."""

@@ -93,6 +93,8 @@ class RankPaced(Body, frozen=True):
 
     Medians over the last `num_iterations`. `own_s` is what its own work of an iteration takes,
     without waiting for others in collectives; `normal_s` what that took when it was first known.
+    `num_iterations` 1: of one that has not ended and lasts too long by the rank's own work, though
+    that passes marks; told again whenever it has lasted twice as long.
     """
 
     task: int

@@ -157,7 +157,7 @@ class Chaos:
         """A process takes longer for its own work from now on."""
         running = [x[1].rank for x in self.world.cluster.running() if x[1].rank]
         if running:
-            self.rng.choice(running).marks.slow = self.rng.choice([1.2, 1.6, 5.0])
+            self.rng.choice(running).marks.slow = self.rng.choice([1.2, 1.6, 5.0, 40.0])
 
     async def blip(self) -> None:
         for task in self.world.tasks_running():

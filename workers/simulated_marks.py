@@ -57,6 +57,11 @@ class Marks:
         """The median of the last ones; 0: there were too few."""
         return median(self.took_s[-NUM_PACED:]) if len(self.took_s) >= NUM_PACED else 0.0
 
+    def works_s(self, now_s: float) -> float:
+        """For how long it has been at its own work of this iteration; 0: it is not, or its
+        generation's first."""
+        return now_s - self._began_s if self._began_s > 0 and self._entered_s < 0 else 0.0
+
     def last_s(self, now_s: float, *, computes: bool, frozen: bool) -> float:
         """When it passed its last mark: work passes them all the time, unless it stands."""
         if not computes and self._entered_s >= 0:

@@ -18,6 +18,8 @@ FALSE_SHARE = 0.002
 """Of all looks at a rank: it is called stalled, and is not."""
 OWN_NOISE = (0.96, 1.04)
 CHANGED_RATIO = 1.08
+SLOW_AGAIN_TIMES = 2.0
+"""What was told of an iteration while it lasted is told again when it has lasted so much longer."""
 
 
 class Told(Struct):
@@ -26,6 +28,10 @@ class Told(Struct):
     generation: int
     stalled_s: float = -1.0
     """The mark after which it is told to stand; below 0: it is not."""
+    slow: int = -1
+    """The iteration that was told while it lasted, too long by the rank's own work."""
+    slow_s: float = 0.0
+    """For how long then."""
     own_s: float = 0.0
     normal_s: float = 0.0
 
@@ -68,6 +74,20 @@ class PaperWatch:
                 iteration=rank.step_version, where=where, what=rank.phase,
                 collective=int(not computes), normal_s=normal_s,
                 in_s=max(now_s - last_s, STANDS_TIMES * normal_s * false)))
+
+        elif told.stalled_s < 0 and computes:
+            self._slow(rank, told, normal_s)
+
+    def _slow(self, rank: PaperRank, told: Told, normal_s: float) -> None:
+        own_s = rank.marks.works_s(self.net.loop.time())
+        again = told.slow == rank.step_version
+        if own_s <= (SLOW_AGAIN_TIMES * told.slow_s if again else STANDS_TIMES * normal_s):
+            return
+        told.slow, told.slow_s = rank.step_version, own_s
+        self.say(RankPaced(
+            task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
+            iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
+            normal_s=told.normal_s or normal_s))
 
     def _pace(self, rank: PaperRank, told: Told) -> None:
         iteration_s = rank.marks.iteration_s

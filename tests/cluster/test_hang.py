@@ -1,8 +1,9 @@
 """A real rank hangs in the middle of an iteration: it is found, ended, and nothing is lost.
 
 One story on two nodes with a task of four ranks. First a rank keeps the interpreter's lock for
-ever, then another loops for ever. No one stops it, nothing of it fails, its collective has no
-timeout that ends in this test: what shows it are its marks, and those of the ranks that wait.
+ever, then another loops for ever, then one works on, much too slowly. No one stops it, nothing of
+it fails, its collective has no timeout that ends in this test: what shows it are its marks, and
+those of the ranks that wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from unicron.workers import linux
 NUM = 4
 HANG_S_MIN = 3.0
 """Of the cluster's policy; more than a busy machine keeps one of four ranks from its work."""
+SLOW_S = 0.9
+"""At each event, of which an iteration has a dozen: less than what is a stall."""
 
 
 class Story:
@@ -85,6 +88,35 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     assert closed.pause_s >= HANG_S_MIN, "it stood since its last mark"
     assert cluster.kept(task, before) == set(survivors)
     assert [record.body.rank for record in cluster.told(after, "RankExited", task=task)] == [victim]
+    cluster.wait_steps(task)
+    assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
+
+
+def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
+    """It passes marks all the time, and its iteration lasts a hundred times as long as is usual."""
+    cluster, task, victim = story.cluster, story.task, 3
+    cluster.wait_paced(task, NUM)
+    before, after = cluster.pids(task), cluster.seq()
+    hold = cluster.hold(task, victim, then="slow", slow_s=SLOW_S)
+    told = cluster.wait_told(after, "IncidentOpened", task=task)
+    hold.unlink()
+    opened = told.body
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
+    assert opened.why.startswith(f"rank {victim} on {opened.node} works on and on"), opened
+    (slow,) = [record for record in cluster.told(after, "RankPaced", task=task, rank=victim)
+               if record.seq in opened.evidence]
+    assert slow.body.num_iterations == 1
+    assert slow.body.own_s >= max(HANG_S_MIN, 10 * slow.body.normal_s)
+    assert not cluster.told(after, "RankStalled", task=task, rank=victim), "it passes marks"
+    waits = cluster.told(after, "RankStalled", task=task, where="collective",
+                         iteration=slow.body.iteration)
+    assert {record.body.rank for record in waits} == set(before) - {victim}
+    assert {record.seq for record in waits} <= set(opened.evidence)
+    cluster.wait_whole(task, NUM)
+    closed = cluster.wait_told(after, "IncidentClosed").body
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
+        "healed", 0, False), cluster.tail(after)
+    assert cluster.kept(task, before) == set(before) - {victim}
     cluster.wait_steps(task)
     assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
 

@@ -29,6 +29,8 @@ LATE_S = 0.25
 """A look that comes so late has missed something: that time counts for nobody."""
 PAUSE_S = 1.0
 """After so much of it everybody has a full span again."""
+SLOW_AGAIN_TIMES = 2.0
+"""What was told of an iteration while it lasted is told again when it has lasted so much longer."""
 TELL_S = 10.0
 """Between two reports of one rank's pace in the same generation."""
 
@@ -91,6 +93,10 @@ class Watched:
         self._told_s = -TELL_S
         self._slow: tuple[int, int] | None = None
         """The generation and iteration whose pace was told while it lasted."""
+        self._slow_s = 0.0
+        """How long its own work had lasted then."""
+        self._slow_look: standing.Look | None = None
+        """At the process, when that was told first."""
         self._waiting: Paced | None = None
         """Of a pace that was told too shortly after another."""
 
@@ -132,7 +138,8 @@ class Watched:
         in_s = now_s - max(mark.at_s, self._from_s) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = standing.look(self._pid)
-        if self._stalled is None and in_s > limit_s and in_s - self._starved_s() > limit_s:
+        if self._stalled is None and in_s > limit_s and (
+                in_s - self._starved_s(self._before) > limit_s):
             self._stalled = mark
             return [RankStalled(
                 **self._ids, generation=mark.generation, iteration=mark.iteration,
@@ -145,10 +152,10 @@ class Watched:
         limit_s = self._monitor.limit_s(mark.kind)
         return max(limit_s, STALL_S_MIN) if limit_s else 0.0
 
-    def _starved_s(self) -> float:
-        """How long it waited for a core since it began to be late."""
-        now = standing.look(self._pid) if self._before is not None else None
-        return now.starved_s - self._before.starved_s if now and self._before else 0.0
+    def _starved_s(self, before: standing.Look | None) -> float:
+        """How long it waited for a core since this look at it."""
+        now = standing.look(self._pid) if before is not None else None
+        return now.starved_s - before.starved_s if now and before else 0.0
 
     def _of_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
         """An iteration that lasts too long by the rank's own work, while it passes marks.
@@ -156,12 +163,20 @@ class Watched:
         Who only waits for such a one is not slow.
         """
         where = (mark.generation, mark.iteration)
-        if self._stalled is not None or mark.phase == COLLECTIVE_CODE or self._slow == where:
+        if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []
         own_s = now_s - max(mark.began_s, self._from_s) - mark.waited_s
-        if own_s <= limit_s:
+        again = self._slow == where
+        least_s = SLOW_AGAIN_TIMES * self._slow_s if again else limit_s
+        if own_s <= least_s:
             return []
-        self._slow = where
+        if again:
+            own_s -= self._starved_s(self._slow_look)
+            if own_s <= least_s:
+                return []
+        else:
+            self._slow_look = standing.look(self._pid)
+        self._slow, self._slow_s = where, own_s
         normal_s = self._monitor.own.normal or self._monitor.average_s
         return [self._pace(mark.iteration, Paced(1, now_s - mark.began_s, own_s, normal_s), now_s)]
 
