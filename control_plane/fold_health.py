@@ -29,6 +29,7 @@ from .state import ClusterState, Node, Task
 
 RECOVERED_S = 60.0
 """So long no check calls a slot ill before it is used again: flapping moves a task once."""
+UNSURE = "; now it cannot say: "
 
 
 # --- said by agents -----------------------------------------------------------------------------
@@ -50,10 +51,12 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
     if node is None:
         return
     devices = _devices(state, node, body.devices, 0)
+    if body.health == "unknown" and _cannot_say(node, body, devices):
+        settle_sick(state)
+        return
     was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
     before = node.checks
-    node.checks = [one for one in node.checks if one.check != body.check or (
-        devices and one.devices and not set(devices) & set(one.devices))]
+    node.checks = [one for one in node.checks if not _is_of(one, body, devices)]
     if body.health != "healthy":
         said_s = [one.at_s for one in before if one not in node.checks
                   and one.health == body.health]
@@ -68,6 +71,24 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
     if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
         price_anew(state, node.name)
     settle_sick(state)
+
+
+def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
+    """Whether the check speaks again of what it has said this of."""
+    return one.check == body.check and not (
+        devices and one.devices and not set(devices) & set(one.devices))
+
+
+def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
+    """What it called unhealthy stays so, until it says something else: it may hang of the same.
+
+    False where it called nothing so.
+    """
+    held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
+    for one in held:
+        why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
+        node.checks[node.checks.index(one)] = replace(one, why=why)
+    return bool(held)
 
 
 def _node(state: ClusterState, body: DeviceErred | HealthChanged) -> Node | None:

@@ -34,6 +34,8 @@ class HealthWitness:
             case HealthChanged() as body:
                 self._noise.add(record.seq)
                 told = self._unhealthy.setdefault((body.node, body.incarnation), {})
+                if body.health == "unknown":
+                    return ""  # what it has said before stands
                 if told.pop(body.check, 0):
                     self._ill_s[body.node, body.incarnation] = record.at_s
                 if body.health == "unhealthy":

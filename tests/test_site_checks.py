@@ -107,6 +107,24 @@ def test_of_the_same_slot_the_last_check_counts() -> None:
     assert sick(d) == []
 
 
+def test_a_check_that_cannot_say_any_more_brings_no_slot_back() -> None:
+    """A disk that fails, and then does not answer: no answer is no recovery."""
+    d = Driver(nodes=3, slots=2)
+    health(d, "n2", "unhealthy", check="check/disk")
+    for _ in range(2):
+        assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
+    assert sick(d) == [0, 1]
+    assert DUE not in d.state.deadlines
+    assert d.state.nodes["n2"].sick_why == (
+        "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown")
+    health(d, "n2", "unknown", check="check/other")
+    assert [(x.check, x.health) for x in d.state.nodes["n2"].checks] == [
+        ("check/disk", "unhealthy"), ("check/other", "unknown")]
+    health(d, "n2", "degraded", check="check/disk")
+    d.due(DUE)
+    assert sick(d) == []
+
+
 def test_all_that_recover_at_once_come_back_at_once() -> None:
     """In one plan: a task moves once."""
     d = Driver(nodes=3, slots=2)
