@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import string
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from unicron.workers.classify import (
     Verdict,
     classify,
 )
+from unicron.workers.quiet_rules import QUIET_RULES
 from unicron.workers.xids import XIDS
 
 DATA = Path(__file__).parent / "data"
-SAMPLES = ("error_lines.jsonl", "error_lines_more.jsonl")
+SAMPLES = ("error_lines.jsonl", "error_lines_more.jsonl", "error_lines_drawn.jsonl")
 
 
 def lines_of(name: str) -> list[dict[str, Any]]:
@@ -40,6 +43,39 @@ def test_each_labelled_line_gets_its_row(line: dict[str, Any]) -> None:
     verdict = classify(line["text"])
     assert verdict.status == line["status"], verdict
     assert TABLE.get(verdict.status, "NONE") == line["severity"], verdict
+
+
+@pytest.mark.parametrize("text", [
+    "Loaded the network from net.pt, unexpected keys: []",
+    "The network failed to converge within 10 epochs, validation error 0.31",
+    "network loss 0.3, reconstruction error 0.02",
+    "residual connection of block 3: error norm 1e-3",
+    "If the connection fails it is tried again",
+    "socket 1: cannot read its NUMA distance, using 10",
+    "Gloo picks an interface by itself; where that is unexpected set GLOO_SOCKET_IFNAME",
+    "NCCL falls back to sockets where InfiniBand failed",
+    "rdma link mlx5_0/1 state ACTIVE, error counters 12 since boot",
+    "nfs: mount options soft,timeo=600,retrans=2, failures are told to the program",
+    "mlx5_core 0000:01:00.0: error reporting on",
+    "weka: 3 backends, fail domains 2",
+    "lustre: mount with flock, error=remount-ro",
+    "NFS exports: fail over to nas-2 after 30 s",
+    "nfsd: last error 0", "nfs: 3 mounts, error 0", "nfs_volume: failed=0",
+    "nfs4_callback: failover partner is nas-2", "nfs_cache: 12 hits, 0 failed",
+    "nfs4_state: reclaim complete, no failed locks",
+    " 12%|#2 | 120/1000 [00:10<01:12, 12.2it/s, val_error=0.3]",
+])
+def test_words_of_networks_alone_are_no_fault(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize("text", [
+    "rdma transport: connection to 10.0.0.4 failed", "gloo error: no route", "Network failure",
+    "weka: backend 3 is unreachable", "UCX: cannot connect to 10.0.0.4",
+    "12%|#2 | 120/1000 [00:10<01:12, 12.2it/s][rank0]: OSError: [Errno 113] No route to host",
+])
+def test_what_networks_tell_as_failed_is_a_fault(text: str) -> None:
+    assert TABLE[classify(text).status] == "SEV3", classify(text)
 
 
 def test_the_samples_hold_every_row_with_many_lines_that_mean_nothing() -> None:
@@ -146,6 +182,62 @@ def test_of_a_traceback_the_innermost_exception_decides() -> None:
                               line="ValueError: no such layer")
 
 
+def test_the_code_that_a_traceback_quotes_says_nothing_behind_a_prefix_either() -> None:
+    for prefix in ("", "[rank3]: ", "(Worker pid=12) ", "  | "):
+        text = "\n".join(prefix + line for line in (
+            "Traceback (most recent call last):", '  File "train.py", line 3, in step',
+            '    raise OSError("CUDA error: uncorrectable ECC error")',
+            "ValueError: no such layer"))
+        assert classify(text).rule == "exception", prefix
+        assert classify(text).line.endswith("ValueError: no such layer"), prefix
+
+
+# --- an exception group: each member stands alone ------------------------------------------------
+def group_of(*members: str) -> str:
+    """As Python prints it: `members` are the statements that raise; no sources at hand."""
+    names: dict[str, Any] = {}
+    exec(compile("caught = []\n" + "".join(
+        f"try:\n    raise {member}\nexcept Exception as error:\n    caught.append(error)\n"
+        for member in members) + "group = ExceptionGroup('connection reset in the workers', "
+        "caught)", "<string>", "exec"), names)
+    return "".join(traceback.format_exception(names["group"]))
+
+
+ECC = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
+RESET = "ConnectionResetError(104, 'Connection reset by peer')"
+SOFTWARE = "ValueError('no such layer')"
+
+
+@pytest.mark.parametrize(("members", "status"), [
+    ((ECC,), "ECC errors"), ((SOFTWARE, ECC), "ECC errors"), ((ECC, RESET), "ECC errors"),
+    ((RESET, ECC), "ECC errors"), ((RESET, SOFTWARE), "other software errors"),
+    ((SOFTWARE, RESET), "other software errors"), ((RESET,), "connection reset"),
+    ((f"ExceptionGroup('inner', [{SOFTWARE}, {ECC}])", RESET), "ECC errors"),
+])
+def test_a_groups_members_are_read_each_alone(members: tuple[str, ...], status: str) -> None:
+    text = group_of(*members)
+    assert '  |   File "' in text or len(members) == 1, text
+    for prefix in ("", "[rank1]: "):
+        told = "\n".join(prefix + line for line in text.splitlines())
+        assert classify(told).status == status, told
+
+
+def test_a_groups_own_message_is_its_wrapper() -> None:
+    verdict = classify(group_of(SOFTWARE))
+    assert verdict.line.endswith("ValueError: no such layer")
+    assert not classify("ExceptionGroup: connection reset in it (2 sub-exceptions)").status
+
+
+def test_in_a_chain_the_first_raised_decides_and_in_a_member_too() -> None:
+    chain = ("ConnectionResetError: [Errno 104] Connection reset by peer\n\nThe above exception "
+             "was the direct cause of the following exception:\n\nValueError: no batch")
+    assert classify(chain).rule == "connection-reset"
+    member = "".join(f"    | {line}\n" for line in chain.splitlines())
+    group = (f"  | ExceptionGroup: x (1 sub-exception)\n  +-+{'-' * 16} 1 {'-' * 16}\n{member}"
+             f"    +{'-' * 36}\n")
+    assert classify(group).rule == "connection-reset"
+
+
 def test_a_wrong_job_is_its_own_row() -> None:
     assert classify("unicron.events.errors.UsageError: no such shard").status == "wrong input"
 
@@ -192,6 +284,29 @@ def test_time_is_linear_in_the_text_whatever_it_repeats(words: list[str], betwee
 
     cost_s(1_000)
     assert cost_s(40_000) < 1.0  # measured: 0.04 s; a quadratic pattern takes minutes
+
+
+FRAGMENTS = [*sorted({word for rule in (*RULES, *QUIET_RULES) for word in rule.words}),
+             *string.printable, "\u0130", "\ud800", "\x00", '  File "a", line 1', "[rank0]: ",
+             "  | ",
+             "+---------------- 1 ----------------", "(1 sub-exception)", "xid (", "peer 1.2:3"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=40), st.sampled_from(["", " ", "\n", ": "]))
+def test_whatever_rules_look_for_in_whatever_order_raises_nothing(
+        fragments: list[str], between: str) -> None:
+    verdict = classify(between.join(fragments))
+    assert verdict.status in {"", *TABLE}
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "0", "(", "|", "-", ":a", "nfs ", "nccl ", "network ",
+                                  "lustreerror ", "nvrm: ", "error ", "1.1.1.1:", "[0] "])
+def test_repeats_of_a_quarter_megabyte_are_judged_within_seconds(unit: str) -> None:
+    text = unit * (250_000 // len(unit))
+    begun_s = time.process_time()
+    classify(text)
+    assert time.process_time() - begun_s < 10.0  # measured: at most 0.6 s
 
 
 def test_a_megabyte_in_one_line_is_judged_within_seconds() -> None:

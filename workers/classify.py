@@ -66,14 +66,29 @@ _PEER = re.compile(
     r"|\((?P<pair>[\w.%:-]{1,100}), (?P<pair_port>\d{1,5})\)"
     r"|(?P<alone>\d{1,3}(?:\.\d{1,3}){3}))")
 _FRAME = re.compile(r"file \"[^\"]{1,300}\", line \d")
+_GROUP = "sub-exception"
+_MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MULTILINE)
+"""What Python prints before, between and behind the members of an exception group."""
 
 
 def classify(text: str) -> Verdict:
     """The verdict on one error: a line of a log, or a traceback with all that it carries.
 
     Linear in the text's length. Where several rules match, the innermost cause decides: a
-    watchdog's line only carries it.
+    watchdog's line only carries it. Where two lie equally deep, the first: Python prints a chain
+    from its root. The members of an exception group stand each alone: there what one did itself
+    comes before what tells of a peer, and the group's own message, its wrapper, says nothing.
     """
+    best, best_depth = NOTHING, len(RULES)
+    for member in _MEMBER.split(text) if _GROUP in text else [text]:
+        found, depth = _deepest(member)
+        if found.rule and (depth, found.second_hand) < (best_depth, best.second_hand):
+            best, best_depth = found, depth
+    return best
+
+
+def _deepest(text: str) -> tuple[Verdict, int]:
+    """The verdict of the line that lies deepest, of these the first, and how deep."""
     best, best_depth = NOTHING, len(RULES)
     for line in _spoken(text):
         found, depth = _line_verdict(line)
@@ -81,16 +96,21 @@ def classify(text: str) -> Verdict:
             best, best_depth = found, depth
             if depth == HARDWARE:
                 break
-    return best
+    return best, best_depth
 
 
 def _spoken(text: str) -> Iterator[str]:
-    """The lines that somebody said: no source code that a traceback quotes, none too long."""
-    frame = False
+    """The lines that somebody said: no source code that a traceback quotes, none too long.
+
+    The code stands below its frame and further in, behind the same prefix (a rank, the margin of
+    an exception group). Without its source a frame is followed by the next frame or the error.
+    """
+    column = -1
     for line in text.splitlines():
-        quoted = frame and line.lstrip("│|❱ \t") != line
-        frame = '", line ' in line and _FRAME.search(line[:LINE_CHARS_MAX].lower()) is not None
-        if frame or quoted or not line or line.isspace():
+        quoted = column >= 0 and line[column:column + 2] == "  "
+        frame = _FRAME.search(line[:LINE_CHARS_MAX].lower()) if '", line ' in line else None
+        column = frame.start() if frame is not None else -1
+        if frame is not None or quoted or not line or line.isspace():
             continue
         if len(line) <= LINE_CHARS_MAX:
             yield line

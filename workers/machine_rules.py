@@ -69,15 +69,19 @@ MACHINE_RULES = (
         ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
         ("nvlink-peer-memory", "cuda_error_contained|cudaerrorcontained"
          "|peer gpu memory over nvlink"),
-        ("nvswitch-sxid", "sxid", r"\bsxid\b.{0,60}, fatal\b"),
+        # severity 1 is the driver's word for fatal; the SOE is the switch's own processor
+        ("nvswitch-sxid", "sxid", r"\bsxid\b.{0,60}, (?:fatal\b|severity 1\b"
+         r"|soe (?:halt|watchdog))"),
         ("nvswitch-fatal", "nvswitch", r"nvswitch fatal|nvswitch(?:es)? .{0,80}(?:don't match"
          r"|failed"
          r"|aborting|uninitialized)"),
         ("fabric-manager", "fabric|multicast team|gpu handle|imex",
          r"aborting fabric manager|failed to find the gpu handle|multicast team request"
          r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
+         r"|error in the fabric manager"
          r"|fabric (?:state|health).{0,20}(?:fail|unhealthy)|imex.{0,60}(?:error|fail)"),
-        ("nvlink-failed", "nvlink", r"nvlink.{0,80}(?:fatal|fail|fault"
+        ("nvlink-failed", "nvlink", r"fail\w{0,4} to \w{1,12} nvlink"
+         r"|nvlink.{0,80}(?:fatal|fail|fault"
          r"|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive"
          r"|timed? ?out|lane error|flit error|crc error|replay error|recovery error)"),
     )),
@@ -98,6 +102,7 @@ MACHINE_RULES = (
          r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
          r"|(?:couldn't|failed to|unable to|cannot) (?:register|create|allocate|reg) .{0,20}"
          r"(?:gpu|memory region|\bmr\b|rdma mem)"
+         r"|(?:fail\w{0,4}|unable) to register memory\b.{0,60}(?:bad address|for device)"
          r"|gdr_pin_buffer.{0,20}fail"),
         ("peer-memory", "peermem|peer_mem", r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}"
          r"(?:\berror\b|fail|invalid|denied)"),
@@ -128,16 +133,18 @@ MACHINE_RULES = (
         ("driver-locked", "rc watchdog|gpu is probably locked|gpu requires reset|err_reset_required"
          "|gpu reset required|"
          "node reboot required"),
-        ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: aer: (?:can't recover|.{0,60}fatal)"),
+        ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
+         r"|device has no aer-aware)"),
         ("amd-reset", "amdgpu|vram is lost",
          r"gpu reset begin|vram is lost|failed to respond to msg|ring \S{2,16} timeout"),
         ("driver-failed", "nvrm:", r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}"
          r"(?:fail(?!over)|timed? ?out|fatal|bad state|cannot (?!map mem)|not responding"
-         r"|may need to be reset|is hung"
+         r"|may need to be reset|is hung|critical error"
          r"|no nvidia graphics|not called for)"),
     )),
     *rules(TASK_HANG, KILLED, (
-        ("hung-task", "blocked for more than", r"task \S{1,80} blocked for more than \d{1,9} sec"),
+        ("hung-task", "blocked for more than|state:d", r"task \S{1,80} blocked for more than "
+         r"\d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b"),
         ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
         ("rcu-stall", "rcu", r"rcu\w{0,14}:? .{0,30}(?:self-)?detected (?:expedited )?stall"
          r"|rcu.{0,30}kthread (?:starved|timer wakeup)"),
@@ -182,12 +189,17 @@ MACHINE_RULES = (
          r"|nvrtc: err"
          r"|unspecified launch failure|device-side assert|cuda ?malloc.{0,20}fail|triton error"
          r"|cuda unknown error"),
+        ("cuda-assert", "assertion", r"\.cuh?:\d{1,6}: .{0,120}\bassertion\b.{0,300}fail"
+         r"|block: \[\d.{0,30}thread: \[\d.{0,30}assertion"),
+        ("tensorflow-gpu", "gpu_event_mgr|gpu sync failed|gpu_util", r"gpu_event_mgr.{0,40}"
+         r"unexpected event status|gpu sync failed"),
         ("nccl-cuda", "nccl warn|peer access",
          r"nccl warn.{0,120}\bcuda\b.{0,80}(?:fail|error|not support)|failed to.{0,30}\bcuda\b"
          r"|peer access is not supported"),
         ("cuda-library", "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
          r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
          r"|cusolver"
-         r"|cusparse|cufft|curand) ?error|cufft_(?!success)\w{3,30}|cutlass error"),
+         r"|cusparse|cufft|curand) ?(?:runtime )?error|check failed: .{0,40}_status_success"
+         r"|cufft_(?!success)\w{3,30}|cutlass error"),
     )),
 )

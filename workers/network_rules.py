@@ -65,8 +65,9 @@ NETWORK_RULES = (
          r"|nameresolutionerror"
          r"|(?:could|can)(?: ?not|n't) resolve"),
         ("storage-server-silent",
-         "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs",
-         r"nfs: server \S{1,80} not responding|evict\w{0,3} unresponsive client"
+         "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs|endpoint shutdown",
+         r"nfs: server \S{1,80} not responding|cannot send after transport endpoint"
+         r"|evict\w{0,3} unresponsive client"
          r"|lustre.{0,160}(?:was lost|timed out|network error"
          r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
          r"|error"
@@ -102,7 +103,8 @@ NETWORK_RULES = (
          r"|timed out waiting \d{1,12} ?ms for (?:send|recv)"
          r"|\b(?:nccl|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|reduce_?scatter"
          r"|barrier)"
-         r"\w{0,10}\b.{0,80}(?:timed out|\btimeouts?(?: (?:error|exceeded|after|of|reached|occur)"
+         r"\w{0,10}\b(?!.{0,120}connect).{0,80}(?:timed out"
+         r"|\btimeouts?(?: (?:error|exceeded|after|of|reached|occur)"
          r"|$))"),
     ), second_hand=True),
     *rules(OTHER_NETWORK, RAISED, (
@@ -124,6 +126,7 @@ NETWORK_RULES = (
         ("rendezvous", "rendezvous|distnetworkerror",
          r"rendezvous(?:connection|timeout|closed|graceful)\w{0,12}|c10d store has failed"
          r"|distnetworkerror"),
+        ("nccl-proxy", "proxy call to rank", r"proxy call to rank \d{1,7} failed \(connect\)"),
         ("gloo", "gloo|connectfullmesh", r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail"
          r"|error)"),
         ("http", "sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway|"
@@ -147,7 +150,8 @@ NETWORK_RULES = (
          r"|due to collective timeout"),
     ), second_hand=True),
     *rules(TASK_HANG, CARRIER, (
-        ("no-progress", "heartbeat|stuck|remainder of ranks|no progress|hang|hung|stall|deadlock",
+        ("no-progress", "heartbeat|stuck|remainder of ranks|no progress|hang|hung|stall|deadlock"
+         "|missing ranks|dump debug info",
          r"heartbeat monitor timed out|watchdog hang|gil induced hang"
          r"|waiting for remainder of ranks"
          r"|no heartbeat of its watchdog|watchdog got stuck"
@@ -158,7 +162,8 @@ NETWORK_RULES = (
          r"|seems? "
          r"|appears? |has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"
          r"|without making "
-         r"progress|no progress (?:for|in)|workers? (?:are )?stuck"),
+         r"progress|no progress (?:for|in)|workers? (?:are )?stuck|\bstalled (?:ranks|ops):"
+         r"|\[missing ranks: \d|preparing to dump debug info"),
     )),
     *rules(CONNECTION_RESET, CARRIER, (
         ("remote-exited", "remote|prematurely", r"remote process (?:has )?exit|ncclremoteerror"

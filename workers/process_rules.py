@@ -15,9 +15,11 @@ ENDED_RULES = (
     *rules(EXITED_ABNORMALLY, WRAPPER, (
         ("child-ended", "processexitedexception|processraisedexception|childfailederror|"
          "signalexception|calledprocesserror|actordiederror|workercrashederror|rayactorerror"),
-        ("worker-died", "died|crash|unexpectedly exit|exited immediately|worker group failed",
+        ("worker-died", "died|crash|unexpectedly exit|exited immediately|worker group failed"
+         "|failed to start",
          r"(?:worker|actor|rank|process|trainer|owner)\w{0,10}(?:'s node)? .{0,40}(?:died|crashed)"
-         r"|unexpectedly exits|exited immediately|worker group failed"),
+         r"|unexpectedly exits|exited immediately|worker group failed"
+         r"|(?:worker|actor|rank|process|trainer)\w{0,10} (?:\w{1,12} )?failed to start"),
         ("evicted", "evicted|low on resource", r"low on resource|reason:? ?evicted"
          r"|\b(?:pod|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b +\d+ "),
     )),
@@ -32,7 +34,8 @@ PROCESS_RULES = (
          r"|enospc\b"),
         ("stale-handle", "stale|estale|errno 116", r"stale (?:nfs )?file handle|estale\b"
          r"|errno[: ]*116"),
-        ("io-failed", "input/output|errno 5]|remote i/o|eio", r"input/output error|errno 5\]"
+        ("io-failed", "input/output|errno 5]|remote i/o|eio|write error",
+         r"input/output error|errno 5\]|write error: (?:wrote \d|bad file|file too)"
          r"|remote i/o"
          r" error|\beio\b"),
         ("read-only", "read-only|erofs", r"read-only file ?system|remounting filesystem read-only"
@@ -45,12 +48,14 @@ PROCESS_RULES = (
          r"critical)|structure needs cleaning|access beyond end of device"),
         ("files-exhausted", "file-max|too many open files|emfile|enfile",
          r"file-max limit|too many open files|emfile\b|enfile\b"),
-        ("nfs-state", "nfs", r"nfs4?_\w{0,40}: .{0,40}fail|nfs.{0,30}reclaim.{0,20}fail"
-         r"|nfs.{0,60}(?:error -?\d|state manager.{0,40}failed)"),
+        ("nfs-state", "nfs", r"\bnfs4?_\w{1,40}: (?!.{0,40}\b(?:no|0|without) fail).{0,40}"
+         r"\bfail(?:ed|ure)\b(?! ?[:=])|\bnfs\w{0,40}.{0,30}reclaim.{0,12} failed\b"
+         r"|\bnfs.{0,60}\berror -?[1-9]|\bnfs.{0,40}state manager.{0,40} failed\b"),
         ("mount-gone", "transport endpoint|lustreerror|fuse", r"transport endpoint"
          r"|lustreerror: |fuse.{0,40}(?:error|crash)"),
-        ("checkpoint-io", "pytorchstream|inline_container|checkpoint|safetensor",
+        ("checkpoint-io", "pytorchstream|inline_container|checkpoint|safetensor|unexpected pos",
          r"pytorchstream(?:writer|reader) failed|enforce fail at inline_container"
+         r"|unexpected pos \d{1,18} vs \d"
          r"|(?:corrupt\w{0,4}|invalid|incomplete|truncated) (?:\S{1,20} )?checkpoint"
          r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:save|load|write"
          r"|read) .{0,20}"
@@ -97,13 +102,17 @@ PROCESS_RULES = (
          r"(?:is dead|was killed)"),
     )),
     *rules(OTHER_NETWORK, TRACE, (
+        # what is told as having failed; no condition, no count, no network that learns
         ("network-told", "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
          "|ceph|nfs|lustre|beegfs|weka|network|connection|socket",
-         r"(?:\b[nr]ccl|rdma|infiniband|\bmlx\d|libfabric|net/|\bucx|\bgloo|tcpstore|rendezvous"
-         r"|ceph"
-         r"|nfs|lustre|beegfs|weka|\bnetwork\b|connection|socket).{0,120}(?:fail|\berror|cannot"
-         r"|can't"
-         r"|unable|could ?n[o']t|fatal|\blost\b|abort|unexpected|unresponsive|broken|unreachable)"),
+         r"^(?!.{0,4096}\b(?:if|unless|in case|where|falls? ?back|falling back|retrying)\b)"
+         r".{0,4096}?(?:(?:\b[nr]ccl|rdma|infiniband|\bmlx\d|libfabric|\bnet/|\bucx|\bgloo"
+         r"|tcpstore|rendezvous|\bceph|\bnfs|\blustre|beegfs|\bweka).{0,80}(?:(?<!no )(?<! 0 )"
+         r"\b(?:failed|fatal|aborted|unresponsive|unreachable|broken)\b(?! ?[:=] ?0|-)|\berror: "
+         r"|\b(?:unable to|cannot|couldn't|could not) (?:connect|reach|open|create|send|receive"
+         r"|bind|mount|write|allocate|post)\b)|\b(?:network|connection|socket) (?:\w{1,12} ){0,2}"
+         r"(?:error|failure|failed|lost|aborted|broken|unreachable|unresponsive)\b"
+         r"(?!.{0,3}\d| to (?:converge|learn|train|generali)))"),
     )),
     *rules(OTHER_SOFTWARE, TRACE, (
         ("unhandled", "unhandled exception|uncaught exception"),

@@ -40,7 +40,7 @@ QUIET_RULES = (
            r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b"),
     _quiet("planned-end", "cancelled|preempt|time limit|requeue",
            r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
-           r"|\bpreempt(?:ed|ion)\b|time limit"),
+           r"|\bpreempt(?:ed|ion)\b(?!.{0,40}node fail)|time limit"),
     _quiet("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
     _quiet("corrected", "correct|edac|ce error", r"\bcorrect(?:ed|able) .{0,20}error"
          r"|severity=corrected"
@@ -77,7 +77,9 @@ QUIET_RULES = (
     _quiet("address-family", "errno: 97|hostname of the client socket cannot be"),
     _quiet("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
     _quiet("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
-           r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"),
+           # a progress bar ends no line: what is printed next stands behind its bracket
+           r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
+           r"(?!.{0,300}\] ?\[?[a-z])"),
     _quiet("overflow-skipped", "overflow|skipping step", r"overflow!|skipping step"
          r"|overflow\. skipping|"
            r"loss scale.{0,30}reduc"),
@@ -97,5 +99,6 @@ QUIET_RULES = (
     _quiet("warning-of-python", "warning",
            r"(?:user|future|deprecation|runtime|resource|syntax"
            r"|pending\w{0,12})warning: ", heard=DEVICE),
+    _quiet("group-header", "sub-exception", r"group: .{0,1000}\(\d{1,9} sub-exceptions?\)\s*$"),
     _quiet("retried", "retry|retries", r"(?:retry|retries) (?:succeeded|successful)"),
 )
