@@ -68,6 +68,19 @@ def test_what_ended_well_has_no_cause(tmp_path: Path) -> None:
     assert why(Exit(0, None), RESET, path=path, kills={0: "oom", 7: "oom"}) == Cause()
 
 
+def test_of_an_exception_group_every_member_is_read() -> None:
+    group = ("  + Exception Group Traceback (most recent call last):\n"
+             '  |   File "train.py", line 9, in main\n  | ExceptionGroup: two (2 sub-exceptions)\n'
+             "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
+             '    |   File "train.py", line 3, in step\n'
+             "    | RuntimeError: CUDA error: an illegal memory access was encountered\n"
+             "    +---------------- 2 ----------------\n    | Traceback (most recent call last):\n"
+             f'    |   File "train.py", line 4, in send\n    | {RESET}\n'
+             "    +------------------------------------\n")
+    assert why(ONE, f"{raised(REFUSED, RESET)}\nthe next try went well\n{group}").status == (
+        ILLEGAL_MEMORY_ACCESS)
+
+
 def test_what_means_nothing_has_no_cause() -> None:
     assert why(ONE, "iteration 7 of 9\nsaved\n") == Cause()
     assert why(ONE) == Cause()

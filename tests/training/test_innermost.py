@@ -10,6 +10,7 @@ from unicron.events.statuses import (
     CONNECTION_REFUSED,
     CONNECTION_RESET,
     ILLEGAL_MEMORY_ACCESS,
+    OTHER_SOFTWARE,
     WRONG_INPUT,
 )
 from unicron.workers.training.innermost import bounded, innermost_first, verdict_of
@@ -69,6 +70,13 @@ def in_a_group() -> None:
     raise ExceptionGroup("two of them", caught)
 
 
+def in_the_cause_of_a_group() -> None:
+    try:
+        refused()
+    except OSError as error:
+        raise ExceptionGroup("all of them", [RuntimeError("Connection reset by peer")]) from error
+
+
 def in_a_circle() -> None:
     one, other = ValueError("one"), ConnectionRefusedError(111, "Connection refused")
     one.__cause__, other.__context__ = other, one
@@ -94,7 +102,7 @@ def caught(fail: Callable[[], None]) -> Exception:
 
 @pytest.mark.parametrize("fail", [
     plainly, from_another, within_another, in_a_wrapper_that_means_something,
-    in_a_key_error_that_means_nothing, in_a_group,
+    in_a_key_error_that_means_nothing, in_a_group, in_the_cause_of_a_group,
     in_a_circle, deep])
 def test_the_innermost_decides(fail: Callable[[], None]) -> None:
     verdict = verdict_of(caught(fail))
@@ -110,6 +118,17 @@ def test_what_is_hidden_from_a_traceback_does_not_count() -> None:
             raise RuntimeError("Connection reset by peer") from None
 
     assert verdict_of(caught(hidden)).status == CONNECTION_RESET
+
+
+def test_in_a_group_ones_own_error_comes_before_news_of_a_peer() -> None:
+    def members(*errors: Exception) -> ExceptionGroup[Exception]:
+        return ExceptionGroup("connection reset by peer", errors)
+
+    news, own = ConnectionResetError(104, "Connection reset by peer"), ValueError("no such layer")
+    for group in (members(news, own), members(own, news), members(news, members(own))):
+        assert verdict_of(group).status == OTHER_SOFTWARE
+    assert verdict_of(members(news, members(news))).status == CONNECTION_RESET
+    assert verdict_of(members(own, RuntimeError(CUDA), news)).status == ILLEGAL_MEMORY_ACCESS
 
 
 def test_causes_come_before_what_was_raised_from_them() -> None:

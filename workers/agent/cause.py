@@ -42,6 +42,8 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK = "Traceback (most recent call last):"
 _CARRIED = ("The above exception was the direct cause of the following exception:",
             "During handling of the above exception, another exception occurred:")
+_IN_GROUP = re.compile(r"\| +(?:\+ )?(?:Exception Group )?$")
+"""What stands before the traceback of a member of an exception group: the group's margin."""
 _WEAK = (CONNECTION_REFUSED, CONNECTION_RESET, NCCL_TIMEOUT, LINK_FLAPPING, OTHER_NETWORK)
 """What a program also prints when it tries again, and all goes well."""
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)|^Killed\s*$",
@@ -119,8 +121,9 @@ def deciding(text: str) -> Verdict:
     at = text.rfind(_TRACEBACK)
     if at < 0:
         return classify(text)
-    while (above := text.rfind(_TRACEBACK, 0, at)) >= 0 and any(
-            words in text[above:at] for words in _CARRIED):
+    while (above := text.rfind(_TRACEBACK, 0, at)) >= 0 and (
+            _IN_GROUP.search(text, text.rfind("\n", 0, at) + 1, at)
+            or any(words in text[above:at] for words in _CARRIED)):
         at = above
     verdict = classify(text[at:])
     if verdict.status not in ("", OTHER_SOFTWARE):

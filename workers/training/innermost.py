@@ -21,19 +21,19 @@ def verdict_of(error: BaseException) -> Verdict:
 
     An exception that was raised from another, or while another was handled, is its wrapper. What
     names a row of its own comes before what is only software (a KeyError within the error that
-    matters); of a group's members, what tells of oneself before what tells of a peer.
+    matters). The members of a group stand each alone, with what they carry: there what tells of
+    oneself comes before what tells of a peer, even where it is only software.
     """
     if isinstance(error, UsageError):
         return Verdict(WRONG_INPUT, "usage-error", line=f"{error} ({error.hint})")
-    read = innermost_first(error)
-    is_group = any(isinstance(one, BaseExceptionGroup) for one in read)
-    best, best_key = NOTHING, (True, True)
-    for one in read:
-        verdict = classify(_words(one))
-        key = (verdict.status == OTHER_SOFTWARE, is_group and verdict.second_hand)
-        if verdict.status and (not best.status or key < best_key):
-            best, best_key = verdict, key
-    return best
+    chains: dict[int, Verdict] = {}
+    for chain, one in _walked(error):
+        verdict, before = classify(_words(one)), chains.get(chain, NOTHING)
+        if verdict.status and before.status in ("", OTHER_SOFTWARE) and (
+                not before.status or verdict.status != OTHER_SOFTWARE):
+            chains[chain] = verdict
+    return min(chains.values(), default=NOTHING, key=lambda verdict: (
+        verdict.second_hand, verdict.status == OTHER_SOFTWARE))
 
 
 def innermost_first(error: BaseException) -> list[BaseException]:
@@ -41,21 +41,30 @@ def innermost_first(error: BaseException) -> list[BaseException]:
 
     `raise X from None` hides what it was raised within, as in a traceback.
     """
-    found: list[BaseException] = []
+    return [one for _, one in _walked(error)]
+
+
+def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
+    """(the number of its chain, exception), in the order in which a traceback prints them.
+
+    Each member of a group begins a chain.
+    """
+    found: list[tuple[int, BaseException]] = []
     seen: set[int] = set()
-    left = [error]
+    left, num_chains = [(0, error)], 1
     while left and len(found) < WALK_NUM_MAX:
-        one = left.pop()
+        chain, one = left.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        found.append(one)
-        if isinstance(one, BaseExceptionGroup):
-            left.extend(one.exceptions)
+        found.append((chain, one))
         if one.__cause__ is not None:
-            left.append(one.__cause__)
+            left.append((chain, one.__cause__))
         elif one.__context__ is not None and not one.__suppress_context__:
-            left.append(one.__context__)
+            left.append((chain, one.__context__))
+        if isinstance(one, BaseExceptionGroup):
+            left.extend(enumerate(one.exceptions, num_chains))
+            num_chains += len(one.exceptions)
     return found[::-1][:READ_NUM_MAX]
 
 
