@@ -33,10 +33,16 @@ def began(one: IncidentHistory, evidence: list[Plain]) -> Began:
     kinds = {x["kind"] for x in first}
     if kinds & TO_THE_MOMENT or not first:
         return Began()
+    paced = [x for x in first if x["kind"] == "RankPaced"]
+    crawls = [x for x in paced if x["body"]["num_iterations"] == 1]
+    if crawls:  # an iteration that has not ended, though the rank passes marks
+        since_s = min(x["at_s"] - max(x["body"]["iteration_s"], 0.0) for x in crawls)
+        length_s = max(one.detected_s - since_s, 0.0)
+        return Began("at most", length_s, f"after that iteration began, {span(length_s)} before "
+                     "it was told; the moment itself is not known")
     stalls = [x for x in first if x["kind"] == "RankStalled"]
     if stalls:
         return _after_a_mark(one, [x for x in stalls if x["body"]["rank"] in one.ranks] or stalls)
-    paced = [x for x in first if x["kind"] == "RankPaced"]
     if paced:
         num = int(paced[0]["body"]["num_iterations"])
         length_s = math.ceil(num / 2) * float(paced[0]["body"]["iteration_s"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_hang_command as command
 from heart_driver import Driver, failed, spec
+from test_crawl import crawls, waited_for
 from test_evidence import alone, erred, four, health
 from test_hang import deadline, hung
 from test_pace import VICTIM, known, paced
@@ -107,6 +108,20 @@ def test_a_hang_began_after_the_last_mark() -> None:
     assert " x " not in own
     assert "DeadlineReached hang/" in late
     check("incident-hang", page(told), columns_max=100)
+
+
+def test_one_that_works_on_and_on_began_within_its_iteration() -> None:
+    d = Driver()
+    task = d.running()
+    waited_for(d, task)
+    d.now_s += 5
+    crawls(d, task, VICTIM, 6.4)
+    carry_out(d, d.due(deadline(d, task)))
+    told = facts(plain(d))
+    bound, length_s = phases(told)["detect"]
+    assert (bound, length_s) == ("at most", pytest.approx(6.5 - 5.0, abs=0.05))
+    assert evidence(told)[0].startswith("began after that iteration began, 1.5 s")
+    assert "stood" in phases(told)
 
 
 def test_a_command_began_to_hang_after_its_last_line() -> None:
