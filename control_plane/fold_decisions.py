@@ -30,6 +30,7 @@ from .folding import (
     set_phase,
     settle_phase,
 )
+from .hang import WAITED_FOR
 from .severity import worse
 from .state import NUM_INCIDENTS_MAX, ClusterState, Occupant, Rank, Task
 
@@ -90,6 +91,13 @@ def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEsc
         _take_in(state, task, incident, body.severity, body.ranks)
 
 
+def _stood_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
+    """Since when the task stands for these: of a silent node, since the others wait for it."""
+    if any(rank.rank in ranks and rank.overdue == WAITED_FOR for rank in task.ranks.values()):
+        return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
+    return state.at_s
+
+
 def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Severity,
              ranks: tuple[int, ...]) -> None:
     """The task's faults are decided upon; SEV1 takes out what the ranks ran on."""
@@ -97,7 +105,7 @@ def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Se
     if task.failed_s >= 0:
         down_s.append(task.failed_s)
     if severity == "SEV1" and any(task.member(number) is not None for number in ranks):
-        down_s.append(state.at_s)
+        down_s.append(_stood_s(state, task, ranks))
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []

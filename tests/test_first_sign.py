@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from heart_driver import Driver, at_rest, failed, only, spec, task_of, the
+from test_hang import stalled
 from unicron.events import orders as o
 from unicron.events import reports as r
 
@@ -77,3 +78,19 @@ def test_an_agent_that_starts_again_at_once_has_stood_no_longer(d: Driver) -> No
     d.obey(told)
     (incident,) = d.state.incidents.values()
     assert incident.down_since_s == told[0].at_s
+
+
+def test_a_node_that_the_others_wait_for_is_lost_since_they_wait(d: Driver) -> None:
+    """Nothing fails: packets do not come."""
+    task = d.running()
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=1.3))
+    waited_s = d.now_s - 1.6
+    for rank in (0, 1):
+        stalled(d, task, rank)
+    d.now_s += LATE_S
+    told = d.due(f"hang/{task}/{task_of(d, task).generation}")
+    assert the(o.IncidentOpened, told).node == "n2"
+    (incident,) = d.state.incidents.values()
+    assert incident.down_since_s == pytest.approx(waited_s, abs=0.2)
+    d.obey(told)
+    assert pause_s(d, task) == pytest.approx(d.now_s - waited_s, abs=0.2)

@@ -22,6 +22,7 @@ from unicron.events.embedded import start_time
 
 NEAR, FAR = NODES
 NUM = 4
+HANG_S_MIN = 3.0
 
 
 class PartedCluster(RealCluster):
@@ -55,7 +56,7 @@ def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
         pytest.skip(why)
     with parted.namespaces(f"unicron-cut-{os.getpid()}") as (near, far), parted.within(near):
         made = PartedCluster(tmp_path, far, {
-            "silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": 3.0})
+            "silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN})
         try:
             made.start()
             yield made
@@ -86,6 +87,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     closed = cluster.wait_told(after, "IncidentClosed").body
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
         "healed", 0, False), cluster.tail(after)
+    assert closed.pause_s >= HANG_S_MIN, "it stood since those over here wait"
     cluster.wait_steps(task)
     assert cluster.kept(task, {rank: before[rank] for rank in ours}) == set(ours)
     assert len(cluster.told(after, "Reconfigure")[-1].body.members) == len(ours)
