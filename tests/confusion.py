@@ -16,7 +16,7 @@ from unicron.workers.classify import classify
 DATA = Path(__file__).parent / "data"
 SAMPLES = {"the 108 development lines": "error_lines.jsonl",
            "further lines": "error_lines_more.jsonl",
-           "the lines of the neutral draw": "error_lines_drawn.jsonl"}
+           "the drawn lines": "error_lines_drawn.jsonl"}
 SEVERITIES = ("SEV1", "SEV2", "SEV3", "NONE")
 NONE = "none"
 

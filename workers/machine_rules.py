@@ -108,9 +108,10 @@ MACHINE_RULES = (
          r"(?:\berror\b|fail|invalid|denied)"),
     )),
     *rules(GPU_DRIVER_ERRORS, HARDWARE, (
-        ("gpu-lost", "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost",
+        ("gpu-lost", "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost"
+         "|(rev ff)",
          r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
-         r"|gpu lost\b|no devices were found"),
+         r"|gpu lost\b|no devices were found|nvidia corporation .{0,100}\(rev ff\)"),
         ("gpu-absent", "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia",
          r"no cuda-capable device|no cuda gpus are available|cudaerrornodevice"
          r"|cuda_error_no_device"

@@ -86,7 +86,7 @@ NETWORK_RULES = (
          r"|broken ?pipe"
          r"|epipe\b|econnaborted|connection abort|connectionclosederror|remotedisconnected"
          r"|(?:remote end|peer) (?:closed|disconnected)|socket closed|stream removed"
-         r"|unexpected eof|connection lost|unexpectedly closed"
+         r"|unexpected eof\b(?!, expected \d)|connection lost|unexpectedly closed"
          r"|likely closed|recv,? got 0 bytes|serverdisconnected|server shutdown or crash"),
     ), second_hand=True),
     *rules(CONNECTION_REFUSED, RAISED, (
@@ -157,7 +157,7 @@ NETWORK_RULES = (
          r"|no heartbeat of its watchdog|watchdog got stuck"
          r"|did not get (?:subsequent|initial) heartbeat|not received? (?:a )?heartbeat"
          r"|heartbeat (?:was )?(?:timed? ?out|missed|lost|timeout)|hang (?:was )?detected"
-         r"|detected (?:a )?"
+         r"|detect(?:ed|s) (?:a )?"
          r"(?:hang|stall|deadlock)|(?:training|job|task|rank|process|step|gpu)s? \S{0,12} ?(?:is "
          r"|seems? "
          r"|appears? |has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"

@@ -53,9 +53,10 @@ PROCESS_RULES = (
          r"|\bnfs.{0,60}\berror -?[1-9]|\bnfs.{0,40}state manager.{0,40} failed\b"),
         ("mount-gone", "transport endpoint|lustreerror|fuse", r"transport endpoint"
          r"|lustreerror: |fuse.{0,40}(?:error|crash)"),
-        ("checkpoint-io", "pytorchstream|inline_container|checkpoint|safetensor|unexpected pos",
+        ("checkpoint-io", "pytorchstream|inline_container|checkpoint|safetensor|unexpected pos"
+         "|unexpected eof",
          r"pytorchstream(?:writer|reader) failed|enforce fail at inline_container"
-         r"|unexpected pos \d{1,18} vs \d"
+         r"|unexpected pos \d{1,18} vs \d|unexpected eof, expected \d{1,18} more bytes"
          r"|(?:corrupt\w{0,4}|invalid|incomplete|truncated) (?:\S{1,20} )?checkpoint"
          r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:save|load|write"
          r"|read) .{0,20}"

@@ -21,10 +21,12 @@ def _quiet(name: str, words: str, pattern: str = "", *, heard: int = -1) -> Quie
     return Quiet(name, tuple(words.split("|")), re.compile(pattern) if pattern else None, heard)
 
 
-# A log's own level stands at the beginning of a line; "INFO: task ... blocked" is the kernel's.
+# A log's own level stands at the beginning of a line; "INFO: task ... blocked" is the kernel's,
+# and behind "INFO - [rank0]: " a launcher passes on what torch printed for an exception.
 LEVEL_COLUMNS = 200
 LEVEL = re.compile(
     r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
+    r"(?!.{0,4}\[rank\d{1,6}\]: )"
     r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d)")
 
 QUIET_RULES = (
