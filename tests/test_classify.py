@@ -70,6 +70,52 @@ def test_words_of_networks_alone_are_no_fault(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
+    line for line in (DATA / "boot_lines.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")])
+def test_what_a_healthy_machine_prints_as_it_boots_means_nothing(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize("text", [
+    "nvidia_peermem: module verification failed: signature and/or required key missing",
+    "Error: Driver 'pcspkr' is already registered, aborting...",
+    "nvme nvme0: I/O 512 QID 3 timeout, aborting", "nvme nvme0: Abort status: 0x371",
+    "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 "
+    "(errno: 99 - Cannot assign requested address).",
+    "WARNING:urllib3.connectionpool:Retrying (Retry(total=4, connect=None)) after connection "
+    "broken by 'NewConnectionError(': [Errno 111] Connection refused')': /api/5",
+    "urllib3.connectionpool Retrying (9 attempts remain) after connection broken by "
+    "'ReadTimeoutError(\"Read timed out.\")': /path",
+])
+def test_what_is_tried_again_by_who_tells_it_means_nothing(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ("iommu: fault on device 0000:4e:00.0", "invalid DMA mapping"),
+    ("DMAR: DRHD: handling fault status reg 102", "invalid DMA mapping"),
+    ("arm-smmu-v3: unhandled context fault: fsr=0x402", "invalid DMA mapping"),
+    ("nvme nvme0: I/O 25 QID 0 timeout, reset controller", "lost connection"),
+    ("[W socket.cpp:558] [c10d] The client socket has failed to connect to [n1]:29500 "
+     "(errno: 99 - Cannot assign requested address).", "other network errors"),
+    ("[E socket.cpp:922] [c10d] The client socket has timed out after 60s while trying to "
+     "connect to (10.0.0.1, 29500).", "other network errors"),
+    ("requests.exceptions.ConnectionError: Max retries exceeded with url: /api",
+     "other network errors"),
+])
+def test_what_is_like_it_and_does_fail_keeps_its_row(text: str, status: str) -> None:
+    assert classify(text).status == status, classify(text)
+
+
+def test_a_call_of_rdma_that_failed_is_ones_own_whatever_it_failed_with() -> None:
+    for why in ("Connection timed out", "Connection refused", "Connection reset by peer"):
+        verdict = classify("n1:118:220 [0] ibvwrap.c:118 NCCL WARN Call to ibv_modify_qp failed "
+                           f"with error {why}")
+        assert (verdict.status, verdict.rule, verdict.second_hand) == (
+            "other network errors", "ib-call", False)
+
+
+@pytest.mark.parametrize("text", [
     "rdma transport: connection to 10.0.0.4 failed", "gloo error: no route", "Network failure",
     "weka: backend 3 is unreachable", "UCX: cannot connect to 10.0.0.4",
     "12%|#2 | 120/1000 [00:10<01:12, 12.2it/s][rank0]: OSError: [Errno 113] No route to host",

@@ -87,11 +87,11 @@ MACHINE_RULES = (
     )),
     *rules(INVALID_DMA_MAPPING, HARDWARE, (
         ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
-         r"dmar: \[|dmar.{0,40}(?:fault|error)|io_page_fault|iotlb_inv_timeout"
+         # "default" ends in "fault": each boot tells its default domain
+         r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
          r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
-         r"|smmu.{0,60}(?:fault"
-         r"|event 0x)|not addressable by gpu|iommu.{0,60}(?:fault|fail)|swiotlb.{0,60}(?:is full"
-         r"|overflow)"),
+         r"|smmu.{0,60}(?:(?<!de)fault|event 0x)|not addressable by gpu"
+         r"|iommu.{0,60}(?:(?<!de)fault|fail)|swiotlb.{0,60}(?:is full|overflow)"),
         ("dma-mapping", "dma|iova", r"alloc\w{0,6} (?:\w{1,8} ){0,3}(?:iova|dma)\b.{0,40}fail"
          r"|dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)"
          r"|failed to (?:dma[- ]?)?map (?:dma|sg)|invalid dma|dma.{0,20}mapping error"

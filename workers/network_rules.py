@@ -41,6 +41,7 @@ NETWORK_RULES = (
          r"|ibv_wc_(?!success)"
          r"\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed|retry_exc_err"
          r"|completion with error"),
+        ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
         ("ib-async-event", "async", r"(?:got |ib )async (?:fatal )?event.{0,60}(?:error|fatal"
          r"|violation"
          r"|catastrophic)|async fatal event"),
@@ -177,7 +178,6 @@ NETWORK_RULES = (
          r"|accept|listen).{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"
          r"|bootstrap : no socket interface|\b(?:nccl)?socket[a-z]{4,20}(?:: "
          r"| poll)(?!.{0,80}success)"),
-        ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
         ("timed-out", "timed out|timeout|deadline", r"timed out\b|timeouterror"
          r"|timeout ?(?:expired|exceeded)|deadline[_ ]?exceeded|timeoutexception"),
     )),

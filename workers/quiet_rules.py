@@ -77,6 +77,9 @@ QUIET_RULES = (
            r"|libnccl|"
            r"symbol|libibverbs)|couldn.t load driver|missing .iommu=pt|no plugin found"),
     _quiet("address-family", "errno: 97|hostname of the client socket cannot be"),
+    # torch tries localhost as IPv6 first; where that is off, IPv4 comes next
+    _quiet("localhost-by-ipv6", "errno: 99", r"failed to connect to \[(?:ip6-)?(?:localhost|::1)"
+           r"(?:\.localdomain)?\]:\d{1,5} \(errno: 99"),
     _quiet("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
     _quiet("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
            # a progress bar ends no line: what is printed next stands behind its bracket
@@ -102,5 +105,10 @@ QUIET_RULES = (
            r"(?:user|future|deprecation|runtime|resource|syntax"
            r"|pending\w{0,12})warning: ", heard=DEVICE),
     _quiet("group-header", "sub-exception", r"group: .{0,1000}\(\d{1,9} sub-exceptions?\)\s*$"),
-    _quiet("retried", "retry|retries", r"(?:retry|retries) (?:succeeded|successful)"),
+    _quiet("retried", "retry|retries|attempts remain", r"(?:retry|retries) (?:succeeded|successful)"
+           r"|\bretrying \((?:retry\(|\d{1,4} attempts remain)"),
+    # the kernel aborts it alone; what does not come back then is told as "reset controller"
+    _quiet("io-aborted", "timeout, aborting|abort status", r"nvme\d{1,3}: (?:i/o .{0,60}timeout, "
+           r"aborting\b|abort status: 0x)"),
+    _quiet("module-unsigned", "module verification failed|is already registered, aborting"),
 )
