@@ -67,6 +67,8 @@ class Offence(Struct, kw_only=True):
     why: str
     fresh: bool = True
     """It came after the last quarantine."""
+    incarnation: int = 0
+    """Of the node's agent then."""
 
 
 class Quarantine(Struct, frozen=True, kw_only=True):

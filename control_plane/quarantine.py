@@ -19,18 +19,22 @@ process that nothing could end."""
 def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> None:
     """Fold: an incident names the node. Once for what one fault did to several tasks.
 
-    Not what was asked for, nor on a node that an operator has drained to work on it.
+    Not what was asked for, nor on a node that an operator has drained to work on it. An agent that
+    was started again and is lost once more is lost anew, however soon; what a device tells may be
+    told anew by the next agent.
     """
     found = state.nodes.get(node)
     if found is None or status not in OFFENCES or found.drained:
         return
-    at_s = state.at_s
+    at_s, lost = state.at_s, status == LOST_CONNECTION
+    known = [x for x in found.offences if not lost or x.incarnation == found.incarnation]
     if any(other.incident == incident or (
             other.status == status and at_s - other.at_s <= state.policy.replace_after_s)
-            for other in found.offences):
+            for other in known):
         return
-    found.offences = [*found.offences, Offence(at_s=at_s, incident=incident, status=status,
-                                               why=why)][-NUM_OFFENCES_MAX:]
+    found.offences = [*found.offences, Offence(
+        at_s=at_s, incident=incident, status=status, why=why,
+        incarnation=found.incarnation)][-NUM_OFFENCES_MAX:]
     ail(state, found)
 
 

@@ -126,6 +126,51 @@ def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
     d.obey(told)
 
 
+def lost(d: Driver, task: int, node: str) -> list[Record]:
+    """Its agent is killed: collectives fail without a root cause, then it is silent."""
+    num, generation = len(d.log), task_of(d, task).generation
+    there = [x for x in task_of(d, task).living_members() if x.slot.node != node]
+    for rank in there:
+        d.tell(d.source(rank.slot.node), r.CollectiveFailed(
+            task=task, rank=rank.rank, attempt=rank.attempt, generation=generation,
+            iteration=1, error="closed by peer"))
+    d.due(f"evidence/{task}/{generation}")
+    for rank in there:
+        d.quiesced(task, rank.rank)
+    d.tell("leader/abc", r.NodeSilenced(
+        node=node, incarnation=d.state.nodes[node].incarnation, silence_s=5.0))
+    d.obey([x for x in d.log[num:] if isinstance(x.body, orders.Reconfigure)])
+    d.progress(task, 3)
+    return d.log[num:]
+
+
+def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon() -> None:
+    d = Driver()
+    task = d.running()
+    told = lost(d, task, "n1")
+    assert the(orders.IncidentOpened, told).severity == "SEV3", "nobody knew why"
+    assert the(orders.IncidentEscalated, told).severity == "SEV1"
+    d.now_s += 10
+    d.obey(repaired(d, "n1"))
+    d.progress(task, 3)
+    assert d.state.nodes["n1"].quarantine is None
+    assert "NodeQuarantined" in kinds(lost(d, task, "n1"))
+    assert d.state.at_s - d.state.nodes["n1"].offences[0].at_s < d.state.policy.replace_after_s
+    at_rest(d)
+
+
+def test_a_link_that_is_cut_again_at_once_counts_once() -> None:
+    """No agent was started in between: it is one bad cable until a minute has passed."""
+    d = Driver()
+    task = d.running()
+    lost(d, task, "n1")
+    d.obey(d.tell("leader/abc", r.NodeHeard(node="n1", incarnation=1)))
+    d.progress(task, 3)
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
+    assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
+    at_rest(d)
+
+
 def test_what_was_asked_for_does_not_count(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=r.Policy(allow_inject=True, quarantine_faults=1)))
     task = d.running()
