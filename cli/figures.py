@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SCREEN_COLUMNS = 100
@@ -126,6 +127,11 @@ def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
 def lost_cell(num: int | None) -> str:
     """The same in a table."""
     return "-" if num is None else str(num)
+
+
+def plan_waf(plan: dict[str, Any]) -> float:
+    """What all tasks earn by a plan (PlanChosen), those that it leaves alone too."""
+    return float(plan["waf"]) + math.fsum(one["waf"] for one in plan.get("kept", ()))
 
 
 def clipped(text: str, width: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from .client import Client
-from .figures import labelled, number_of, scaled
+from .figures import labelled, number_of, plan_waf, scaled
 
 Plain = dict[str, Any]
 NAME_COLUMNS_MIN = 8
@@ -78,8 +78,8 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     tasks = {task["id"]: task for task in view["tasks"]}
     if plan is None:
         return ["plan     as it was", *_waits(followed.waiting, tasks)]
-    waf = scaled(plan["waf"], "FLOP/s")
-    was = f"{scaled(before['waf'], 'FLOP/s')} -> " if before else ""
+    waf = scaled(plan_waf(plan), "FLOP/s")
+    was = f"{scaled(plan_waf(before), 'FLOP/s')} -> " if before else ""
     beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
               for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",

@@ -17,6 +17,7 @@ from ..control_plane.severity import worse
 from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
 from .achieved import Planned, Waf, Work, over_time
+from .figures import plan_waf
 from .on_purpose import OnPurpose
 from .printed import Printed, begins_again
 from .record_line import PROGRESS
@@ -213,9 +214,10 @@ def _logged(told: History, task: TaskHistory, record: Plain) -> None:
 def _planned(told: History, record: Plain) -> None:
     body = record["body"]
     if record["kind"] == "PlanChosen":
-        origins = {told.tasks[one["task"]].origin for one in body["allocations"]
+        origins = {told.tasks[one["task"]].origin
+                   for one in [*body["allocations"], *body.get("kept", ())]
                    if one["slots"] and one["task"] in told.tasks}
-        told.plans.append(Planned(record["seq"], record["at_s"], body["waf"],
+        told.plans.append(Planned(record["seq"], record["at_s"], plan_waf(body),
                                   body.get("ideal_waf", 0.0), tuple(sorted(origins - {""}))))
     elif record["kind"] == "TaskEnded" and all(x.outcome for x in told.tasks.values()):
         told.plans.append(Planned(record["seq"], record["at_s"]))

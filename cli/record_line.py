@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..events.statuses import NCCL_TIMEOUT
-from .figures import clipped, count, lost_in_words, ms, ranks, rfc3339, scaled, span
+from .figures import clipped, count, lost_in_words, ms, plan_waf, ranks, rfc3339, scaled, span
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -178,9 +178,11 @@ def _plan(body: Plain) -> str:
     if why := body.get("why"):
         beat = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
     ideal = body.get("ideal_waf", 0.0)
-    share = f", {100 * body['waf'] / ideal:.0f} % of ideal" if ideal else ""
-    return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}, "
-            f"WAF {scaled(body['waf'], 'FLOP/s')}{share}{beat}")
+    share = f", {100 * plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
+    kept = " ".join(f"{one['task']}:{one['slots']}" for one in body.get("kept", ()))
+    alone = f", left alone {kept}" if kept else ""
+    return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}{alone}, "
+            f"WAF {scaled(plan_waf(body), 'FLOP/s')}{share}{beat}")
 
 
 def _placed(body: Plain) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, span, table
 from .screen_degraded import degraded_news, node_degraded
+from .screen_out import named, why_out
 from .screen_quarantine import quarantine, until, why_quarantined
 from .screen_sick import recovers, sick_why, why_unhealthy
 
@@ -83,17 +84,15 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
     `since`: words for how long its health has been so.
     """
     if node["contact"] == "unreachable":
-        return f"unreachable{since}: look at its machine and network"
+        runs = any(slot["task"] for slot in node["slots"])
+        return (f"unreachable{since}{', its ranks go on' * runs}: look at its "
+                "machine and network")
     if node["contact"] == "lost":
         then = (f"{quarantine(node)}. It is given tasks when that ends, or after "
                 + command(f"unicron lift {node['id']}{option}")
                 if node["quarantine"] else "it is given tasks at once")
         return f"lost{since}: repair it and start its agent, {then}"
-    sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
-    out = [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
-    if out and node["contact"] == "heard":
-        return f"{_slots_named(out)} out: repair, then start its agent again"
-    return ""
+    return why_out(node) if node["contact"] == "heard" else ""
 
 
 def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
@@ -106,10 +105,6 @@ def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> 
         return next(iter(degraded_news(node, names, option)), "")
     look = "" if kept and not (trouble or ill) else "; " + command(f"unicron status nodes{option}")
     return f"{node['id']} {words}{look}"
-
-
-def _slots_named(found: list[int]) -> str:
-    return f"slot{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:
@@ -144,13 +139,15 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 
 def _scheduling(node: Plain) -> str:
-    """eligible, drained, or which of its slots are out."""
+    """eligible, drained, or which of its slots are out; `as it was` while a node is only silent:
+    what runs there goes on, nothing is started."""
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
-        return "out, drained" if node["drained"] else "out"
+        word = "as it was" if node["contact"] == "unreachable" else "out"
+        return f"{word}, drained" if node["drained"] else word
     word = until(node) or ("drained" if node["drained"] else "")
     if out:
-        word += f"{', ' * bool(word)}{_slots_named(out)} out"
+        word += f"{', ' * bool(word)}{named(out)} out"
     return word or "eligible"
 
 

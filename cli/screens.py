@@ -19,6 +19,8 @@ from .figures import (
     lost_cell,
     lost_in_words,
     ms,
+    number_of,
+    plan_waf,
     ranks,
     rfc3339,
     scaled,
@@ -28,6 +30,7 @@ from .figures import (
 )
 from .record_line import status_in_words
 from .screen_nodes import node_news, slot_use
+from .screen_out import slots_out, wanted
 from .screen_sick import recovers
 from .screen_task import ENDED, lag_s, waits
 
@@ -75,9 +78,13 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
                 "observing: all is decided and logged, nothing is done; to have it done")
         words.append(f"{what}: {command(way_to_act(healing, option))}")
     names = {task["id"]: task["name"] for task in view["tasks"]}
-    words += [news for node in view["nodes"] if (news := node_news(node, names, now_s, option))]
+    for node in view["nodes"]:
+        if news := node_news(node, names, now_s, option):
+            short = wanted(view["tasks"]) if node["contact"] == "heard" and slots_out(node) else ""
+            words.append(f"{news}{'; ' * bool(short)}{short}")
+    silent = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
     for task in view["tasks"]:
-        words += _task_news(task, now_s, option)
+        words += _task_news(task, now_s, option, silent)
     words += [f"{task['name']} failed: {task['why']}: "
               + command(f"unicron logs {task['id']}{option}")
               for task in _failed(view["tasks"], now_s)]
@@ -112,7 +119,7 @@ def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
+def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list[str]:
     words: list[str] = []
     if task["withheld"]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
@@ -125,7 +132,11 @@ def _task_news(task: Plain, now_s: float, option: str) -> list[str]:
                      + command(f"unicron status {task['name']}{option}"))
         return words
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
-    if late_s and task["progressed_s"]:
+    away = sorted({one["node"] for one in task["ranks"]} & silent)
+    if late_s and away:
+        words.append(f"{task['name']}: nothing told for {span(late_s)}, as who tells it may be on "
+                     f"{' '.join(away)}: {look}")
+    elif late_s and task["progressed_s"]:
         words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
                      f"{span(task['step_s'])}: {look}")
     elif late_s:
@@ -150,21 +161,23 @@ def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
 
 
 def _healed(view: Plain, now_s: float, option: str) -> list[str]:
-    """The newest that were healed of late, and every one that is open."""
+    """The newest that were healed of late, and every one that is open; of tasks that have ended
+    their number alone."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
     over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
     told = {task["id"] for task in _failed(view["tasks"], now_s)}  # above, as what needs you
     lines: list[str] = []
-    news = sorted((one for one in view["incidents"]
-                   if (one["outcome"] != "failed" or one["task"] not in told) and (
-                       not one["outcome"] or now_s - one["closed_s"] < NEWS_S)),
-                  key=lambda one: -int(one["id"]))
+    found = sorted((one for one in view["incidents"]
+                    if (one["outcome"] != "failed" or one["task"] not in told) and (
+                        not one["outcome"] or now_s - one["closed_s"] < NEWS_S)),
+                   key=lambda one: -int(one["id"]))
+    news = [one for one in found if not one["outcome"] or one["task"] not in over]
     for one in [one for index, one in enumerate(news)
                 if index < INCIDENTS_SHOWN_NUM or not one["outcome"]]:
         who = names.get(one["task"], one["node"] or "cluster")
         what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
                 f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
-        lost = lost_in_words(one["iterations_lost"], is_over=one["task"] in over)
+        lost = lost_in_words(one["iterations_lost"])
         end = (f"{lost}, pause {ms(one['pause_s'])}"
                if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
         going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
@@ -173,6 +186,10 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
     for node in view["nodes"]:
         if node["contact"] == "heard" and (back := recovers(node)):
             lines += labelled("HEALING", f"{node['id']} {back}")
+    past = [one for one in found if one not in news]
+    if past:
+        lines += labelled("OVER", f"{number_of(len(past), 'incident')} of tasks that have ended, "
+                          "the last: " + command(f"unicron incident {past[0]['id']}{option}"))
     return lines
 
 
@@ -180,12 +197,14 @@ def _healed(view: Plain, now_s: float, option: str) -> list[str]:
 def _totals(view: Plain, now_s: float) -> list[str]:
     told = view["cluster"]
     slots, health = _counts(view["nodes"])
+    silent = _on_silent(view["nodes"])
     spare = min(_kept(view["plan"]), slots["idle"])
-    kept = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)"} if spare else {}
+    notes = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)" * (spare > 0),
+             "train": silent}
     lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
     return [
         *_waf(view, now_s), *_plan(view),
-        "slots  " + ", ".join(f"{num} {what}{kept.get(what, '')}" for what, num in slots.items())
+        "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
         f"log    leader of epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
@@ -208,11 +227,22 @@ def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
         health[word] = health.get(word, 0) + 1
         for slot in node["slots"]:
             use = slot_use(node, slot)
+            if use == "unreachable":
+                use = "train" if slot["task"] else "out"
             if use != "left":
-                slots["out" if use == "unreachable" else use] += 1
+                slots[use] += 1
     if not slots["drained"]:
         del slots["drained"]
     return slots, health
+
+
+def _on_silent(nodes: list[Plain]) -> str:
+    """How many of those that train are on nodes that are only silent."""
+    found = [sum(bool(slot["task"]) for slot in node["slots"]) for node in nodes
+             if node["contact"] == "unreachable"]
+    num = sum(one > 0 for one in found)
+    where = "a silent node" if num == 1 else "silent nodes"
+    return f" ({sum(found)} of them on {where})" if num else ""
 
 
 def _waf(view: Plain, now_s: float) -> list[str]:
@@ -250,14 +280,16 @@ def _plan(view: Plain) -> list[str]:
     plan, tasks = view["plan"], {task["id"]: task for task in view["tasks"]}
     if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
         return []
-    origins = sorted({task["throughput"]["origin"] for one in plan["allocations"]
+    given = [*plan["allocations"], *plan["kept"]]
+    origins = sorted({task["throughput"]["origin"] for one in given
                       if one["slots"] and (task := tasks.get(one["task"])) is not None
                       and task["throughput"] is not None})
+    waf = plan_waf(plan)
     ideal = (f" of {scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
-             f"({100 * plan['waf'] / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
+             f"({100 * waf / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
     compares = "" if origins == ["measured"] else ": compares with plans only"
     by = f", {' and '.join(origins)}{compares}" if origins else ""
-    return labelled("plan", f"{scaled(plan['waf'], 'FLOP/s')}{ideal}{by}", indent=7)
+    return labelled("plan", f"{scaled(waf, 'FLOP/s')}{ideal}{by}", indent=7)
 
 
 # --- the table ----------------------------------------------------------------------------------

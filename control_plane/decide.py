@@ -24,7 +24,7 @@ from . import (
     transition,
     waiting,
 )
-from .plan_input import plan_input
+from .plan_input import is_pinned, plan_input
 from .rows import Found
 from .state import ClusterState, Task, live_tasks
 from .wishes import PlanInput
@@ -61,13 +61,19 @@ def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterato
         yield from transition.step(state, task)
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not live_tasks(state):
+        if not state.replan or not _can_plan(state):
             return
         yield from _plan(state, known)
         for task in [state.tasks[key] for key in sorted(state.tasks)]:
             yield from transition.step(state, task)
         yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
+
+
+def _can_plan(state: ClusterState) -> bool:
+    """Whether there is a task that a plan may change. Else what made the plan out of date stands,
+    and a plan follows when there is one."""
+    return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
 def _concerned(state: ClusterState, record: Record) -> list[Task]:

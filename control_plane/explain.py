@@ -35,7 +35,16 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
         why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
-        short=tuple(floors.short(asked, plan.slots)), spare=choice.spare, alpha=asked.alpha)
+        short=tuple(floors.short(asked, plan.slots)), spare=choice.spare, alpha=asked.alpha,
+        kept=_kept(ground))
+
+
+def _kept(ground: Ground) -> tuple[Allocation, ...]:
+    """What tasks hold and earn that the plan leaves alone."""
+    planned = {wish.task for wish in ground.asked.wishes}
+    return tuple(Allocation(task=wish.task, slots_before=wish.now, slots=wish.now,
+                            waf=waf_of(wish, wish.now), waf_before=waf_of(wish, wish.now))
+                 for wish in ground.every if wish.task not in planned and wish.now)
 
 
 def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:

@@ -13,7 +13,7 @@ from ..events.reports import Body
 from .calibration import learn_slot
 from .economics import arrived, is_fault, settle_mtbf, stands, was_harmed
 from .faults import NUM_STRIKES_MAX, Incident
-from .fold_health import blame, take_evidence
+from .fold_health import blame, take_evidence, take_out
 from .fold_pace import degraded_priced
 from .folding import (
     arm,
@@ -31,6 +31,7 @@ from .folding import (
     settle_phase,
 )
 from .hang import WAITED_FOR
+from .plan_input import is_pinned
 from .severity import worse
 from .state import NUM_INCIDENTS_MAX, ClusterState, Occupant, Rank, Task
 
@@ -50,7 +51,7 @@ def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened
         state.num_faults += is_fault(state, task, incident)
         settle_mtbf(state)
         _hear(incident, task, opened=True)
-        _take_in(state, task, incident, body.severity, body.ranks)
+        _take_in(state, task, incident, body)
 
 
 def _on_purpose(state: ClusterState, task: Task | None, name: str) -> bool:
@@ -88,7 +89,7 @@ def _incident_escalated(state: ClusterState, record: Record, body: o.IncidentEsc
     incident.evidence += [x for x in body.evidence if x not in incident.evidence]
     if task is not None:
         _hear(incident, task, opened=False)
-        _take_in(state, task, incident, body.severity, body.ranks)
+        _take_in(state, task, incident, body)
 
 
 def _stood_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
@@ -98,9 +99,10 @@ def _stood_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
     return state.at_s
 
 
-def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Severity,
-             ranks: tuple[int, ...]) -> None:
+def _take_in(state: ClusterState, task: Task, incident: Incident,
+             body: o.IncidentOpened | o.IncidentEscalated) -> None:
     """The task's faults are decided upon; SEV1 takes out what the ranks ran on."""
+    severity, ranks = body.severity, body.ranks
     down_s = [fault.at_s for fault in task.faults if fault.hurts]
     if task.failed_s >= 0:
         down_s.append(task.failed_s)
@@ -117,7 +119,7 @@ def _take_in(state: ClusterState, task: Task, incident: Incident, severity: o.Se
         _restart(task, ranks)
     if severity == "SEV1":
         for number in ranks:
-            _take_out(state, task, number)
+            _take_out(state, task, number, f"{task.spec.name}, {body.why}")
 
 
 def _restart(task: Task, ranks: tuple[int, ...]) -> None:
@@ -130,7 +132,7 @@ def _restart(task: Task, ranks: tuple[int, ...]) -> None:
             task.restarts[number] = task.restarts.get(number, 0) + 1
 
 
-def _take_out(state: ClusterState, task: Task, number: int) -> None:
+def _take_out(state: ClusterState, task: Task, number: int, why: str) -> None:
     """The node if it cannot be reached, else the slot alone."""
     rank = task.ranks.get(number)
     slots = [seat.slot for seat in task.target if seat.rank == number]
@@ -143,7 +145,7 @@ def _take_out(state: ClusterState, task: Task, number: int) -> None:
             node.health, node.since_s = "lost", state.at_s
         state.replan = f"node {node.name} lost"
     else:
-        node.slots_out = sorted({*node.slots_out, slot.index})
+        take_out(node, (slot.index,), why)
         task.restarts.pop(number, None)
         proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
         if not proved and (rank is None or not rank.stopping):  # one that cannot be ended holds it
@@ -181,8 +183,10 @@ def _throughput_set(state: ClusterState, record: Record, body: o.ThroughputSet) 
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
-    # Also where it changes no counts, what the plan earns is to be told anew.
-    state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
+    # Also where it changes no counts, what the plan earns is to be told anew. Not of a task that
+    # the plan leaves alone now: when that ends, a plan is made anyway.
+    if not is_pinned(state, task):
+        state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
 
 def _plan_chosen(state: ClusterState, record: Record, body: o.PlanChosen) -> None:

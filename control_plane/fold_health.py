@@ -27,6 +27,7 @@ from .quarantine import ail, num_unconfirmed_max, offend
 from .severity import TABLE, severity_of
 from .state import ClusterState, Node, Task
 
+NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
 """So long no check calls a slot ill before it is used again: flapping moves a task once."""
 UNSURE = "; now it cannot say: "
@@ -68,6 +69,9 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
             _evidence(state, record, node, Erred(
                 seq=record.seq, at_s=record.at_s, origin="check", status=body.status,
                 rule=body.rule, text=check.why, devices=devices, code=0, pid=0))
+    if any(one.health == "unhealthy" for one in before) and not any(
+            one.health == "unhealthy" for one in node.checks):
+        node.eased_s = state.at_s
     if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
         price_anew(state, node.name)
     settle_sick(state)
@@ -165,10 +169,20 @@ def settle_sick(state: ClusterState) -> None:
         slots = sorted({index for x in taken for index in x.devices or range(node.num_slots)})
         why = "; ".join(f"{x.check}: {x.why}" for x in taken)
         if found and not taken:
-            why = (f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so and at most "
-                   f"{most} is believed unconfirmed: "
+            why = (f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so"
+                   f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
                    + "; ".join(f"{x.check}: {x.why}" for x in found))
         _take(state, node, slots, why)
+
+
+def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
+    """Who counts though no check of it says so any more."""
+    names = [name for name in sorted(believed) if not unhealthy[name]]
+    if not names:
+        return ""
+    told = " ".join(names[:NUM_NAMED_MAX]) + (
+        f" and {len(names) - NUM_NAMED_MAX} more" * (len(names) > NUM_NAMED_MAX))
+    return (f", slots of {told} are still out (used again {RECOVERED_S:g} s after it says healthy)")
 
 
 def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
@@ -232,7 +246,7 @@ def take_evidence(state: ClusterState, incident: Incident,
             disarm(state, f"device/{node.name}/{erred.seq}")
             if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
                     erred.origin != "check") and (erred.devices or not incident.task):
-                _take_out(state, node, erred.devices or tuple(range(node.num_slots)))
+                _erred_out(state, node, erred)
     if not incident.task and body.node in state.nodes:
         state.nodes[body.node].incident = incident.id
         ail(state, state.nodes[body.node])
@@ -243,9 +257,19 @@ def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> lis
     return [found] if found is not None and found.erred else []
 
 
-def _take_out(state: ClusterState, node: Node, slots: tuple[int, ...]) -> None:
+def take_out(node: Node, slots: tuple[int, ...], why: str) -> None:
+    """Fold: nothing is started on these slots until the agent joins again; the first reason stands.
+    """
+    for index in slots:
+        if index not in node.slots_out:
+            node.out_why[index] = why[:TEXT_CHARS_MAX]
+    node.slots_out = sorted({*node.slots_out, *slots})
+
+
+def _erred_out(state: ClusterState, node: Node, erred: Erred) -> None:
+    slots = erred.devices or tuple(range(node.num_slots))
     if set(slots) - set(node.slots_out):
-        node.slots_out = sorted({*node.slots_out, *slots})
+        take_out(node, slots, f"{erred.status} ({erred.rule}): {erred.text}")
         told = " ".join(map(str, slots))
         state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{told} erred"
 

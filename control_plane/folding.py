@@ -100,10 +100,13 @@ def price_anew(state: ClusterState, name: str) -> None:
     """What is wrong with the node has changed: it is priced, but not more often than once in
     PRICE_S; nothing is left to price where nothing is wrong any more."""
     priced = state.degraded.get(name)
+    was = priced is not None or name in state.to_price
     state.to_price = [other for other in state.to_price if other != name]
     disarm(state, f"price/{name}")
     if not is_degraded(state, name):
         state.degraded.pop(name, None)
+        if was and name in state.nodes:
+            state.nodes[name].eased_s = state.at_s
     elif priced is not None and state.at_s - priced.at_s < PRICE_S:
         arm(state, f"price/{name}", priced.at_s + PRICE_S - state.at_s)
     else:

@@ -59,14 +59,21 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     followed = [number for number in spent if number in task.blamed]
     if left and task.is_train and not followed:
         names = " ".join(str(number) for number in spent)
-        spent_why = f"rank {names}: {limit} restarts without progress, its slot is taken out"
+        spent_why = f"rank {names} {_again(state)}, its slot is taken out"
         yield _tell(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
         return
     slot = task.blamed[followed[0]] if followed else None
     also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
-    last = f"failed {limit + 1} times without progress{also}: {why}"
+    last = f"{_again(state)}{also}: {why}"
     yield _tell(state, task, "SEV1", status, "", (), last, evidence)
     yield _close(state, task, "failed", last)
+
+
+def _again(state: ClusterState) -> str:
+    """By which rule there are no more restarts: what lasts long enough is forgiven."""
+    limit, num = state.policy.restarts_max, state.policy.restart_iterations
+    return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
+            "failed, and restarts_max is 0")
 
 
 def _lost(state: ClusterState, task: Task) -> Iterator[Body]:

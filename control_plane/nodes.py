@@ -39,6 +39,8 @@ class Node(Struct, kw_only=True):
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0
+    eased_s: float = 0.0
+    """When what ails it last grew less: unhealthy no more, or not degraded any more."""
     silenced_seq: int = 0
     replace: bool = False
     """Unreachable for replace_after_s."""
@@ -49,6 +51,8 @@ class Node(Struct, kw_only=True):
     """When somebody asked to kill it; below 0: nobody did."""
     slots_out: list[int] = field(default_factory=list[int])
     """Slots with a hardware fault; they come back when the agent joins again."""
+    out_why: dict[int, str] = field(default_factory=dict[int, str])
+    """Of these, what took the slot out."""
     slots_sick: list[int] = field(default_factory=list[int])
     """Slots that a check calls unhealthy; they come back when it calls them healthy for a time."""
     slots_well: dict[int, float] = field(default_factory=dict[int, float])

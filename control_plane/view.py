@@ -63,6 +63,8 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
         slot: dict[str, Any] = {"index": index, "out": node.is_out(index),
+                                "out_why": (node.out_why.get(index, "")
+                                            if index in node.slots_out else ""),
                                 "degraded": index in degraded, "task": 0, "rank": None, "pid": 0}
         if occupant is not None:
             task = state.tasks.get(occupant.task)
@@ -86,7 +88,7 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
     healthy, degraded or unhealthy; since when."""
     if node.health != "healthy":
         return {"contact": node.health, "health": node.health, "since_s": node.since_s}
-    word, since_s = "healthy", node.since_s
+    word, since_s = "healthy", max(node.since_s, node.eased_s)
     slow_s = [slow.since_s for _, slow in _slow_on(state, node)]
     priced = state.degraded.get(node.name)
     for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
@@ -94,6 +96,8 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
         if said_s or (name == "degraded" and priced is not None):
             word = name
             since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
+            if name == "degraded":  # it may have been unhealthy beside that
+                since_s = max(since_s, node.eased_s)
     return {"contact": "heard", "health": word, "since_s": since_s}
 
 

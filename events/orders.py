@@ -168,8 +168,7 @@ class Alternative(Struct, frozen=True):
     waf: float
     objective: int
     behind_flop: float = 0.0
-    """How far its objective is below the chosen plan's; below 0 where `gain_min`, limits or floors
-    kept it out."""
+    """How far its objective is below the chosen plan's; below 0 where limits kept it out."""
     transition_flop: float = 0.0
     """What its changes cost, in weighted FLOP."""
     behind_share: float = 0.0
@@ -197,7 +196,7 @@ class HotSpare(Struct, frozen=True, kw_only=True):
 class PlanChosen(Body, frozen=True):
     """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
-    G is what the plan earns within `running_s`, less what its changes cost.
+    G is what the plan earns within `running_s`, less what its changes cost. `why`: in one sentence.
     """
 
     trigger: str
@@ -220,7 +219,6 @@ class PlanChosen(Body, frozen=True):
     bound_tasks: tuple[int, ...] = ()
     """Whose max, min or floor binds, or whom `gain_min` leaves alone."""
     why: str = ""
-    """In one sentence."""
     paid_back_s: float = 0.0
     """After so long it has earned what it costs beyond the best plan that leaves healthy tasks as
     they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
@@ -231,6 +229,8 @@ class PlanChosen(Body, frozen=True):
     """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
     spare: HotSpare | None = None
     """None: the policy asks for none."""
+    kept: tuple[Allocation, ...] = ()
+    """Tasks that it leaves alone (a node of theirs is silent): only in `ideal_waf` beside this."""
 
 
 class TaskPlaced(Body, frozen=True):

@@ -216,14 +216,14 @@ def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
     freeze(d)
     assert orders(d.exit(task, 0)) == []
     assert task_of(d, task).ending == "failed"
-    assert task_of(d, task).withheld.startswith("stop rank 1: failed 1 times")
+    assert task_of(d, task).withheld.startswith("stop rank 1: failed, and restarts_max is 0")
     told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
     assert orders(told) == ["StopRank"]
     assert task_of(d, task).withheld == ""
     d.obey(told)
     assert task_of(d, task).outcome == "cancelled"
     assert task_of(d, task).withheld == ""
-    assert task_of(d, task).why.startswith("cancelled; it had failed: failed 1 times")
+    assert task_of(d, task).why.startswith("cancelled; it had failed: failed, and restarts_max")
 
 
 def test_what_was_replaced_is_told_too(d: Driver) -> None:

@@ -18,6 +18,7 @@ from unicron.cli import incident, screen_nodes, screen_task
 from unicron.cli import replay as command
 from unicron.cli.history import History, history, slot_s, waf
 from unicron.cli.screen_incident import bar, every, page
+from unicron.cli.screen_out import why_out
 from unicron.cli.state_dir import StateDir
 from unicron.cli.story import story
 from unicron.control_plane.view import view
@@ -233,9 +234,11 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
             carry_out(d, d.exit(task, 2))
     out = [node.slots_out for node in d.state.nodes.values()]
     assert out == [[], [0]]
-    words = "slot 0 out: repair, then start its agent again"
+    words = why_out(view(d.state)["nodes"][1])
+    assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
     assert facts(plain(d))["left"] == [f"n2 {words}"]
-    assert f"n2         {words}" in screen_nodes.nodes(view(d.state), now_s=d.now_s)
+    told = screen_nodes.nodes(view(d.state), now_s=d.now_s)
+    assert f"n2 {words}" in " ".join(" ".join(told).split())
 
 
 # --- on purpose ---------------------------------------------------------------------------------

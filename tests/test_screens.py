@@ -81,12 +81,15 @@ def test_nodes_that_are_lost_ask_for_a_person():
     told, now_s = seen(until("TaskProgressed", 2))
     told = copy.deepcopy(told)
     told["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
-    told["nodes"][0]["slots"][1] |= {"out": True, "task": 0}
+    told["nodes"][0]["slots"][1] |= {
+        "out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
     lines = screens.status(told, cluster="demo", now_s=now_s)
-    assert lines[1:4] == [
-        "NEEDS YOU  n1 slot 1 out: repair, then start its agent again; unicron status nodes",
-        "NEEDS YOU  n2 unreachable for 75 s: look at its machine and network; unicron status nodes",
-        ""]
+    assert lines[1:6] == [
+        "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then start its agent again "
+        "(under unicron",
+        f"           up: kill {told['nodes'][0]['pid']}); unicron status nodes",
+        "NEEDS YOU  n2 unreachable for 75 s, its ranks go on: look at its machine and network;",
+        "           unicron status nodes", ""]
     assert screen_nodes.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 

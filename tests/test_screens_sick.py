@@ -10,6 +10,7 @@ from unicron.cli import screen_nodes, screens
 from unicron.control_plane import requests
 from unicron.control_plane.ailments import Quarantine
 from unicron.control_plane.requests import Refusal
+from unicron.events import reports as r
 
 
 @pytest.fixture
@@ -33,6 +34,63 @@ def nodes(d: Driver) -> tuple[str, str]:
 
 def ill(d: Driver, said: str, why: str = "psu failed") -> None:
     d.obey(health(d, "n2", said, check="check/fans", why=why))
+
+
+def test_since_when_a_node_is_healthy_is_when_its_check_last_said_otherwise(d: Driver) -> None:
+    d.now_s += 600
+    ill(d, "degraded")
+    d.now_s += 100
+    ill(d, "unhealthy")
+    d.now_s += 30
+    ill(d, "degraded")
+    d.now_s += 20
+    assert " degraded  20 s " in nodes(d)[0].replace("   ", "  ")
+    ill(d, "healthy", "")
+    d.now_s += 40
+    assert " healthy  40 s " in nodes(d)[0].replace("   ", "  ")
+    d.join("n2", incarnation=2)
+    d.now_s += 7
+    assert " 7.0 s " in nodes(d)[0] or " 7 s " in nodes(d)[0]
+
+
+def test_who_is_not_believed_says_whose_slots_are_still_out(d: Driver) -> None:
+    """By its own words it would have to be believed: n2 says so no more, but still counts."""
+    ill(d, "unhealthy")
+    d.obey(health(d, "n3", "unhealthy", check="check/fans", why="psu failed"))
+    assert "n3 is unhealthy, not acted upon, 2 of 3 nodes say so and at most 1 is" in needs_you(d)
+    d.now_s += 5
+    ill(d, "healthy", "")
+    assert ("n3 is unhealthy, not acted upon, 1 of 3 nodes say so, slots of n2 are still out (used "
+            "again 60 s after it says healthy) and at most 1 is believed") in needs_you(d)
+    assert "HEALING n2 healthy again, its slots are used from" in needs_you(d)
+    d.obey(d.due("recovered/n2"))
+    assert "n3 is unhealthy, check/fans: psu failed: repair it" in needs_you(d)
+
+
+def test_a_slot_that_is_out_says_why_who_runs_on_fewer_and_what_to_type(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    while not any(node.slots_out for node in d.state.nodes.values()):
+        d.obey(d.exit(task, 5))
+        d.progress(task)
+    told = needs_you(d)
+    assert ("NEEDS YOU n3 slot 1 out (alpha, rank 5 failed 4 times without 10 new iterations in "
+            "between, its slot is taken out): repair, then start its agent again (under unicron "
+            "up: kill 1); unicron status nodes; alpha runs on 4 of 6") in told
+    d.submit(spec(name="beta", slots={"min": 6, "max": 6}))
+    assert "; beta waits for slots" in needs_you(d)
+
+
+def test_faults_of_tasks_that_have_ended_are_one_line() -> None:
+    d, one, other = two_tasks({1: 1e12, 2: 2e12})
+    for task in (one, other, other):
+        d.obey(d.exit(task, 0))
+        d.progress(task, 12)
+    assert needs_you(d).count("HEALED inc-") == 3
+    d.obey(d.tell("operator/c", r.TaskCancelRequested(task=other, reason="enough")))
+    last = max(x.id for x in d.state.incidents.values() if x.task == other)
+    told = needs_you(d)
+    assert told.count("HEALED inc-") == 1
+    assert f"OVER 2 incidents of tasks that have ended, the last: unicron incident {last}" in told
 
 
 def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -> None:

@@ -122,7 +122,7 @@ def test_a_task_that_fails_again_and_again_says_why() -> None:
             status="other software errors", cause="KeyError: 'learning_rate'")))
     view = seen(d)
     (failed_,) = view["tasks"]
-    assert failed_["why"] == ("failed 4 times without progress: rank 0 on n1: exit code 1: "
-                              "KeyError: 'learning_rate'")
+    assert failed_["why"] == ("failed 4 times without 10 new iterations in between: "
+                              "rank 0 on n1: exit code 1: KeyError: 'learning_rate'")
     page_ = " ".join(" ".join(screens.status(view, cluster="test", now_s=d.now_s)).split())
     assert f"NEEDS YOU alpha failed: {failed_['why']}: unicron logs" in page_

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from heart_driver import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from two_tasks import seen
+from unicron.cli import record_line, screens
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.records import Record
@@ -38,6 +41,43 @@ def three(d: Driver) -> int:
     task = d.running(spec(slots={"min": 1, "max": 3}))
     d.progress(task, 5)
     return task
+
+
+def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver) -> None:
+    """Nobody knows more than before: what is measured meanwhile plans nothing, until it is heard.
+    """
+    task = three(d)
+    plan, seats = d.state.plan_seq, task_of(d, task).target
+    silence(d, "n3")
+    num = len(d.log)
+    for times_s in (0.2, 0.4, 0.1):
+        d.progress(task, times_s=(times_s,) * 25)
+    d.tell("operator/w", r.TaskWeightSet(task=task, weight=3.0))
+    assert len(only(o.ThroughputSet, d.log[num:])) == 3
+    assert not only(o.PlanChosen, d.log[num:])
+    assert d.state.plan_seq == plan
+    assert the(o.PlanChosen, hear(d, "n3")).allocations[0].slots == 3
+    assert task_of(d, task).target == seats
+
+
+def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds() -> None:
+    d = Driver(nodes=4, slots=1)
+    task = three(d)
+    silence(d, "n3")
+    other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}, train={
+        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    plan = the(o.PlanChosen, d.log[-6:])
+    assert [x.task for x in plan.allocations] == [other]
+    (kept,) = plan.kept
+    assert (kept.task, kept.slots, kept.waf) == (task, 3, 3 * plan.allocations[0].waf)
+    assert plan.ideal_waf == plan.waf + kept.waf
+    line = record_line.essentials("PlanChosen", msgspec.to_builtins(plan))
+    assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
+    told = " ".join(" ".join(screens.status(seen(d), cluster="test", now_s=d.now_s)).split())
+    assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in told
+    assert "slots 4 train (1 of them on a silent node), 0 idle, 0 out" in told
+    assert ", its ranks go on: look at its machine and network" in told
+    at_rest(d)
 
 
 @pytest.mark.parametrize("first", ["failed", "silent"])

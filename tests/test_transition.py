@@ -254,6 +254,11 @@ def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver) -> None:
                            "IncidentClosed"]
     assert d.state.nodes["n2"].slots_out == [0]
     assert the(o.PlanChosen, last).num_slots == 3
+    why = next(x.body.why for x in last if isinstance(x.body, o.IncidentEscalated)
+               and x.body.severity == "SEV1")
+    assert why == ("rank 2 failed 4 times without 10 new iterations in between, its slot is taken "
+                   "out")
+    assert d.state.nodes["n2"].out_why == {0: f"alpha, {why}"}
 
 
 def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
@@ -271,7 +276,8 @@ def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
     closed = the(o.IncidentClosed, last)
     assert closed.outcome == "failed"
     assert closed.why.startswith(
-        f"failed 4 times without progress, and before that on {first.node}/{first.index}: ")
+        "failed 4 times without 10 new iterations in between, and before that on "
+        f"{first.node}/{first.index}: ")
     d.exit(task, 0)
     assert task_of(d, task).outcome == "failed"
     assert not any(node.slots_out for node in d.state.nodes.values())  # it was not the slot
@@ -298,7 +304,7 @@ def test_the_same_iterations_again_are_no_progress(d: Driver) -> None:
         if task_of(d, task).phase == "ended":
             break
     assert task_of(d, task).outcome == "failed"
-    assert "without progress" in task_of(d, task).why
+    assert "without 10 new iterations in between" in task_of(d, task).why
 
 
 def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
