@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from msgspec import Struct
 
-from ..control_plane.severity import severity_of
+from ..control_plane.severity import HANDLING, severity_of
 from ..events.errors import UsageError
+from ..events.statuses import NCCL_TIMEOUT, TASK_HANG
 from ..workers.classify import Verdict
 from ..workers.classify import classify as verdict_on
 from . import say
@@ -25,17 +27,16 @@ HALF_BYTES = 512 * 1024
 LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
-KEYS = ("text", "msg", "message", "log")
-"""Of a JSON object, the first that is there is the text."""
+KEYS = ("text", "event", "msg", "message", "log")
+"""Of a JSON object, the first that is a string is the text; where none is, the line itself."""
 PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
           b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"
+DEVICES_NUM_MAX = 64
+DEVICES_SHOWN_NUM = 4
 NONE, NO_SEVERITY = "none", "NONE"
-DONE = {
-    "SEV1": "the node is taken out, and the cluster is planned anew",
-    "SEV2": "the process is restarted; if that does not help, SEV1",
-    "SEV3": "tried again in place; if that does not help, SEV2",
-}
+DONE = {severity: f"{first}; else {then}" if severity != "SEV1" else first
+        for severity, (first, _, then) in HANDLING.items()}
 
 
 class Group(Struct):
@@ -46,6 +47,8 @@ class Group(Struct):
     first: int
     """The number of the first line, from 1."""
     num_lines: int = 0
+    devices: dict[str, None] = {}
+    """The GPUs that they name, in their order, at most DEVICES_NUM_MAX."""
 
 
 def classify(file: Path | None, *, as_json: bool) -> None:
@@ -84,6 +87,8 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
             group = groups.setdefault((verdict.status, verdict.rule),
                                       Group(_severity(verdict), verdict, number))
             group.num_lines += 1
+            if verdict.device and len(group.devices) < DEVICES_NUM_MAX:
+                group.devices[verdict.device] = None
     if not num_lines:
         yield f"0 lines: {f'{name} is empty' if name else 'nothing was piped in?'}"
         return
@@ -102,6 +107,8 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
     for line, one in zip(lines, rows, strict=True):
         yield line
         yield clipped(" " * INDENT_COLUMNS + _said(one.verdict), SCREEN_COLUMNS)
+        if one.devices:
+            yield f"{'':{INDENT_COLUMNS}}{_gpus(one.devices)}"
     if len(found) > ROWS_NUM_MAX:
         yield f"and {len(found) - ROWS_NUM_MAX} rules more: {command('-o json')}"
     yield ""
@@ -114,12 +121,31 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
 
 
 def _next(name: str, found: list[Group]) -> Iterator[str]:
-    if any(one.verdict.status in ("NCCL timeout", "task hang") for one in found):
-        yield from labelled("next", f"{command('unicron locate DUMP...')}: whom they wait for")
-    else:
+    """What to type, of the gravest first: a line names its GPU, but not the node that wrote it."""
+    of_gpus = [one for one in found if one.severity == "SEV1" and one.devices]
+    devices = dict.fromkeys(device for one in of_gpus for device in one.devices)
+    steps: list[str] = []
+    if devices:
+        rules = " ".join(dict.fromkeys(one.verdict.rule for one in of_gpus))
+        steps.append(f"{command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the node "
+                     f"that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
+    elif found[0].severity == "SEV1":
+        steps.append(f"{command('unicron status nodes')}: whether the node that it tells of is out; "
+                     f"else {command('unicron drain NODE')}")
+    if any(one.verdict.status in (NCCL_TIMEOUT, TASK_HANG) for one in found):
+        steps.append(f"{command('unicron locate DUMP...')}: whom they wait for")
+    if not steps:
         words = " ".join(["unicron classify", *([name] if name else []), "-o json"])
-        yield from labelled("next", f"{command(words)}: each line, with the peer and the GPU that "
-                            "it names")
+        steps.append(f"{command(words)}: each line, with the peer that it names")
+    for label, step in zip(("next", *[""] * len(steps)), steps, strict=False):
+        yield from labelled(label, step)
+
+
+def _gpus(devices: Iterable[str]) -> str:
+    """For example `GPU 0000:4e:00, 0000:9b:00`."""
+    names = list(devices)
+    rest = len(names) - DEVICES_SHOWN_NUM
+    return f"GPU {', '.join(names[:DEVICES_SHOWN_NUM])}" + (f" and {rest} more" * (rest > 0))
 
 
 def _said(verdict: Verdict) -> str:
@@ -175,8 +201,8 @@ def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, 
 
 
 def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
-    """(line number, text, whether it is whole) of each line: the `text` of its JSON object, which
-    is whole, or the line itself."""
+    """(line number, text, whether it is whole) of each line: the text that its JSON object names,
+    which is whole, or the line itself."""
     number = 0
     while raw := stream.readline(READ_BYTES_MAX):
         number += 1
@@ -188,8 +214,9 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
             raw = raw[:HALF_BYTES] + b"\n" + tail
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "replace").rstrip("\r\n")
         words = line.strip()
-        if not cut and (words == "{}" or (words.startswith('{"') and words.endswith("}"))):
-            yield number, _text_of(words, f"line {number} of {name}"), True
+        text = _text_of(words) if not cut and words.startswith("{") else None
+        if text is not None:
+            yield number, text, True
         else:
             if len(raw) > 2 * HALF_BYTES:
                 line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
@@ -198,18 +225,10 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
             yield number, line, False
 
 
-def _text_of(words: str, place: str) -> str:
+def _text_of(words: str) -> str | None:
+    """The text of a JSON object; None: it is none, or names no text."""
     try:
-        told = json.loads(words, parse_constant=_no_number)
+        told = json.loads(words)
     except (ValueError, RecursionError):
-        raise UsageError(f"{place} is no JSON object", HINT) from None
-    for key in KEYS:
-        if isinstance(told.get(key), str):
-            return str(told[key])
-    there = [key for key in KEYS if key in told]
-    raise UsageError(f"{place}: {f'its {there[0]} is no string' if there else 'no text'}",
-                     f"a JSON object names its text by one of {', '.join(KEYS)}")
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+        return None
+    return next((told[key] for key in KEYS if isinstance(told.get(key), str)), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from unicron.cli.main import run_command
+from unicron.control_plane.severity import HANDLING
 
 DATA = Path(__file__).parent / "data"
 UNICRON = Path(sys.executable).parent / "unicron"
@@ -30,13 +31,16 @@ PAGE = """\
 SEVERITY  STATUS             RULE              LINES  FIRST
 SEV1      GPU driver errors  xid-79                1      1
           [1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=7, GPU has fallen off the bus.
+          GPU 0000:4e:00
 SEV3      connection reset   connection-reset      2      6
           (peer) RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
 
-SEV1       the node is taken out, and the cluster is planned anew
-SEV3       tried again in place; if that does not help, SEV2
+SEV1       reconfigure: the slot, or the lost node, is taken out, and the plan is made anew
+SEV3       reattempt in place: the communicators are built again, every process lives; else the
+           processes are started again, as SEV2
 (peer)     tells of another's end, or of a wait for it: look for the cause where that one ran
-next       unicron classify LOG -o json: each line, with the peer and the GPU that it names
+next       unicron drain NODE --reason xid-79: the node that wrote it, for GPU 0000:4e:00; one slot
+           cannot be drained alone
 """
 Capture = pytest.CaptureFixture[str]
 
@@ -86,11 +90,8 @@ def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    ('{"body": "no"}\n', "no text"), (b"\x1f\x8b\x08\0", "packed by gzip"),
-    ("CUDA".encode("utf-16"), "is UTF-16"), ('{"text": 3}\n', "text is no string"),
-    ('{"text": NaN}\n', "no JSON object"), ('fine\n{"text": "a", "b": Infinity}\n', "line 2"),
-    ("{}\n", "no text"), ('{"text": "cut}\n', "no JSON object"), (b"\x7fELF\0\0", "is not text"),
-    ('{"a": ' * 20_000 + "}", "no JSON object"),
+    (b"\x1f\x8b\x08\0", "packed by gzip"), ("CUDA".encode("utf-16"), "is UTF-16"),
+    (b"\x7fELF\0\0", "is not text"),
 ])
 def test_what_cannot_be_read_is_one_line_with_a_hint(
         content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
@@ -101,7 +102,52 @@ def test_what_cannot_be_read_is_one_line_with_a_hint(
     assert hint.startswith("hint: ")
 
 
-@pytest.mark.parametrize("key", ["msg", "message", "log"])
+@pytest.mark.parametrize("line", [
+    '{"body": "no"}', '{"level": "info", "event": "x"}', '{"msg": 3}', "{}", '{"text": NaN}',
+    '{"text": "cut}', '{"a": ' * 20_000 + "}", '{"text": ["CUDA"]}', "{", "{'text': 'x'}"])
+def test_a_json_line_without_text_stops_nothing(
+        line: str, tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, f'{line}\n{{"text": "CUDA error: x", "rate": Infinity}}\n')
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    first, second = answers(capsys)
+    assert (first["text"], first["status"]) == ("x" if '"event"' in line else line, "none")
+    assert (second["text"], second["status"]) == ("CUDA error: x", "CUDA errors")
+
+
+def test_a_json_line_that_names_no_text_is_judged_as_it_stands(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, '{"error": "CUDA error: an illegal memory access"}\n')
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["illegal memory access"]
+
+
+def test_of_xids_on_two_gpus_the_page_names_both_and_what_to_do_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    written(tmp_path, "".join(
+        f"NVRM: Xid (PCI:0000:{bus}:00): {xid}, pid=7\n" for bus in ("4e", "9b")
+        for xid in (79, 48, 31)) + "Watchdog caught collective operation timeout: WorkNCCL(1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", "LOG"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert page.count("          GPU 0000:4e:00, 0000:9b:00") == 3
+    at = next(index for index, line in enumerate(page) if line.startswith("next"))
+    assert page[at:] == [
+        "next       unicron drain NODE --reason 'xid-79 xid-48': the node that wrote it, for GPU "
+        "0000:4e:00,", "           0000:9b:00; one slot cannot be drained alone",
+        "           unicron locate DUMP...: whom they wait for"]
+
+
+def test_a_page_tells_of_a_severity_what_the_guide_does(tmp_path: Path, capsys: Capture) -> None:
+    run_command(["classify", written(tmp_path, LOG)])
+    told = " ".join(capsys.readouterr().out.split())
+    guide = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
+    for severity in ("SEV1", "SEV3"):
+        first = HANDLING[severity][0]
+        assert f"{severity} {first}" in told
+        assert f"| {severity} | {first} |" in guide
+
+
+@pytest.mark.parametrize("key", ["event", "msg", "message", "log"])
 def test_the_text_of_a_json_line_has_several_names(
         key: str, tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, json.dumps({"level": 3, key: "CUDA error: x"}) + "\n")
