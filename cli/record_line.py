@@ -6,6 +6,7 @@ Works on the plain data of `codec.to_plain`, so that a kind of a newer Unicron i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ from .figures import clipped, count, lost_in_words, ms, plan_waf, ranks, rfc3339
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
+_SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
+"""Where a C++ library raised it, for example `[/pytorch/third_party/gloo/tcp/pair.cc:598] `."""
 
 
 def line(record: Plain) -> str:
@@ -56,11 +59,21 @@ def _drained_earns(waf: float) -> str:
 
 
 def _meaning(body: Plain) -> str:
-    """The row of the paper's table that it is of, by which rule; empty where none is known."""
+    """The row of the paper's table that it is of; empty where none is known."""
     if not body.get("status"):
         return ""
     from_ = ", second-hand" if body.get("second_hand") else ""
-    return f" ({status_in_words(body['status'])} by {body['rule']}{from_})"
+    return f" ({status_in_words(body['status'])}{from_})"
+
+
+def _collective_failed(body: Plain) -> str:
+    """What a library says in its own words, without the type and the source file around them."""
+    said = _SOURCE.sub("", _first_line(body["error"])).removeprefix("RuntimeError: ")
+    peer = body.get("peer", "")
+    host, _, port = peer.rpartition(":")
+    named = not peer or peer in said or (host.strip("[]") in said and port in said)
+    from_ = "" if named else f", peer {peer}"
+    return f"{_who(body)} iteration {body['iteration']}: {said}{_meaning(body)}{from_}"
 
 
 def status_in_words(status: str) -> str:
@@ -253,8 +266,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "RankExited": _exited,
     "RankSuspended": lambda b: f"{_who(b)} pid {b['pid']} is stopped",
     "RankContinued": lambda b: f"{_who(b)} pid {b['pid']} runs again",
-    "CollectiveFailed": lambda b: f"{_who(b)} iteration {b['iteration']}{_meaning(b)}: "
-                                  f"{_first_line(b['error'])}",
+    "CollectiveFailed": _collective_failed,
     "Quiesced": _quiesced,
     "Reconfigured": _reconfigured,
     "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: "

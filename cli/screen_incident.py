@@ -29,7 +29,6 @@ BAR_COLUMNS = 40
 WHO_COLUMNS = 10
 WHO_NUM_MAX = 3
 NAME_COLUMNS = 24
-WHY_COLUMNS = 36
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
 """What a person may type, within a sentence."""
@@ -44,7 +43,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phase by phase, cost, and what is left to do."""
     who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
-            f"{_fault(facts)}  {who}")
+            f"{status_in_words(facts['status'])}  {facts['node']}  {who}")
     lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"], over=facts["over"]),
              *bar(facts["phases"]), "", *_state(facts)]
@@ -70,14 +69,6 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
                           else "it is not over: wait, or look with "
                           + command(f"unicron status{option}"))
     return [*lines, *labelled("verify", command(facts["verify"]))]
-
-
-def _fault(facts: Plain) -> str:
-    """What it was and where; where it got worse, why it did: the first sign may be a peer's."""
-    escalated = [one["why"] for one in facts["decisions"][1:]
-                 if one["severity"] == facts["severity"]]
-    return (clipped(escalated[-1], WHY_COLUMNS) if escalated
-            else f"{status_in_words(facts['status'])}  {facts['node']}")
 
 
 def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
