@@ -35,8 +35,9 @@ HINT = "give a log as it is, or one JSON object with text a line"
 DEVICES_NUM_MAX = 64
 DEVICES_SHOWN_NUM = 4
 NONE, NO_SEVERITY = "none", "NONE"
-DONE = {severity: f"{first}; else {then}" if severity != "SEV1" else first
-        for severity, (first, _, then) in HANDLING.items()}
+DONE: dict[str, str] = {
+    severity: f"{first}; else {then}" if severity != "SEV1" else first
+    for severity, (first, _, then) in HANDLING.items()}
 
 
 class Group(Struct):
@@ -130,8 +131,8 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
         steps.append(f"{command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the node "
                      f"that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
     elif found[0].severity == "SEV1":
-        steps.append(f"{command('unicron status nodes')}: whether the node that it tells of is out; "
-                     f"else {command('unicron drain NODE')}")
+        steps.append(f"{command('unicron status nodes')}: whether the node that it tells of is "
+                     f"out; else {command('unicron drain NODE')}")
     if any(one.verdict.status in (NCCL_TIMEOUT, TASK_HANG) for one in found):
         steps.append(f"{command('unicron locate DUMP...')}: whom they wait for")
     if not steps:

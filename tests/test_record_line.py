@@ -54,4 +54,5 @@ def test_a_failed_collective_is_told_by_the_librarys_words_to_their_end(
         changes: dict[str, Any], words: str) -> None:
     body = {"task": 1, "rank": 3, "attempt": 1, "iteration": 12, "status": "connection reset",
             "rule": "connection-reset"}
-    assert essentials("CollectiveFailed", body | changes) == f"task 1 rank 3.1 iteration 12: {words}"
+    told = essentials("CollectiveFailed", body | changes)
+    assert told == f"task 1 rank 3.1 iteration 12: {words}"
