@@ -27,8 +27,8 @@ HALF_BYTES = 512 * 1024
 LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
-KEYS = ("text", "event", "msg", "message", "log")
-"""Of a JSON object, the first that is a string is the text; where none is, the line itself."""
+KEYS = ("event", "msg", "message", "log", "error", "exception")
+"""Of a JSON object without `text`, what a log says in; where nothing is said, the line itself."""
 PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
           b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"
@@ -232,4 +232,7 @@ def _text_of(words: str) -> str | None:
         told = json.loads(words)
     except (ValueError, RecursionError):
         return None
-    return next((told[key] for key in KEYS if isinstance(told.get(key), str)), None)
+    if isinstance(told.get("text"), str):
+        return str(told["text"])
+    said = [told[key] for key in KEYS if isinstance(told.get(key), str)]
+    return "\n".join(said) if said else None

@@ -15,8 +15,8 @@ app = typer.Typer()
 @app.command()
 def classify(
     file: Annotated[Path | None, typer.Argument(
-        metavar="FILE", help="Error text: a log, or one JSON object with `text` (or `event`, "
-        "`msg`, `message`, `log`) a line; none, or -: standard input.")] = None,
+        metavar="FILE", help="Error text: a log, or one JSON object with `text` (or a log's "
+        "`event`, `msg`, `message`, ...) a line; none, or -: standard input.")] = None,
     output: Form = "text",
 ) -> None:
     """Say what lines of error text mean: status, severity, and the rule that matched."""

@@ -17,7 +17,7 @@ from ..events.errors import UsageError
 from . import say, screen_incident
 from .began import Began, began
 from .client import connect
-from .figures import way_to_act
+from .figures import plan_waf, way_to_act
 from .flight import folders
 from .followed import hidden
 from .history import History, IncidentHistory, TaskHistory, slot_s
@@ -244,13 +244,13 @@ def _plan(told: History, record: Plain) -> Plain:
     body = record["body"]
     given = body["allocations"]
     return {"seq": record["seq"], "trigger": body["trigger"], "num_slots": body["num_slots"],
-            "waf": body["waf"], "ideal_waf": body.get("ideal_waf", 0.0),
+            "waf": plan_waf(body), "ideal_waf": body.get("ideal_waf", 0.0),
             "why": body.get("why", ""), "bound": bound_by(
                 body, {x["task"]: name_of(told, x["task"]) for x in given}),
             "origins": [name for one in told.plans if one.seq == record["seq"]
                         for name in one.origins],
             "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},
-            "beaten": [{"what": x["what"], "waf": x["waf"],
+            "beaten": [{"what": x["what"], "waf": plan_waf({**body, "waf": x["waf"]}),
                         "by": _by(x, body),
                         "slots": {name_of(told, task): slots for task, slots in x["slots"]}}
                        for x in body["alternatives"]]}

@@ -147,10 +147,18 @@ def test_a_page_tells_of_a_severity_what_the_guide_does(tmp_path: Path, capsys: 
         assert f"| {severity} | {first} |" in guide
 
 
-@pytest.mark.parametrize("key", ["event", "msg", "message", "log"])
+@pytest.mark.parametrize("key", ["event", "msg", "message", "log", "error", "exception"])
 def test_the_text_of_a_json_line_has_several_names(
         key: str, tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, json.dumps({"level": 3, key: "CUDA error: x"}) + "\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
+
+
+def test_a_json_line_of_a_log_is_judged_by_all_that_it_says(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, json.dumps({"event": "it ended", "msg": 1, "exception": (
+        "Traceback (most recent call last):\nRuntimeError: CUDA error: unknown error")}) + "\n")
     assert run_command(["classify", path, "-o", "json"]) == 0
     assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
 

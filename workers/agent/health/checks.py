@@ -30,7 +30,6 @@ from .limits import (
     CHECKS_NUM_MAX,
     CHECKS_S_MAX,
     END_S_MAX,
-    NICEST_NUM,
     REASON_CHARS_MAX,
 )
 from .steady import Steady
@@ -42,7 +41,7 @@ FILES = "checks/files"
 """The word on files that lie beside the checks, and are none."""
 NOT_FOR_CHECKS = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
 # sh is on the node's own disk: where the check lies on one that hangs, only its process does.
-_START = 'exec "$0"'
+_START = f'exec nice -n {CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
@@ -188,13 +187,10 @@ class Run:
 def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Raises OSError. The kernel ends it with the agent, or with this thread of it."""
     parent = os.getpid()
-    popen = subprocess.Popen(
+    return subprocess.Popen(
         ["/bin/sh", "-c", _START, str(path)], stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(environment),
         start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
-    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + CHECK_NICE_NUM, NICEST_NUM)
-    os.setpriority(os.PRIO_PROCESS, popen.pid, nice)
-    return popen
 
 
 class _Output:
