@@ -83,9 +83,12 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end will not come: a member is gone or its collective failed."""
+    """The iteration's end will not come: a member is gone or its collective failed.
+
+    Where all have left the generation, it has come.
+    """
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
-            and not done(state, task))
+            and not done(state, task) and not all_quiesced(task))
 
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:

@@ -47,8 +47,10 @@ class HealthWitness:
                 if slot.index in node.slots_out or slot.index in node.slots_sick:
                     return f"on {slot}, which is out"
             case o.Quiesce(mode="now", task=task, save=False):  # to save is asked of who holds
-                incident = state.incidents.get(state.tasks[task].incident)
-                if incident is None or incident.outcome:
+                it = state.tasks[task]
+                incident = state.incidents.get(it.incident)
+                # A failed collective is reason enough; what lies behind it may be known later.
+                if (incident is None or incident.outcome) and it.failed_s < 0:
                     return "now, by no fault of the task"
             case o.IncidentOpened(task=0) as body:
                 return self._of_node(state, body)

@@ -30,6 +30,8 @@ FLOPS = 1e9
 """FLOPs of one iteration on paper."""
 FOR_GOOD_S = 1e7
 """Longer than any day on paper."""
+INSTANT_S = 1e-9
+"""Less is nothing: sums of seconds are not exact."""
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
 
 
@@ -78,7 +80,8 @@ class PaperRank:
     @property
     def stopped_s(self) -> float:
         """How long it still stands still; 0: it does not."""
-        return max(self.goes_on_s - self.net.loop.time(), 0.0)
+        left_s = self.goes_on_s - self.net.loop.time()
+        return left_s if left_s > INSTANT_S else 0.0  # a timer for then may come a rounding early
 
     @property
     def suspended_s(self) -> float:
