@@ -54,7 +54,7 @@ def _because(why: str) -> str:
 
 
 def _drained_earns(waf: float) -> str:
-    return (f"earns {scaled(waf, 'FLOP/s')}" if waf >= 0 else
+    return (f"would earn {scaled(waf, 'FLOP/s')}" if waf >= 0 else
             f"would cost {scaled(-waf, 'FLOP/s')}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..control_plane.pace import FAULT_RATIO
+from ..control_plane.pace import FAULT_RATIO, LASTS_S
 from ..control_plane.plan_words import percent
 from .figures import command, labelled, number_of, scaled
 
@@ -31,9 +31,10 @@ def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
 def degraded_why(task: Plain, healing: str) -> str:
     """Which ranks hold up the others, the worst first, and why nothing is done about it."""
     slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
-    num = sum(one["state"] == "member" for one in task["ranks"]) - 1
+    num = sum(one["state"] == "member" for one in task["ranks"]) - len(slow)
+    together = " together" if len(slow) > 1 else ""
     words = [f"rank {one['rank']} ({one['node']}/{one['slot']}) holds up "
-             f"{number_of(num, 'other')}, {one['holds_up']:.3g} x" for one in slow]
+             f"{number_of(num, 'other')}{together}, {one['holds_up']:.3g} x" for one in slow]
     return f"{'; '.join(words)}. {_undone(slow, healing)}"
 
 
@@ -81,7 +82,8 @@ def _worth(node: str, told: Plain, option: str) -> str:
     if share < 0:
         return f"draining it would cost {percent(-share)} of all WAF"
     if not told["worth_draining"]:
-        return f"draining it would earn {percent(share)}, below gain_min"
+        return f"draining it would earn {percent(share)}, " + (
+            "below gain_min" if told["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
     return f"draining it earns {percent(share)}: " + command(
         f"unicron plan --without {node}{option}")
 

@@ -22,7 +22,8 @@ def priced(state: ClusterState) -> Iterator[DegradedPriced]:
 def price(state: ClusterState, name: str) -> DegradedPriced:
     """What is lost for the node now, and what the best plan without it earns more than now.
 
-    Both by the tables that plans are made with. Slow ranks on other nodes stay where they are.
+    Both by the tables that plans are made with. Slow ranks on other nodes stay where they are; what
+    is lost for several nodes together is lost for each.
     """
     here = [task for task in live_tasks(state) if _slow_there(task, name)]
     now = plan_input(state).asked
@@ -32,13 +33,12 @@ def price(state: ClusterState, name: str) -> DegradedPriced:
         waf_of(wish, slots) / slowdown(state.tasks[wish.task], without=name)
         for wish, slots in zip(ground.asked.wishes, then, strict=True))
     cost = math.fsum(
-        waf_of(wish, wish.now) * (1 / slowdown(task, without=name) - 1 / slowdown(task))
-        for wish in now.wishes for task in [state.tasks[wish.task]])
+        waf_of(wish, wish.now) * (1 - 1 / _holds_up(state.tasks[wish.task], name))
+        for wish in now.wishes)
     achieved = achieved_waf(state, now.wishes)
     return DegradedPriced(
         node=name, tasks=tuple(task.id for task in here),
-        ratios=tuple(max(task.slow[number].holds_up for number in _slow_there(task, name))
-                     for task in here),
+        ratios=tuple(_holds_up(task, name) for task in here),
         cost_waf=cost, drain_waf=earned_then - achieved,
         why=_why(state, here, name), now_waf=achieved)
 
@@ -55,6 +55,11 @@ def _slow_there(task: Task, name: str) -> list[int]:
             if number in task.ranks and task.ranks[number].slot.node == name]
 
 
+def _holds_up(task: Task, name: str) -> float:
+    """So many times longer an iteration takes for its slow ranks there."""
+    return max((task.slow[number].holds_up for number in _slow_there(task, name)), default=1.0)
+
+
 def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
     """What its checks say, then which ranks are slow there."""
     checks = [check.why or check.check for check in state.nodes[name].checks
@@ -66,8 +71,10 @@ def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
 def in_words(task: Task, number: int) -> str:
     """For example `rank 21 of base-39b (n3/5) holds up 511 others, 1.14 x`."""
     slot, slow = task.ranks[number].slot, task.slow[number]
-    num = len(task.members) - 1
+    num = len(task.members) - len(task.slow)
+    beside = [str(other) for other in sorted(task.slow) if other != number]
+    also = f" with rank{'s' * (len(beside) > 1)} {' '.join(beside)}" if beside else ""
     own = (f", its own work {slow.ratio:.3g} x"
            if f"{slow.ratio:.2f}" != f"{slow.holds_up:.2f}" else "")
     return (f"rank {number} of {task.spec.name} ({slot.node}/{slot.index}) holds up {num} "
-            f"other{'s' * (num != 1)}, {slow.holds_up:.3g} x{own}")
+            f"other{'s' * (num != 1)}{also}, {slow.holds_up:.3g} x{own}")

@@ -42,7 +42,7 @@ def _rank_paced(state: ClusterState, record: Record, body: d.RankPaced) -> None:
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
         was, now = before.get(number), task.slow.get(number)
-        if was is None or now is None or not (
+        if was is None or now is None or before.keys() != task.slow.keys() or not (
                 1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO):
             price_anew(state, task.ranks[number].slot.node)
     if task.slow and not before:

@@ -26,6 +26,8 @@ of a node of eight."""
 MOST_SHARE = 0.9
 """Of the peers: slower than so many, or there is no one who holds up the others."""
 SPREAD_TIMES = 3.0
+LASTS_S = 60.0
+"""Before a rank has been slow for so long, nobody is advised to drain its node."""
 DEVIATION_TIMES = 1.4826
 """From a median deviation to a standard deviation of a normal distribution."""
 
@@ -39,7 +41,7 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
     """
     if len(task.members) < 2:
         return {}
-    found: dict[int, Slow] = {}
+    found: dict[int, tuple[float, float]] = {}
     for number, pace in task.paces.items():
         if not pace.generation or not (_may_be_slow(pace) or _differs(task.paces, pace)):
             continue
@@ -48,10 +50,24 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
         ratio, holds_up = max(_beside_itself(pace, others), _beside_peers(pace, others),
                               key=lambda one: one[1])
         if holds_up >= SLOW_RATIO:
-            known = task.slow.get(number)
-            found[number] = Slow(ratio=min(ratio, RATIO_MAX), holds_up=min(holds_up, RATIO_MAX),
-                                 since_s=known.since_s if known is not None else at_s)
-    return found
+            found[number] = ratio, holds_up
+    return {number: Slow(ratio=min(found[number][0], RATIO_MAX), holds_up=min(times, RATIO_MAX),
+                         since_s=(task.slow[number].since_s if number in task.slow else at_s))
+            for number, times in _last_to_arrive(task, found).items()}
+
+
+def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
+    """Of those found slow, whom all others wait for, by how many times longer iterations take.
+
+    The one that works longest; those that are about as slow hold the others up together with it.
+    Who is slow too, and yet long there when the last arrives, holds up nobody now.
+    """
+    late = sorted(found, key=lambda number: (-task.paces[number].own_s, number))
+    for num in range(1, len(late)):
+        times = _held_up(task.paces[late[0]], task.paces[late[num]].own_s)
+        if times >= SLOW_RATIO:
+            return {number: min(found[number][1], times) for number in late[:num]}
+    return {number: found[number][1] for number in late}
 
 
 def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
@@ -65,7 +81,8 @@ def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
     alike = max(median(known), 1.0)
     if _grown(pace) < SLOW_RATIO * alike:
         return 1.0, 1.0
-    most_s = max((other.own_s for other in others if not _may_be_slow(other)), default=0.0)
+    most_s = max((other.own_s for other in others if not (
+        _may_be_slow(other) and _grown(other) >= SLOW_RATIO * alike)), default=0.0)
     usual_s = min(max(alike * pace.normal_s, most_s), pace.own_s)
     grew = pace.iteration_s / pace.normal_iteration_s
     return _grown(pace), min(grew, _held_up(pace, usual_s))

@@ -12,7 +12,7 @@ from .fold_health import RECOVERED_S
 from .fold_unprinted import unprinted
 from .hang import located
 from .noticed import Slow
-from .pace import at_fault, slowdown, slower_alike
+from .pace import LASTS_S, at_fault, slowdown, slower_alike
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
@@ -133,8 +133,12 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
     if priced is None:
         return None
     share = priced.drain_waf / priced.now_waf if priced.now_waf else 0.0
-    return {**msgspec.to_builtins(priced), "drain_share": share,
-            "worth_draining": priced.drain_waf > 0 and share >= state.policy.gain_min}
+    node = state.nodes.get(name)
+    slow = [slow for _, slow in _slow_on(state, node)] if node is not None else []
+    since_s = min((one.since_s for one in slow), default=-1.0)
+    lasts = since_s < 0 or state.at_s - since_s >= LASTS_S
+    return {**msgspec.to_builtins(priced), "drain_share": share, "lasts": lasts,
+            "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
 
 
 def _task(state: ClusterState, task: Task) -> dict[str, Any]:

@@ -97,6 +97,44 @@ def test_a_job_that_is_slower_for_good_is_found(name: str, times_slower: float, 
     assert not monitor.own.is_degraded, "back as it was"
 
 
+def test_that_it_is_over_is_told_within_a_window_however_often_it_was_told() -> None:
+    monitor = Monitor()
+    for times in range(3):
+        fed([1.0] * 400, monitor)
+        monitor.paced()
+        num = 0
+        while not monitor.own.is_degraded:
+            monitor.add(1.3)
+            num += 1
+        assert num <= WINDOW_NUM << times
+        assert monitor.paced() is not None
+        fed([1.0] * 2 * WINDOW_NUM, monitor)
+        told = monitor.paced()
+        assert told is not None
+        assert (told.own_s, monitor.own.is_degraded) == (1.0, False)
+
+
+def test_iterations_that_are_as_they_were_are_told_though_its_own_work_is_not() -> None:
+    monitor = Monitor()
+    fed_own(monitor, WINDOW_NUM, 1.0, 0.5)
+    assert monitor.paced() is not None
+    fed_own(monitor, WINDOW_NUM, 1.4, 0.8)
+    slow = monitor.paced()
+    assert slow is not None
+    assert (slow.iteration_s, slow.own_s) == (1.4, 0.8)
+    fed_own(monitor, WINDOW_NUM, 1.0, 0.8)
+    told = monitor.paced()
+    assert told is not None, "it holds up nobody"
+    assert (told.iteration_s, told.own_s, told.normal_s) == (1.0, 0.8, 0.5)
+    fed_own(monitor, 4 * WINDOW_NUM, 1.0, 0.8)
+    assert monitor.paced() is None, "once"
+
+
+def fed_own(monitor: Monitor, num: int, iteration_s: float, own_s: float) -> None:
+    for _ in range(num):
+        monitor.add(iteration_s, own_s)
+
+
 def test_what_lasts_a_little_is_not_told() -> None:
     values = SERIES[LONG][1:]
     monitor = Monitor()

@@ -229,14 +229,6 @@ def test_it_is_over_with_the_process(d: Driver) -> None:
     d.progress(task)
 
 
-def test_two_slow_ranks_on_two_nodes_pay_for_themselves_only(d: Driver) -> None:
-    task = d.running()
-    known(d, task)
-    paced(d, task, 0, 1.5, iteration_s=1.6)
-    told = the(DegradedPriced, paced(d, task, VICTIM, 1.2, iteration_s=1.6))
-    assert told.cost_waf == pytest.approx(0.0), "the other one is slower"
-
-
 def test_what_is_stale_or_absurd_is_nothing(d: Driver) -> None:
     task = d.running()
     known(d, task)

@@ -97,15 +97,18 @@ def test_draining_that_costs_more_needs_nobody() -> None:
     assert "earns" not in line
 
 
-@pytest.mark.parametrize(("share", "worth", "words"), [
-    (2.3, True, "draining it earns 230 %: unicron plan --without n2"),
-    (0.004, False, "draining it would earn 0.4 %, below gain_min"),
-    (0.0, False, "draining it would earn nothing"),
-    (-0.29, False, "draining it would cost 29 % of all WAF"),
+@pytest.mark.parametrize(("share", "worth", "lasts", "words"), [
+    (2.3, True, True, "draining it earns 230 %: unicron plan --without n2"),
+    (2.3, False, False, "draining it would earn 230 %, if it lasts longer than 60 s"),
+    (0.004, False, True, "draining it would earn 0.4 %, below gain_min"),
+    (0.0, False, True, "draining it would earn nothing"),
+    (-0.29, False, True, "draining it would cost 29 % of all WAF"),
 ])
-def test_shares_are_told_as_people_write_them(share: float, worth: bool, words: str) -> None:
+def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: bool, words: str
+                                              ) -> None:
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
-        "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth}}
+        "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
+        "lasts": lasts}}
     told = screen_degraded.node_degraded(node, {5: "alpha"}, "").replace(UNBROKEN, " ")
     assert told == f"w; {words}"
     assert bool(screen_degraded.degraded_news(node, {5: "alpha"}, "")) == worth

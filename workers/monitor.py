@@ -9,6 +9,8 @@ keeps it from crying on a cluster that is shared:
   so far, and beyond three times the noise of single iterations around it. The noisier a job, the
   longer the window, but for a change that is plain; it doubles with each change that was told, so
   nobody is told again and again.
+- That it is over is told at once: when a shortest window lies below 1.1 x the usual level again, or
+  iterations take less by a tenth than was told.
 
 Memory and time are bounded, whatever is fed.
 """
@@ -116,6 +118,8 @@ class Level:
             self.normal = self.now = self._reference.quantile(0.5)
             return True
         self._waiting.append(value)
+        if self._is_back():
+            return True
         again = 1 << min(self._num_changes, DOUBLINGS_NUM_MAX)
         noisier = max(1.0, (self.noise / QUIET_SHARE) ** 2)
         num = int(min(WINDOW_NUM_MAX, WINDOW_NUM * noisier * again))
@@ -129,6 +133,18 @@ class Level:
             return True
         return (len(self._reference) >= min(num // again, REFERENCE_NUM)
                 and self._has_left(num, level, max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
+
+    def _is_back(self) -> bool:
+        """Whether three of four of the last few are as usual, where it was degraded."""
+        if not self.is_degraded or len(self._waiting) < WINDOW_NUM:
+            return False
+        there = sorted(value for value in list(self._waiting)[-WINDOW_NUM:]
+                       if value < DEGRADED_TIMES * self.normal)
+        if 4 * len(there) < 3 * WINDOW_NUM:
+            return False
+        self.now = there[len(there) // 2]
+        self._begin(there)
+        return True
 
     def _has_left(self, num: int, level: float, far: float) -> bool:
         """Whether three of four of the last `num` lie beyond `far` x the level: now their own."""
@@ -167,6 +183,8 @@ class Monitor:
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW_NUM)
         self.own = Level()
         self._paced: Paced | None = None
+        self._told_s = 0.0
+        """How long an iteration took when it was told last."""
 
     @property
     def average_s(self) -> float:
@@ -205,11 +223,17 @@ class Monitor:
         is_slow = len(self._times) >= WARM_UP_NUM and iteration_s > self.limit_s()
         self._times.add(iteration_s)
         self._last.append((iteration_s, own_s))
-        if self.own.add(own_s):
+        if self.own.add(own_s) or self._is_relieved():
             self._paced = self.recent()
+            self._told_s = self._paced.iteration_s
         if is_slow:
             return "slow"
         return "degraded" if self.own.is_degraded else "well"
+
+    def _is_relieved(self) -> bool:
+        """Whether it is told as degraded, and iterations take less by now: they say so too."""
+        return (self.own.is_degraded and self._told_s > 0
+                and self.recent().iteration_s * DEGRADED_TIMES <= self._told_s)
 
     def recent(self) -> Paced:
         """Its pace over the last iterations that counted. Needs one."""

@@ -1,8 +1,9 @@
 """A rank's pulse: one page of memory that the rank writes as it works, and its agent reads.
 
-The rank writes a mark as it passes one: a microsecond, no system call, nobody to wait for. The
-agent reads whenever it likes, also while the rank holds the interpreter's lock, loops or is
-stopped. The page is a memfd, handed over at the start as the pipe is.
+The rank writes a mark as it passes one: a microsecond, nobody to wait for. Only where it begins or
+ends to wait for others it asks the kernel something: how long it has waited for a core. The agent
+reads whenever it likes, also while the rank holds the interpreter's lock, loops or is stopped. The
+page is a memfd, handed over at the start as the pipe is.
 
 Layout: two places for the newest mark, written in turn, so that one is always whole; then a ring of
 the last finished iterations. Each is between two equal counters. Times are of CLOCK_MONOTONIC,
@@ -18,6 +19,7 @@ import time
 from typing import Any, Literal, NamedTuple
 
 from .monitor import Kind
+from .starved import Starved
 
 PAGE_BYTES = 4096
 RING_NUM = 60
@@ -59,7 +61,11 @@ class Mark(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A finished iteration. `num` counts them from 1."""
+    """A finished iteration. `num` counts them from 1.
+
+    `own_s` is without waits for others, and without those for a core: on a machine that is shared
+    those say nothing of the rank.
+    """
 
     num: int
     generation: int
@@ -86,13 +92,18 @@ class Pulse:
         self._phase: int = OUTSIDE_CODE
         self._kind = 0
         self._began_s = self._waited_s = self._waits_from_s = 0.0
+        self._starved = Starved()
+        self._starved_s = self._starved_from_s = 0.0
+        """In work of its own of this iteration; until that began."""
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         """An iteration begins, or goes on in another generation."""
         self._generation, self._iteration, self._kind = (
             generation, iteration, KINDS.index(kind))
         self._collective = self._micro_batches = 0
-        self._waited_s = 0.0
+        self._waited_s = self._starved_s = 0.0
+        if self._page is not None:
+            self._starved_from_s = self._starved.in_s()
         self._phase = OWN_CODE
         self._began_s = time.monotonic()
         self.mark("begin", OWN_CODE)
@@ -107,6 +118,10 @@ class Pulse:
                 self._waited_s += now_s - self._waits_from_s
             if phase == COLLECTIVE_CODE:
                 self._waits_from_s = now_s
+            starved_s = self._starved.in_s()
+            if self._phase == OWN_CODE:
+                self._starved_s += starved_s - self._starved_from_s
+            self._starved_from_s = starved_s
             self._phase = phase
         self._num = num = self._num + 1
         _MARK.pack_into(self._page, (num & 1) * _MARK_BYTES, num, self._generation,
@@ -131,7 +146,8 @@ class Pulse:
         self._num_done = num = self._num_done + 1
         _DONE.pack_into(self._page, _RING_BYTES + num % RING_NUM * _DONE_BYTES, num,
                         self._generation, self._iteration, iteration_s,
-                        max(0.0, iteration_s - self._waited_s), self._kind, num)
+                        max(0.0, iteration_s - self._waited_s - self._starved_s),
+                        self._kind, num)
 
 
 class Page:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ..starved import starved_s
+
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 BURNS_SHARE = 0.5
 """Of the time that it was given cores since the first look: so much or more, and it computes."""
@@ -39,15 +41,7 @@ def look(pid: int) -> Look | None:
         return None
     fields = text.rpartition(")")[2].split()
     return Look(time.monotonic(), fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_HZ,
-                _starved_s(pid))
-
-
-def _starved_s(pid: int) -> float:
-    try:
-        waited_ns = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]
-    except (OSError, IndexError):
-        return 0.0
-    return int(waited_ns) / 1e9
+                starved_s(pid))
 
 
 def words(pid: int, before: Look | None) -> str:
