@@ -20,8 +20,9 @@ from .recovery_trial import NotStarted
 from .recovery_unicron import Unicron
 
 WHOLE_S_MAX = 120.0
-WARM_NUM = 5
-"""Iterations in a generation before it is struck."""
+WARM_NUM = 12
+"""Iterations in a generation before it is struck: above the 10 without which one fault more of the
+same rank would take its slot out (the policy's restart_iterations)."""
 KNOWN_NUM = 30
 """Where what is usual has to be known before."""
 STATISTICAL = ("gil_held", "rank_looping", "rank_slow", "network_cut")

@@ -44,7 +44,7 @@ class Unicron:
         self._local = LocalCluster(self.state, Wanted(
             num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
             trace_dir=str(self.watch.folder) if traced else "", watch=watches,
-            policy=str(file) if policy else ""))
+            policy=str(file)))
         self._client: Client | None = None
         self.records: list[dict[str, Any]] = []
         self.task = 0

@@ -114,10 +114,12 @@ def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     before, calm = cluster.pids(pair.one), cluster.task(pair.two)["generation"]
     victim, *_ = before
+    hold = cluster.hold(pair.one, victim, event="forward")  # its process is killed, the next held
     pair.kill(pair.one, victim)
     started = cluster.wait_told(after, "RankStarted", task=pair.one).body
-    line = cluster.wait_traced(pair.one, event="forward", pid=started.pid)
+    line = cluster.wait_traced(pair.one, event="held", pid=started.pid)
     os.kill(line["pid"], signal.SIGKILL)
+    hold.unlink()
     pair.gone(pair.one, line["pid"], after)
     assert len({line["iteration"] for line in cluster.traced(pair.one)
                 if line["pid"] == started.pid}) <= 2, "it was struck late"
