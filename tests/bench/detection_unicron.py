@@ -104,6 +104,9 @@ class Watched:
         faults.undo(self.folder, self._made.task, VICTIM_NUM)
         if case == "agent_killed":
             self._made.start_agent(local_cluster.agent_name(node))
+        if case == "rank_slow":  # of one process each further time is told later (monitor.py)
+            self._beyond = self._made.view()["generation"]
+            os.kill(self._victim()["pid"], signal.SIGKILL)
 
     def _victim(self) -> dict[str, Any]:
         return next(rank for rank in self._made.view()["ranks"] if rank["rank"] == VICTIM_NUM)
