@@ -64,10 +64,11 @@ def screen(found: Located) -> Iterator[str]:
         yield ""
         yield from labelled("hint:", f"{listed(found.missing)} left no dump: give theirs too")
     elif found.verdict == "hang":
-        whose = f"{listed([found.suspects[0].rank])} itself" if found.suspects else "they"
+        ranks = [one.rank for one in found.suspects]
+        says = (f"the logs of {listed(ranks)} say" if len(ranks) > 1 else
+                f"the log of {listed(ranks) if ranks else 'each rank'} says")
         yield ""
-        yield from labelled("next", f"{command('unicron classify FILE')}: what the log of {whose} "
-                            "says")
+        yield from labelled("next", f"{command('unicron classify FILE')}: what {says}")
 
 
 def _verdict(found: Located) -> str:
