@@ -119,8 +119,11 @@ class Process:
 
         Afterwards (True) its number is free. Call it again after False.
         """
+        last_s = self._loop.time() + s_max
         self.signal_group(signal.SIGKILL)
-        if not await self._until_alone(s_max, kill=True):
+        # What it started in a session of its own is found as its orphan: so it has to be gone.
+        await asyncio.wait([self._ended], timeout=s_max)
+        if not self.has_ended or not await self._until_alone(last_s - self._loop.time(), kill=True):
             return False
         self._reap()
         self.close()
