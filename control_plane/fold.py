@@ -12,7 +12,8 @@ from typing import Any
 
 from ..events import reports as r
 from ..events.codec import decode_record
-from ..events.orders import Reconfigure, first_keeper
+from ..events.keepers import first_keeper
+from ..events.orders import Reconfigure
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY
 from .calibration import keep_times

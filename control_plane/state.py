@@ -20,7 +20,7 @@ from .nodes import Node as Node
 from .nodes import Occupant as Occupant
 from .noticed import Crawl, Pace, Priced, Slow, Stall
 
-SCHEMA = "unicron-state-5"
+SCHEMA = "unicron-state-6"
 NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
@@ -331,7 +331,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-5:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-6:` and 16 hex digits; two folds of one log have the same."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 

@@ -49,18 +49,6 @@ class Keeper(Struct, frozen=True):
     endpoint: str
 
 
-KEEPERS_NUM_MAX = 1 << 10
-"""Keepers, one after the other, of one incarnation of an agent."""
-
-
-def first_keeper(incarnation: int) -> int:
-    """The number of its first keeper: each incarnation has KEEPERS_NUM_MAX, above all before.
-
-    An incarnation may be only one more than the last, where a clock was set back.
-    """
-    return incarnation * KEEPERS_NUM_MAX
-
-
 NUM_COPIES_MAX = 2
 """Of one task, in one keeper: the newest."""
 
@@ -321,10 +309,12 @@ class Quiesce(Body, frozen=True):
 
 
 class Reconfigure(Body, frozen=True):
-    """Be generation `generation`: these members, in this order, data-parallel.
+    """Be generation `generation`: these members, in this order, in layout `axes`.
 
-    `store` is the endpoint of the member that hosts the rendezvous. Members settle step version,
-    kept micro-batches and sources among themselves: whoever has the highest step version gives.
+    Members beyond its places are beside it (events/places.py): they give what they hold, and train
+    nothing. None is data-parallel, with all of them. `store` is the endpoint of the member that
+    hosts the rendezvous. Members settle step version, kept micro-batches and sources among
+    themselves: whoever has the highest step version gives.
     """
 
     nodes: tuple[str, ...]
@@ -339,6 +329,7 @@ class Reconfigure(Body, frozen=True):
     """Where nobody has state: what the first member tries first, in this order."""
     keepers: tuple[Keeper, ...] = ()
     """To whom the first member sends copies of its state from now on."""
+    axes: Axes | None = None
 
 
 class Resume(Body, frozen=True):

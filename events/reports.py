@@ -10,13 +10,11 @@ from .labels import Labels
 from .model_spec import Modelled
 from .policy import Policy as Policy
 from .spec import JobSpec
+from .taken import Origin as Origin
+from .taken import Taken
 
 FaultKind = Literal["rank", "stop", "node"]
 """What may be broken on purpose: a rank killed, a rank stopped, an agent killed with its ranks."""
-
-Origin = Literal["", "own", "peer", "copy", "checkpoint", "seed"]
-"""Whence a member's state is, from the nearest to the farthest ("": not told)."""
-
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Root of every record's body. `v` of the envelope is `V` of the class."""
@@ -292,8 +290,8 @@ class Reconfigured(Body, frozen=True):
     Of iteration `step_version`: `kept` are the micro-batches whole in its own sum, `todo` those
     that it will run, `dealt` the part of `todo` that the iteration's dealing had given to a rank
     that is gone. `source` is the rank that gave it its state: itself, another, or -1 for none.
-    `origin` says whence that state is, -1 being a copy or the checkpoint of the order, or the seed;
-    `origin_node` is the peer's, or the copy's. Times in seconds.
+    `origin` says whence it is, -1 being a copy, the checkpoint or the seed; `origin_node` is the
+    peer's, or the copy's. `taken`: from each peer how much. Times in seconds.
     """
 
     task: int
@@ -311,6 +309,7 @@ class Reconfigured(Body, frozen=True):
     settle_s: float
     origin: Origin = ""
     origin_node: str = ""
+    taken: tuple[Taken, ...] = ()
 
 
 class ReconfigureFailed(Body, frozen=True):

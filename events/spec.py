@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Struct, field
 
 from .errors import SpecError
+from .loss_scale import DynamicLossScale, check_loss_scale
 from .model_spec import MegatronModel, check_model
+from .parallel import Parallel, check_parallel
 
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
@@ -30,9 +32,6 @@ RATE_FLOPS_MAX = 1e24
 COUNT_NUM_MAX = 2**31 - 1
 SEED_MAX = 2**53
 HANG_AFTER_S_MAX = 1e6
-LOSS_SCALE_RATIO_MAX = 3e38
-"""It and its inverse are numbers in fp32."""
-LOSS_SCALE_RATIO_MIN = 1e-30
 
 
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,20 +87,6 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     clip_grad: float = 1.0
 
 
-class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss scale of fp16 that finds itself: halved by overflows, doubled after quiet.
-
-    The names are those of Megatron's `--initial-loss-scale`, `--min-loss-scale`,
-    `--loss-scale-window` (iterations without overflow before it is doubled) and `--hysteresis`
-    (overflows before it is halved).
-    """
-
-    initial: float = 2.0**32
-    min: float = 1.0
-    window: int = 1000
-    hysteresis: int = 2
-
-
 class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training task that heals in memory.
 
@@ -117,7 +102,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `loss` says what the gradient is of. per_token: the sum over the tokens of the batch, divided
     by their number. per_micro_batch: the mean over micro-batches of each one's mean over its own.
     `overlap` reduces gradients while the last backward is still making them, in buckets of about
-    `bucket_params` parameters; 0 is Megatron's own size, 40 million.
+    `bucket_params` parameters; 0 is Megatron's own size, 40 million. `parallel`: the layouts that
+    the plan may choose from, data-parallel alone where it is left out.
     """
 
     model: Model = field(default_factory=Model)
@@ -135,6 +121,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copy_every: int = 10
     overlap: bool = False
     bucket_params: int = 0
+    parallel: Parallel = field(default_factory=Parallel)
 
     @property
     def num_micro_batches(self) -> int:
@@ -167,7 +154,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hang_after_s: float | None = None
 
 
-PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale, MegatronModel)
+PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale, Parallel,
+         MegatronModel)
 
 
 def parse(data: object) -> JobSpec:
@@ -321,7 +309,9 @@ def _check_train(train: Train, slots: Slots) -> None:
           "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _check_output(train.output)
-    _check_loss_scale(train)
+    check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale, _need)
+    check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap,
+                   need=_need)
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
         _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
@@ -351,31 +341,6 @@ def _check_output(output: str) -> None:
         _need(not re.match(r"[^/]*:[^/]*@", rest), "train.output",
               "has a password in it, and a spec is kept in the log",
               "leave it to fsspec's configuration on each node (~/.config/fsspec)")
-
-
-def _check_loss_scale(train: Train) -> None:
-    constant, dynamic = train.loss_scale, train.dynamic_loss_scale
-    if constant is not None:
-        _need_scale(constant, "train.loss_scale")
-        _need(train.precision != "fp32", "train.loss_scale",
-              "is of no use in fp32, where no gradient is too small to be seen",
-              "leave it out, or set train.precision")
-    _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial")
-    _need_scale(dynamic.min, "train.dynamic_loss_scale.min")
-    _need(dynamic.min <= dynamic.initial, "train.dynamic_loss_scale.min",
-          f"{dynamic.min:g} is above initial {dynamic.initial:g}")
-    _need_count(dynamic.window, "train.dynamic_loss_scale.window")
-    _need_count(dynamic.hysteresis, "train.dynamic_loss_scale.hysteresis")
-    _need(dynamic == DynamicLossScale() or (train.precision == "fp16" and constant is None),
-          "train.dynamic_loss_scale",
-          f"is not used in {train.precision} with a loss_scale of its own" if constant is not None
-          else f"is not used in {train.precision}",
-          "it is for train.precision: fp16 without train.loss_scale")
-
-
-def _need_scale(value: float, path: str) -> None:
-    _need(LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX, path,
-          f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
 
 
 def _check_writable(spec: JobSpec) -> None:

@@ -10,8 +10,9 @@ from unicron.cli.record_line import ESSENTIALS
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
+from unicron.events.keepers import KEEPERS_NUM_MAX, first_keeper
 
-FIRST = o.first_keeper(1)
+FIRST = first_keeper(1)
 ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
 
@@ -151,7 +152,7 @@ def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
     assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
     d.join("n2", incarnation=2, slots=1)
     kept(d, task, "n2", 40, start=FIRST + 1)
-    kept(d, task, "n2", 40, start=FIRST + o.KEEPERS_NUM_MAX - 1)
+    kept(d, task, "n2", 40, start=FIRST + KEEPERS_NUM_MAX - 1)
     assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
 
 

@@ -9,6 +9,7 @@ from math import inf
 from msgspec import Struct
 
 from ..events.errors import Ambiguous, Unavailable
+from ..events.keepers import first_keeper
 from ..events.log import AgentPort, SentOrder
 from ..events.orders import (
     DropCopies,
@@ -20,7 +21,6 @@ from ..events.orders import (
     Resume,
     StartRank,
     StopRank,
-    first_keeper,
 )
 from ..events.records import Report
 from ..events.reports import (

@@ -13,8 +13,8 @@ from functools import partial
 import structlog
 
 from ...events.errors import Ambiguous, Unavailable
+from ...events.keepers import first_keeper
 from ...events.log import AgentPort
-from ...events.orders import first_keeper
 from ...events.reports import Body, CopiesLost, NodeJoined, NodeLeft
 from .. import linux
 from .health.health import Health, Sources

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from ...events.orders import KEEPERS_NUM_MAX
+from ...events.keepers import KEEPERS_NUM_MAX
 from .. import keeping, linux
 from .link import backoff_s
 

@@ -1,0 +1,66 @@
+"""The layouts that a training task may have: a spec's `train.parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from .model_spec import Axes
+
+AXIS_NUM_MAX = 1024
+Need = Callable[..., None]
+
+
+class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tensor- and pipeline-parallel sizes the plan may choose from; data-parallel fills up.
+
+    `chunks` is Megatron's number of virtual pipeline stages of each rank, where there is a
+    pipeline. `optimizer`: `whole`, each rank has all of its part's; `sharded`, Megatron's
+    distributed optimizer (ZeRO-1), where the loss of a shard's only holder sets the task back to
+    the last copy; `mirrored`, the same with each shard also on the next data-parallel rank, so
+    that no iteration is lost.
+    """
+
+    tensor: tuple[int, ...] = (1,)
+    pipeline: tuple[int, ...] = (1,)
+    chunks: int = 1
+    optimizer: Literal["whole", "sharded", "mirrored"] = "whole"
+
+    @property
+    def is_plain(self) -> bool:
+        """Data-parallel alone, with the whole optimizer on each rank."""
+        return self.tensor == (1,) and self.pipeline == (1,) and self.optimizer == "whole"
+
+    def shapes(self) -> Iterator[Axes]:
+        """Every permitted layout of one replica (dp is 1), in the order in which they are named."""
+        for tp in self.tensor:
+            for pp in self.pipeline:
+                yield Axes(tp=tp, pp=pp, chunks=self.chunks if pp > 1 else 1)
+
+
+def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool,
+                   need: Need) -> None:
+    """Tell `need` what has to hold; it raises where something does not."""
+    for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        path = f"train.parallel.{name}"
+        need(bool(sizes), path, "names no size", "leave it out for 1 alone")
+        for size in sizes:
+            need(1 <= size <= AXIS_NUM_MAX, path,
+                 f"{size} must be at least 1 and at most {AXIS_NUM_MAX}")
+        need(len(set(sizes)) == len(sizes), path, "names a size twice", "name each once")
+    for size in parallel.tensor:
+        need(num_heads % size == 0, "train.parallel.tensor",
+             f"{size} does not divide train.model.num_heads {num_heads}")
+    need(parallel.chunks >= 1, "train.parallel.chunks", "must be at least 1")
+    need(parallel.chunks == 1 or max(parallel.pipeline) > 1, "train.parallel.chunks",
+         "is of no use without a pipeline", "leave it out, or name a pipeline size above 1")
+    for axes in parallel.shapes():
+        stages = axes.pp * axes.chunks
+        chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""
+        need(num_layers % stages == 0, "train.parallel.pipeline",
+             f"{axes.pp}{chunks} does not divide train.model.num_layers {num_layers}")
+    need(not overlap or parallel.is_plain, "train.overlap",
+         "is for data-parallel training with the whole optimizer alone",
+         "leave it out, or leave out train.parallel")

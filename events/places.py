@@ -1,0 +1,53 @@
+"""Places in a layout: who of a generation has which part of the model, in Megatron's order.
+
+Members beyond the layout's places are beside it: they give what they hold, and train nothing.
+Source: megatron-core, parallel_state.RankGenerator with its default order, tp-cp-ep-dp-pp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .model_spec import Axes
+
+
+class Coordinates(NamedTuple):
+    """Where a member stands on each axis, from 0."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+def num_places(axes: Axes) -> int:
+    """How many members train."""
+    return axes.tp * axes.pp * axes.dp
+
+
+def is_plain(axes: Axes) -> bool:
+    """Whether every member is a whole replica: data-parallel alone."""
+    return axes.tp * axes.pp == 1
+
+
+def coordinates(axes: Axes, place: int) -> Coordinates:
+    """Of the member at `place`, which is one of the layout's."""
+    assert 0 <= place < num_places(axes), "beside the layout"
+    rest, tp = divmod(place, axes.tp)
+    pp, dp = divmod(rest, axes.dp)
+    return Coordinates(tp=tp, pp=pp, dp=dp)
+
+
+def place_of(axes: Axes, at: Coordinates) -> int:
+    """The place of the member that stands there."""
+    return (at.pp * axes.dp + at.dp) * axes.tp + at.tp
+
+
+def replica(axes: Axes, dp: int) -> tuple[int, ...]:
+    """Places of the members that are one replica, ascending."""
+    return tuple(place_of(axes, Coordinates(tp=tp, pp=pp, dp=dp))
+                 for pp in range(axes.pp) for tp in range(axes.tp))
+
+
+def holders(axes: Axes, tp: int, pp: int) -> tuple[int, ...]:
+    """Places of the members that have the same part of the model, ascending."""
+    return tuple(place_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp))
