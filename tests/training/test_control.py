@@ -78,6 +78,53 @@ def test_a_wait_that_nothing_ends_is_left_behind() -> None:
     assert done.returncode == 0
 
 
+REPLICA = """
+import os, socket, threading, time
+from unicron.events.orders import Quiesce
+from unicron.workers.training import control
+from unicron.workers.wire import Frame, Unpacker, pack
+
+control.FINISH_S_MAX = 0.5
+ours, theirs = socket.socketpair()
+rank = control.Control(ours, 0, Unpacker())
+rank.start([])
+
+def leave(generation, *ranks):
+    body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=ranks)
+    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+
+def waits(generation, *orders, **options):
+    woken, entered = threading.Event(), threading.Event()
+    def call():
+        entered.set()
+        return "woken" if woken.wait(0.3) else "finished"
+    def order():
+        entered.wait(10)
+        for ranks in orders:
+            leave(generation, *ranks)
+    threading.Thread(target=order, daemon=True).start()
+    return rank.apart(generation, woken.set, call, **options)
+
+replica = frozenset((0, 1))
+print(waits(1, (0, 1, 2), replica=replica), rank.asked(1))
+print(waits(2, (0, 2), replica=replica))
+print(waits(3, (0, 1, 2), (0, 2), replica=replica))
+print(waits(4, (0, 1, 2)))
+control.FINISH_S_MAX = 0.05
+print(waits(5, (0, 1, 2), replica=replica))
+print(waits(5, replica=replica), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_replica_that_lives_finishes_what_it_is_in() -> None:
+    """Not one of whose members some are gone, nor for ever; nor whoever waits for all."""
+    done = subprocess.run([sys.executable, "-c", REPLICA], capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.stdout.splitlines() == [
+        "finished now", "woken", "woken", "woken", "woken", "woken"], done.stderr
+
+
 TOO_MANY = """
 import os, socket, sys, threading, time
 from unicron.events.orders import Quiesce

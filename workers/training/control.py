@@ -36,6 +36,9 @@ STUCK_S_MAX = 1.0
 """A wait that cannot be ended in this time never will be: see `_insist`."""
 BUILDING_S_MAX = 10.0
 """How much longer it may take where the building of a generation itself is to be ended."""
+FINISH_S_MAX = 30.0
+"""For so long a replica of several members that all live may go on with what it is in, after an
+order to stop at once: less than the control plane waits for an answer (policy: quiesce_s_max)."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 WORN_NUM = 5
@@ -68,6 +71,8 @@ class Control:
         self._sending = threading.Condition()
         self._unsent = bytearray()
         self._generation = 0
+        self._replica: frozenset[int] = frozenset()
+        self._num_waits = 0
         self._wake: Callable[[], None] | None = None
         self._insisting = False
         self._apart = False
@@ -123,14 +128,15 @@ class Control:
             self._changed.wait_for(lambda: self._orders)
             return self._orders.popleft()
 
-    def apart(self, generation: int, wake: Callable[[], None], call: Callable[[], T]) -> T:
+    def apart(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
+              replica: frozenset[int] = frozenset()) -> T:
         """Do `call` as in `waiting_for_others`, but in a thread of its own.
 
         So a wait that nothing can end costs STUCK_S_MAX and a sleeping thread, not the process.
         What `call` does after its wait must not matter once it was abandoned. Raises Interrupted,
         Abandoned, and whatever `call` raises.
         """
-        with self.waiting_for_others(generation, wake):
+        with self.waiting_for_others(generation, wake, replica):
             with self._changed:
                 self._apart = True
             future = self._others.submit(call)
@@ -180,6 +186,12 @@ class Control:
         with self._changed:
             return self._asked(generation)
 
+    def saves(self, generation: int) -> bool:
+        """Whether an order waits that ends this generation, and has this rank save."""
+        with self._changed:
+            return any(isinstance(order, Quiesce) and order.generation >= generation and order.save
+                       and order.ranks[:1] == (self._rank,) for order in self._orders)
+
     def settle(self, generation: int) -> Quiesce | None:
         """Forget the orders to leave `generation`: it has been left. The last of them, if any."""
         with self._changed:
@@ -192,16 +204,22 @@ class Control:
             return last
 
     @contextmanager
-    def waiting_for_others(self, generation: int, wake: Callable[[], None]) -> Generator[None]:
+    def waiting_for_others(self, generation: int, wake: Callable[[], None],
+                           replica: frozenset[int] = frozenset()) -> Generator[None]:
         """While in here, the main thread may wait for other members of `generation`.
 
         An order to stop at once calls `wake` from a thread of its own. Raises Interrupted when
-        such an order is here already.
+        such an order is here already. With `replica` the ranks that it waits for are these alone:
+        an order that has all of them live on is left for later, by FINISH_S_MAX.
         """
         with self._changed:
-            if self._asked(generation) == "now":
+            if self._asked(generation, replica) == "now":
                 raise Interrupted
             self._generation, self._wake, self._abandoned = generation, wake, False
+            self._replica = replica
+            self._num_waits += 1
+            if self._asked(generation) == "now":
+                self._be_patient()
         try:
             yield
         finally:
@@ -211,13 +229,14 @@ class Control:
                 # The next wait is not to be disturbed by who still insists on the end of this one.
                 self._changed.wait_for(lambda: not self._insisting)
 
-    def _asked(self, generation: int) -> QuiesceMode | None:
+    def _asked(self, generation: int, replica: frozenset[int] = frozenset()
+               ) -> QuiesceMode | None:
         found: QuiesceMode | None = None
         for order in self._orders:
             if isinstance(order, Reconfigure) and order.generation > generation:
                 return "now"
             if isinstance(order, Quiesce) and order.generation >= generation:
-                if order.mode == "now":
+                if order.mode == "now" and not (replica and replica <= set(order.ranks)):
                     return "now"
                 found = "boundary"
         return found
@@ -234,10 +253,28 @@ class Control:
         with self._changed:
             self._orders.append(order)
             self._changed.notify_all()
-            if (self._wake is not None and not self._insisting
-                    and self._asked(self._generation) == "now"):
-                self._insisting = True
-                threading.Thread(target=self._insist, name="wake", daemon=True).start()
+            self._insist_if_asked()
+
+    def _insist_if_asked(self) -> None:
+        if self._wake is None or self._insisting:
+            return
+        if self._asked(self._generation, self._replica) == "now":
+            self._insisting = True
+            threading.Thread(target=self._insist, name="wake", daemon=True).start()
+        elif self._asked(self._generation) == "now":
+            self._be_patient()
+
+    def _be_patient(self) -> None:
+        """The replica may finish what it is in; not for ever: its own connections may be cut."""
+        patience = threading.Timer(FINISH_S_MAX, self._lose_patience, (self._num_waits,))
+        patience.daemon = True
+        patience.start()
+
+    def _lose_patience(self, wait: int) -> None:
+        with self._changed:
+            if self._num_waits == wait:
+                self._replica = frozenset()
+                self._insist_if_asked()
 
     def _insist(self) -> None:
         """Wake whoever waits until it is awake: it may be about to open another connection.
