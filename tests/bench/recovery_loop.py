@@ -58,7 +58,7 @@ class Loop:
 
     def build(self) -> None:
         """Anew, from the seed, in the process group that is up."""
-        self.groups = groups.data_parallel(COLLECTIVE_S_MAX)
+        self.groups = groups.build(None, COLLECTIVE_S_MAX)
         self.trainee = model.build(self.train, self.device, self.groups)
 
     def micro_batches(self, items: Iterable[int]) -> None:

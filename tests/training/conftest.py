@@ -39,7 +39,7 @@ def alone() -> Iterator[Any]:
     cpu.stand_in()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield groups.data_parallel(60)
+    yield groups.build(None, 60)
     groups.forget()
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ def trainee() -> Iterator[model.Trainee]:
     cpu.stand_in()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield model.build(TRAIN, torch.device("cpu"), groups.data_parallel(60))
+    yield model.build(TRAIN, torch.device("cpu"), groups.build(None, 60))
     groups.forget()
     dist.destroy_process_group()
 

@@ -29,16 +29,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...events.model_spec import Axes
 from . import groups, sockets
+from .groups import GROUP_S_MAX
 from .handles import Handles
 
 COLLECTIVE_S_MAX = 1800.0
 """A collective may wait this long: for the slowest member, or for an order to stop waiting."""
 RENDEZVOUS_S_MAX = 25.0
 """All members must have come within this; below the control plane's own limit for it."""
-GROUP_S_MAX = 10.0
-"""Building groups among members that have all come may take this long; gloo waits five times as
-long for a peer to connect."""
 CONNECT_S_MAX = 1.0
 """One attempt to connect to a store."""
 REACH_S = 0.05
@@ -100,8 +99,12 @@ class Communicators:
         self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
         return [self.store.get(key) for key in keys]
 
-    def up(self) -> None:
-        """Build the groups, and put them where `down` took the last ones out. RuntimeError."""
+    def up(self, axes: Axes | None = None) -> None:
+        """Build a layout's groups, and put them where `down` took the last ones out.
+
+        `axes` None: all members are data-parallel. The trainee that was there at `down` has to be
+        one for the same sizes but dp's. Raises RuntimeError.
+        """
         assert self.store is not None, "meet first"
         last_words = sys.excepthook
         self._is_building = True
@@ -110,13 +113,13 @@ class Communicators:
                 self.backend, store=self.store, rank=self.place, world_size=self.num_members,
                 timeout=datetime.timedelta(seconds=GROUP_S_MAX),
             )
+            self.groups = groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
-        # torch puts a hook around this one, once per generation, that holds stderr back until it
-        # returns: ours ends the process, and the traceback would never be written.
-        sys.excepthook = last_words
+            # torch puts a hook around this one, once per generation, that holds stderr back until
+            # it returns: ours ends the process, and the traceback would never be written.
+            sys.excepthook = last_words
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
-        self.groups = groups.data_parallel(COLLECTIVE_S_MAX)
         self._handles.put(groups.by_role(self.groups))
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
