@@ -45,8 +45,8 @@ PURE = (
     "workers/error_rule.py",
     "workers/machine_rules.py", "workers/network_rules.py", "workers/process_rules.py",
     "workers/quiet_rules.py", "workers/xids.py", "workers/locate.py",
-    "workers/monitor.py", "workers/recorded.py", "workers/waits.py", "workers/training/boxes.py",
-    "workers/training/ledger.py",
+    "workers/monitor.py", "workers/recorded.py", "workers/waits.py",
+    *(f"workers/training/{name}.py" for name in ("boxes", "holding", "ledger")),
     *(f"workers/agent/health/{name}.py" for name in ("bursts", "finding", "limits", "steady")),
 )
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.workers.training.ledger import NO_STATE, Claim, Settlement, deal, settle
+from unicron.workers.training.holding import NO_STATE, Claim
+from unicron.workers.training.ledger import Settlement, deal, settle
 
 
 @st.composite

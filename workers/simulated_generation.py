@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..events.orders import Member, Reconfigure
 from ..events.reports import Origin, Reconfigured
 from .simulated_copies import COPY_BYTES
-from .training.ledger import NO_STATE, settle
+from .training.holding import NO_STATE
+from .training.ledger import settle
 
 if TYPE_CHECKING:
     from .simulated_net import PaperNet
@@ -151,7 +152,8 @@ class PaperGeneration:
             self.net.later(stopped_s, self._settle)
             return
         first = self.ranks[0]
-        settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches)
+        settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches,
+                            nodes=[r.node for r in self.ranks])
         states = [(r.step_version, r.digest) for r in self.ranks]
         nobody = all(share.source == NO_STATE for share in settlement.shares)
         step_version, digest, origin, origin_node = self._restored() if nobody else (0, 0, "", "")

@@ -24,7 +24,8 @@ from .simulated_copies import COPY_BYTES, PaperCopy
 from .simulated_generation import PaperGeneration, next_digest
 from .simulated_marks import Marks
 from .simulated_net import PaperNet
-from .training.ledger import Claim, deal
+from .training.holding import Claim
+from .training.ledger import deal
 
 FLOPS = 1e9
 """FLOPs of one iteration on paper."""

@@ -14,7 +14,8 @@ from functools import partial
 from ..pulse import Pulse
 from .communicators import Communicators
 from .control import Control
-from .ledger import NO_STATE, Claim, Share, deal
+from .holding import NO_STATE, Claim
+from .ledger import Share, deal
 from .marks import Marks
 from .model import Trainee
 from .reduction import Outcome, Reduction, Stats

@@ -30,9 +30,10 @@ from . import checkpoint, copies, cpu, model, state, text
 from .communicators import ABORTED, Communicators
 from .control import Control, Interrupted
 from .history import History
+from .holding import NO_STATE, Claim
 from .innermost import bounded
 from .iteration import Iteration, clock
-from .ledger import NO_STATE, Claim, Share, settle
+from .ledger import Share, settle
 from .recorder import Recorder
 from .reduction import Outcome, poisoned
 from .saving import Saver
@@ -188,7 +189,8 @@ class Member:
         self.communicators.up()
         up_s = clock()
         self._note("settle")
-        settlement = settle(claims, self.train.num_micro_batches)
+        settlement = settle(claims, self.train.num_micro_batches,
+                            nodes=[member.node for member in order.members])
         share = settlement.shares[place]
         if settlement.step_version == NO_STATE:
             found = self._without_state(order, place)

@@ -1,0 +1,208 @@
+"""Who holds the state: the step from which a new generation goes on, and who gives it to whom.
+
+Pure: what the members claim is all that counts. The rules are those of docs/ARCHITECTURE.md,
+"Settlement".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+from ...events.model_spec import Axes
+from ...events.places import coordinates
+
+NO_STATE = -1
+"""Step version of a member that has only what it built from the seed."""
+MANY = -2
+"""Source of a member whose state is put together from what several hold."""
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """Of which part of the model a member holds the state: that of a place in a layout.
+
+    `optimizer` is as in a spec's `train.parallel`. Where it is mirrored, the member also has the
+    shard of the data-parallel rank before its own.
+    """
+
+    axes: Axes = Axes()
+    optimizer: Literal["whole", "sharded", "mirrored"] = "whole"
+    place: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Members of one shape at the same place of a replica have the same part of the model."""
+        return shape(self.axes)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the model: its tensor- and pipeline-parallel ranks."""
+        at = coordinates(self.axes, self.place)
+        return at.tp, at.pp
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """States of one layout are put together: where shards are split by dp, of one dp."""
+        return (*self.shape, 0 if self.optimizer == "whole" else self.axes.dp)
+
+    def pieces(self) -> Iterator[tuple[int, ...]]:
+        """What it has, of all()."""
+        at = coordinates(self.axes, self.place)
+        if self.optimizer == "whole":
+            yield at.tp, at.pp
+            return
+        yield at.tp, at.pp, at.dp
+        if self.optimizer == "mirrored":
+            yield at.tp, at.pp, (at.dp - 1) % self.axes.dp
+
+    def all(self) -> Iterator[tuple[int, ...]]:
+        """What members have to have between them, for the state to be whole."""
+        axes = self.axes
+        split = () if self.optimizer == "whole" else (range(axes.dp),)
+        yield from product(range(axes.tp), range(axes.pp), *split)
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """What a member brings into a new generation.
+
+    `step_version` counts its optimizer steps (NO_STATE: none of its state counts). Of that
+    iteration, `kept` are the micro-batches whole in its sum and `owned` those that it was last
+    dealt, in generation `dealt_in`; `begun` says whether it has begun the iteration at all.
+    `trained_in` is the generation in which it last trained.
+
+    `held` is what its state and its sum are of (None: of the whole model). `staged` is the same
+    state in another layout, whole too, but perhaps not on all members. `ready`: it has the reduced
+    sum of all and entered the gate of this step, and did not see whether all had. `gate` is what
+    the gate told those who passed it, until they train on or take another's state.
+    """
+
+    step_version: int = NO_STATE
+    kept: tuple[int, ...] = ()
+    owned: tuple[int, ...] = ()
+    dealt_in: int = 0
+    begun: bool = False
+    trained_in: int = 0
+    held: Held | None = None
+    staged: Held | None = None
+    ready: bool = False
+    gate: tuple[float, ...] = ()
+
+
+class Holder(NamedTuple):
+    """What a member has of the state that goes on."""
+
+    held: Held
+    steps: bool
+    """Once it has taken the step for which it is ready."""
+    staged: bool
+    """In what it staged."""
+
+
+class Holding(NamedTuple):
+    """The state that goes on, and by place who has some of it."""
+
+    step_version: int
+    holders: dict[int, Holder]
+    gate: tuple[float, ...]
+
+
+WHOLE = Held()
+NOBODY = Holding(NO_STATE, {}, ())
+
+
+def shape(axes: Axes) -> tuple[int, int, int]:
+    """What of a layout says how one replica is split."""
+    return axes.tp, axes.pp, axes.chunks
+
+
+def find(claims: Sequence[Claim], axes: Axes) -> Holding:
+    """The highest step version whose state the members have whole, in one layout.
+
+    Of several layouts that of `axes` goes first, since then nothing has to move; else the one that
+    most hold. O(members x step versions).
+    """
+    def rank(layout: tuple[int, ...]) -> tuple[bool, bool, int, tuple[int, ...]]:
+        return (layout[:3] != shape(axes), layout[3] not in (0, axes.dp), -len(found[layout]),
+                layout)
+
+    versions = {claim.step_version for claim in claims if claim.step_version != NO_STATE}
+    for version in sorted(versions, reverse=True):
+        found, gate = _holders(claims, version)
+        whole = [layout for layout, holders in found.items() if _is_whole(holders)]
+        if whole:
+            holders = found[min(whole, key=rank)]
+            steps = any(holder.steps for holder in holders.values())
+            return Holding(version, holders, gate if steps else ())
+    return NOBODY
+
+
+def _holders(claims: Sequence[Claim], version: int
+             ) -> tuple[dict[tuple[int, ...], dict[int, Holder]], tuple[float, ...]]:
+    """Who has some of the state of that step, by its layout; what the gate said before it.
+
+    The gate tells nobody before all have entered it: where one has stepped, all may, and have to.
+    """
+    told = {claim.trained_in: claim.gate for claim in reversed(claims)
+            if claim.gate and claim.step_version == version}
+    ready = [claim.trained_in for claim in claims
+             if claim.ready and claim.step_version == version - 1 and claim.trained_in in told]
+    passed = max(ready, default=None)  # of two that took this step, the later generation
+    found: dict[tuple[int, ...], dict[int, Holder]] = {}
+    for place, claim in enumerate(claims):
+        held = claim.held or WHOLE
+        if claim.step_version == version:
+            found.setdefault(held.layout, {})[place] = Holder(held, steps=False, staged=False)
+            if claim.staged is not None:
+                found.setdefault(claim.staged.layout, {}).setdefault(
+                    place, Holder(claim.staged, steps=False, staged=True))
+        elif (claim.ready and claim.step_version == version - 1
+              and claim.trained_in == passed):
+            found.setdefault(held.layout, {})[place] = Holder(held, steps=True, staged=False)
+    return found, () if passed is None else told[passed]
+
+
+def _is_whole(holders: dict[int, Holder]) -> bool:
+    had = {piece for holder in holders.values() for piece in holder.held.pieces()}
+    first = next(iter(holders.values()))
+    return had.issuperset(first.held.all())
+
+
+def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> list[int]:
+    """For the member at each place, that of the nearest one that has all that it is to have.
+
+    Itself before one on its own node, before any other; equal ones by turns, so that no one feeds
+    them all. Who is beside the layout takes nothing. `nodes` are those of the members; empty names
+    are of nodes that nobody knows.
+    """
+    if not holders:
+        return [NO_STATE] * len(nodes)
+    found = list(range(len(nodes)))
+    num_takers = dict.fromkeys(holders, 0)
+    behind = [(place, _givers(holders, axes, place))
+              for place in range(axes.tp * axes.pp * axes.dp)]
+    behind = [(place, givers) for place, givers in behind if place not in givers]
+    # Who has a giver on its own node first: the others then go to those who give less.
+    for near in (True, False):
+        for place, givers in behind:
+            beside = [giver for giver in givers if nodes[place] and nodes[giver] == nodes[place]]
+            if bool(beside) != near:
+                continue
+            if not givers:
+                found[place] = MANY
+                continue
+            giver = min(beside or givers, key=lambda giver: (num_takers[giver], giver))
+            found[place] = giver
+            num_takers[giver] += 1
+    return found
+
+
+def _givers(holders: dict[int, Holder], axes: Axes, place: int) -> list[int]:
+    """Who has all that the member at `place` is to have."""
+    at = coordinates(axes, place)
+    return [giver for giver, holder in holders.items()
+            if holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
+            and (holder.held.optimizer == "whole"
+                 or (holder.held.axes.dp, holder.held.place) == (axes.dp, place))]
