@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..events.orders import Copy, DropCopies, KeepCopies, Keeper
 from ..events.reports import Body
+from .coverage import has_layouts
 from .state import ClusterState, Node, Rank, Task
 
 NUM_KEEPERS_MAX = 2
@@ -33,13 +34,14 @@ def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
 
 
 def sources(state: ClusterState, task: Task, members: Sequence[Rank]) -> tuple[Copy, ...]:
-    """What these members can come back from where none of them has state: the newest first, then
-    the nearest to the first member. What is older than the published checkpoint is left out.
+    """What these members can come back from where none of them has state, or each a part alone
+    (they find out themselves whether that is all of it): the newest first, then the nearest to the
+    first member. What is older than the published checkpoint is left out.
 
     A node that is merely unreachable may have nothing wrong but its agent, and the only copy: it
     is asked last. One that is lost is not asked at all.
     """
-    if any(rank.has_state for rank in members):
+    if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
     here = members[0].slot.node
     fit = [copy for copy in task.copies if copy.step_version >= task.saved_iteration

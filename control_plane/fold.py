@@ -17,6 +17,7 @@ from ..events.orders import Reconfigure
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY
 from .calibration import keep_times
+from .coverage import covered, take_place
 from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
@@ -223,12 +224,12 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
 def _broken_inside(task: Task, record: Record, rank: Rank, error: str) -> None:
     """What failed under the collective is the rank's own: its process is to be started again.
 
-    Not where it alone has the state: then it is tried in place first.
+    Not where others do not have the whole state: then it is tried in place first.
     """
     fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
-    if any(other.has_state and other.sound and other is not rank and not (
-            other.failed == task.generation and other.failed_status in OF_DEVICES)
-           for other in task.living_members()):
+    if covered(task, [other for other in task.living_members() if other.sound and (
+            other is not rank and not (
+                other.failed == task.generation and other.failed_status in OF_DEVICES))]):
         rank.overdue = f"has {rank.failed_status}"
 
 
@@ -247,7 +248,8 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     if task.phase != "reconfiguring":
         return
-    rank.reconfigured, rank.has_state, rank.step_version = task.generation, True, body.step_version
+    rank.reconfigured, rank.has_state = task.generation, True
+    take_place(task, rank, body.step_version)
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.furthest)
     task.settled = body.step_version

@@ -300,6 +300,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
     keep_on(task, body.keepers)
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
+    task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
     task.stalls, task.crawls = {}, {}
     for rank in task.living_members():

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ..events import detected as d
 from ..events.decided import DegradedPriced
+from ..events.places import coordinates, num_places
 from ..events.records import Record
 from ..events.reports import Body
 from ..events.statuses import TASK_HANG
@@ -71,7 +72,13 @@ def _num_micro_batches(task: Task, number: int) -> int:
     """The member's part of an iteration, as its generation deals it."""
     train = task.spec.train
     place = next(i for i, member in enumerate(task.members) if member.rank == number)
-    return len(range(place, train.num_micro_batches, len(task.members))) if train else 0
+    if train is None:
+        return 0
+    if task.axes is None:
+        return len(range(place, train.num_micro_batches, len(task.members)))
+    if place >= num_places(task.axes):
+        return 0
+    return len(range(coordinates(task.axes, place).dp, train.num_micro_batches, task.axes.dp))
 
 
 def too_slow(state: ClusterState, record: Record, task: Task) -> None:

@@ -8,6 +8,7 @@ from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
+from .coverage import covered
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
 from .hang import located
@@ -187,7 +188,7 @@ def await_silent(state: ClusterState, task: Task) -> None:
     """Hold a deadline for members on silent nodes while they alone keep the others waiting.
 
     The others have left the generation, or cannot build the next one without them: nobody steps.
-    One of them has the state, so nothing is lost without the silent. Theirs is the time of any
+    They have the state, so nothing is lost without the silent. Theirs is the time of any
     second source.
     """
     heard, silent = list[Rank](), list[Rank]()
@@ -200,7 +201,7 @@ def await_silent(state: ClusterState, task: Task) -> None:
     else:
         wanted = task.phase == "reconfiguring" and any(not has_settled(task, x) for x in silent)
     name = f"silent/{task.id}/{task.generation}"
-    if not wanted or not any(rank.has_state for rank in heard):
+    if not wanted or not covered(task, heard):
         disarm(state, name)
     elif name not in state.deadlines:
         arm(state, name, state.policy.evidence_s_max)

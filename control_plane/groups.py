@@ -1,4 +1,4 @@
-"""Groups: ranks of a command that follow one another and belong on one node (tensor parallel).
+"""Groups: ranks that follow one another and belong on one node (tensor parallel).
 
 Every process of a command starts anew where a seat of it changes. So a command that is changed
 anyway takes whole groups first and keeps of its slots what it can; one that is not stays.
@@ -15,12 +15,15 @@ from .room import Room, neighbours
 from .spread import Taken
 from .state import Task
 from .state_bytes import seat_bytes
+from .train_layouts import layout_within
 
 
 def size(task: Task, count: int) -> int:
-    """So many ranks are a group where the task has `count` slots: TP of the layout that its model
-    chooses. 1: any node will do."""
-    axes = None if task.is_train else throughput.axes(task.modelled, count)
+    """So many ranks are a group where the task has `count` slots: TP of its layout on so many. 1:
+    any node will do."""
+    train = task.spec.train
+    axes = (throughput.axes(task.modelled, count) if train is None
+            else layout_within(train, count))
     return axes.tp if axes is not None else 1
 
 
@@ -105,14 +108,18 @@ class _Hand:
             self._left -= num
 
 
-def ranked(slots: Sequence[Slot], each: int) -> list[Slot]:
-    """In the order of ranks: node by node in groups of `each`, and at the end what is left of
-    nodes."""
+def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
+    """In the order of ranks: node by node in groups of the first size, then what is left of nodes
+    in groups of the next, at the end the rest."""
     on: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
         on.setdefault(slot.node, []).append(slot)
+    if not sizes:
+        return [slot for own in on.values() for slot in own]
+    each = sizes[0]
     whole = [slot for own in on.values() for slot in own[:len(own) // each * each]]
-    return whole + [slot for own in on.values() for slot in own[len(own) // each * each:]]
+    rest = [slot for own in on.values() for slot in own[len(own) // each * each:]]
+    return whole + ranked(rest, *sizes[1:])
 
 
 def torn(seats: Sequence[Seat], each: int) -> int:

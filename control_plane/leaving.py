@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..events.orders import Seat
+from .coverage import has_layouts
 from .processes import slot_free
 from .state import ClusterState, Rank, Task
 
@@ -15,8 +16,11 @@ def leaves(state: ClusterState, task: Task) -> bool:
 def saver(task: Task) -> Rank | None:
     """The member to write the checkpoint, None where nobody can or it is too late.
 
-    Whoever was told, unless all have told their steps and another has taken more.
+    Whoever was told, unless all have told their steps and another has taken more. Where each has a
+    part, the first of them: they bring it together at the iteration's end, while nothing is wrong.
     """
+    if has_layouts(task):
+        return _first(task)
     able = [rank for rank in task.living_members() if rank.has_state and rank.sound]
     if not able or task.save_late == task.generation:
         return None
@@ -25,6 +29,16 @@ def saver(task: Task) -> Rank | None:
     if told is not None and (told.step_version == most or not all_quiesced(task)):
         return told
     return next(rank for rank in able if rank.step_version == most)
+
+
+def _first(task: Task) -> Rank | None:
+    living = task.living_members()
+    first = living[0] if living else None
+    if (first is None or len(living) < len(task.members) or task.save_late == task.generation
+            or task.failed_s >= 0 or not all(rank.sound and rank.has_state for rank in living)):
+        return None
+    left = any(rank.quiesced == task.generation for rank in living)
+    return first if first.rank == task.saver or not left else None
 
 
 def all_quiesced(task: Task) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from ..events.codec import decode_record
-from ..events.model_spec import Modelled
+from ..events.model_spec import Axes, Modelled
 from ..events.orders import Copy, Keeper, Member, PlanChosen, Seat, Slot, ThroughputSet
 from ..events.records import Record
 from ..events.reports import Policy
@@ -39,6 +39,14 @@ class Deadline(Struct):
 
     due_s: float
     length_s: float
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """Which part of a task's state a process has: that of a place in the layout of a generation."""
+
+    generation: int
+    axes: Axes
+    place: int
 
 
 class Rank(Struct, kw_only=True):
@@ -72,6 +80,8 @@ class Rank(Struct, kw_only=True):
     harmed_s: float = -1.0
     """When somebody asked to break it; below 0: nobody did."""
     has_state: bool = False
+    """It has settled in some generation. Of a task that has layouts, `held` says on what."""
+    held: Held | None = None
     joined_iteration: int = -1
     error: str = ""
     error_text: str = ""
@@ -143,6 +153,8 @@ class Task(Struct, kw_only=True):
     """Command tier: how often all were started."""
     generation: int = 0
     members: tuple[Member, ...] = ()
+    axes: Axes | None = None
+    """The layout of the generation; None: data-parallel, with all members."""
     mode: str = ""
     """Of the quiesce that is going on: now, boundary."""
     evidence_over: int = 0

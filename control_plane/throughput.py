@@ -9,6 +9,7 @@ from typing import Literal
 from ..events.model_spec import Axes, Modelled
 from ..events.orders import ThroughputSet
 from ..events.spec import RATE_FLOPS_MAX, JobSpec
+from .train_layouts import speed
 
 SLOT_FLOPS = 1e12
 """Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
@@ -65,16 +66,15 @@ def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
     """How much `size` slots earn beside other sizes of the task, by the model.
 
-    Training: an iteration takes ceil(micro-batches / size) times one micro-batch. A command: what
-    its model says, in FLOP/s; without one, `size`.
+    Training: as its layout on so many has it, 0 where there is none. A command: what its model
+    says, in FLOP/s; without one, `size`.
     """
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
         return modelled.rates_flops[at - 1] if at else 0.0
     if spec.train is None:
         return float(size)
-    num = spec.train.num_micro_batches
-    return num / -(-num // size)
+    return speed(spec.train, size)
 
 
 def layout(modelled: Modelled | None, size: int) -> str:
@@ -91,11 +91,14 @@ def axes(modelled: Modelled | None, size: int) -> Axes | None:
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     """All that the spec allows; with a model the first of them for each step of the model, and the
-    floor.
+    floor. Of training only those on which it has a layout.
 
     The largest alone where it has none of them, so that there is something to say.
     """
     counts = spec.slots.counts
+    if spec.train is not None:
+        return tuple(size for size in counts
+                     if speed(spec.train, size) > 0 or size == spec.slots.floor)
     if modelled is None:
         return counts
     places = [bisect_left(counts, size) for size in modelled.sizes]

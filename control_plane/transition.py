@@ -26,6 +26,7 @@ from . import command, copies
 from .incidents import close_incident, end_incident, network_incident, open_incidents
 from .leaving import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
 from .processes import slot_free, start_rank, stop_pending, stop_rank
+from .seating import next_seating
 from .state import ClusterState, Phase, Rank, Task
 from .withhold import withhold
 
@@ -47,9 +48,10 @@ class Row(NamedTuple):
 
 # --- what a row waits for -----------------------------------------------------------------------
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
-    """Every wanted rank holds: RankReady, and nothing is wrong with it."""
+    """Every wanted rank holds: RankReady, and nothing is wrong with it; and they are enough."""
     return bool(task.target) and all(_ready(task.ranks.get(seat.rank), seat)
-                                     for seat in task.target)
+                                     for seat in task.target) and (
+        bool(next_seating(state, task).members))
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
@@ -93,7 +95,7 @@ def boundary_disturbed(state: ClusterState, task: Task) -> bool:
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
     """Every living member has left the generation and holds; and there is one to go on with."""
-    return all_quiesced(task) and bool(_next_members(state, task))
+    return all_quiesced(task) and bool(next_seating(state, task).members)
 
 
 def generation_broken(state: ClusterState, task: Task) -> bool:
@@ -143,36 +145,16 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     """Be the next generation, of everybody who holds and has a seat."""
     yield from network_incident(state, task)
-    ranks = _next_members(state, task)
+    axes, ranks = next_seating(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
                     for rank in ranks)
     yield Reconfigure(
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
-        dp=len(members), checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        dp=len(members) if axes is None else axes.dp, axes=axes,
+        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
         copies=copies.sources(state, task, ranks),
         keepers=copies.keepers(state, task, members[0].node))
-
-
-def _next_members(state: ClusterState, task: Task) -> list[Rank]:
-    """Those that hold and have a seat; who has state comes first, so that it tells progress.
-
-    Those that have none stay as long as newcomers are on the way, or to hand over what nobody
-    else holds: state at all, or a step that they alone have finished.
-    """
-    holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
-    seated = [rank for rank in holding if task.has_seat(rank)]
-    others = [rank for rank in holding if rank.has_state and not task.has_seat(rank)]
-    most = max((rank.step_version for rank in seated), default=-1)
-    if any(coming(state, task, seat) for seat in task.target) or (
-            seated and any(rank.step_version > most for rank in others)):
-        seated += others
-    return sorted(seated, key=lambda rank: (not rank.has_state, rank.rank))
-
-
-def _holds(task: Task, rank: Rank) -> bool:
-    member = rank.quiesced == task.generation and task.member(rank.rank) is rank
-    return rank.sound and (rank.state == "ready" or (rank.state == "member" and member))
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .model_spec import Axes
 
 AXIS_NUM_MAX = 1024
 Need = Callable[..., None]
+Kept = Literal["whole", "sharded", "mirrored"]
+"""What each rank has of the optimizer's state."""
 
 
 class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +29,7 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor: tuple[int, ...] = (1,)
     pipeline: tuple[int, ...] = (1,)
     chunks: int = 1
-    optimizer: Literal["whole", "sharded", "mirrored"] = "whole"
+    optimizer: Kept = "whole"
 
     @property
     def is_plain(self) -> bool:
@@ -38,6 +41,13 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for tp in self.tensor:
             for pp in self.pipeline:
                 yield Axes(tp=tp, pp=pp, chunks=self.chunks if pp > 1 else 1)
+
+    def layouts(self, num_slots: int, num_micro_batches: int) -> Iterator[Axes]:
+        """Every permitted layout of exactly so many slots: each replica has a micro-batch."""
+        for axes in self.shapes():
+            dp, rest = divmod(num_slots, axes.tp * axes.pp)
+            if not rest and 1 <= dp <= num_micro_batches:
+                yield replace(axes, dp=dp)
 
 
 def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool,

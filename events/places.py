@@ -6,9 +6,11 @@ Source: megatron-core, parallel_state.RankGenerator with its default order, tp-c
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from .model_spec import Axes
+from .parallel import Kept
 
 
 class Coordinates(NamedTuple):
@@ -51,3 +53,25 @@ def replica(axes: Axes, dp: int) -> tuple[int, ...]:
 def holders(axes: Axes, tp: int, pp: int) -> tuple[int, ...]:
     """Places of the members that have the same part of the model, ascending."""
     return tuple(place_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp))
+
+
+def shape(axes: Axes) -> tuple[int, int, int]:
+    """How one replica is split: in layouts of one shape the same coordinates have the same part."""
+    return axes.tp, axes.pp, axes.chunks
+
+
+def covers(axes: Axes, optimizer: Kept, places: Collection[int]) -> bool:
+    """Whether the members at these places have the whole state between them."""
+    had = set(places)
+    if optimizer == "whole":
+        return all(not had.isdisjoint(holders(axes, tp, pp))
+                   for tp in range(axes.tp) for pp in range(axes.pp))
+    return all(place in had or (optimizer == "mirrored" and mirror(axes, place) in had)
+               for place in range(num_places(axes)))
+
+
+def mirror(axes: Axes, place: int) -> int:
+    """The place of the next on its data-parallel ring: with a mirrored optimizer it has its shard
+    too."""
+    at = coordinates(axes, place)
+    return place_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))

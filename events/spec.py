@@ -299,7 +299,7 @@ def _check_train(train: Train, slots: Slots) -> None:
           "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens are more than "
           f"the {COUNT_NUM_MAX} of an iteration that can be counted",
           "lower it or train.model.sequence, or write loss: per_micro_batch")
-    _need(slots.max <= train.num_micro_batches, "slots.max",
+    _need(not train.parallel.is_plain or slots.max <= train.num_micro_batches, "slots.max",
           f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
           "raise train.batch.global, lower train.batch.micro or slots.max")
     _need_count(train.iterations, "train.iterations")
@@ -312,6 +312,13 @@ def _check_train(train: Train, slots: Slots) -> None:
     check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale, _need)
     check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap,
                    need=_need)
+    _need(any(True for count in slots.counts
+              for _ in train.parallel.layouts(count, train.num_micro_batches)),
+          "train.parallel", f"no layout of it has a number of slots that slots permits, of "
+          f"{slots.min} to {slots.max}", "raise slots.max, or name other sizes")
+    _need(not slots.floor or any(
+        True for _ in train.parallel.layouts(slots.floor, train.num_micro_batches)), "slots.floor",
+        f"train.parallel has no layout of {slots.floor} slots", "name a number that has one")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
         _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
