@@ -98,8 +98,8 @@ def load(path: Path) -> JobSpec:
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     # Without fsspec here nobody can tell: the ranks will, where they start.
-    if spec.train is not None and is_url(spec.train.output) and urls.is_installed():
-        urls.check_driver(spec.train.output)
+    if spec.training is not None and is_url(spec.training.output) and urls.is_installed():
+        urls.check_driver(spec.training.output)
     return spec
 
 
@@ -144,11 +144,17 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
 
 def anchored(spec: JobSpec) -> JobSpec:
     """The spec with its paths absolute: agents run in folders of their own."""
-    train = spec.train
+    train, loop = spec.train, spec.loop
+    if loop is not None:
+        spec = msgspec.structs.replace(
+            spec, loop=msgspec.structs.replace(loop, output=_anchored_output(loop.output)))
     if train is None:
         return spec
-    output = (train.output if is_url(train.output)
-              else str(Path(train.output).expanduser().absolute()))
+    output = _anchored_output(train.output)
     data = tuple(str(Path(path).expanduser().absolute()) for path in train.data)
     return msgspec.structs.replace(
         spec, train=msgspec.structs.replace(train, output=output, data=data))
+
+
+def _anchored_output(output: str) -> str:
+    return output if is_url(output) else str(Path(output).expanduser().absolute())

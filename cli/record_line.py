@@ -261,6 +261,7 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
     "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
     "RankReady": _ready,
+    "HealingDeclined": lambda b: f"{_who(b)} cannot heal in memory: {b['why']}",
     "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}{_meaning(b)}: "
                              f"{_last_line(b['text'])}",
     "RankExited": _exited,

@@ -123,6 +123,9 @@ def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list
     words: list[str] = []
     if task["withheld"]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
+    if task["declined"]:
+        words.append(f"{task['name']} starts again as a whole after a fault, since "
+                     f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
     if task["stands"]:
         stood_s = max(now_s - task["stands_since_s"], 0.0)
         if task["tier"] == "command":

@@ -34,8 +34,9 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
         say.out(line)
     if (held := after["cluster"]["healing"]) != "on":
         say.out(f"held     {held}: it is planned, and does not start")
-    if spec.train is None:
-        say.talk("note: command: is supervised and restarted only; train: heals in memory")
+    if spec.training is None:
+        say.talk("note: command: is supervised and restarted only; train: heals in memory, and so "
+                 "does a loop that has adopted Unicron (heal: in-memory)")
     option = option_for(state)
     say.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])

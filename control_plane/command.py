@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from ..events.orders import TaskEnded
 from ..events.reports import Body
 from .incidents import end_incident
-from .processes import slot_free, start_rank, stop_pending, stop_rank
+from .processes import port, slot_free, start_rank, stop_pending, stop_rank
 from .state import ClusterState, Task
-
-PORT_FIRST = 20_000
-NUM_PORTS = 10_000
 
 
 def step(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -43,10 +40,6 @@ def _any_stopping(task: Task) -> bool:
 
 
 def _round(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Start all. The port changes with each round: the last one's may still be held."""
-    if not task.target:
-        return
-    host = state.nodes[task.target[0].slot.node].host
-    port = PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS
+    here = port(task)
     for seat in task.target:
-        yield start_rank(state, task, seat, host=host, port=port)
+        yield start_rank(state, task, seat, here)

@@ -19,7 +19,7 @@ def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
     copies already stays; else it is the next by name, so that tasks on different nodes have
     different ones.
     """
-    train = task.spec.train
+    train = task.spec.training
     if train is None or not train.copy_every:
         return ()
     names = sorted(state.nodes)

@@ -10,7 +10,7 @@ from .state import Held, Rank, Task
 
 def has_layouts(task: Task) -> bool:
     """Whether its ranks may each have a part of the model or of the optimizer alone."""
-    return task.spec.train is not None and not task.spec.train.parallel.is_plain
+    return task.spec.training is not None and not task.spec.training.parallel.is_plain
 
 
 def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
@@ -19,7 +19,7 @@ def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
     Of one generation some may have taken a step that the others have yet to take, but can: then all
     had come to its end. So they are not told apart.
     """
-    train = task.spec.train
+    train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
     found: dict[int, list[Held]] = {}

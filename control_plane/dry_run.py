@@ -238,7 +238,7 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:
     seats = old.target if old is not None else ()
     return TaskDiff(
         task=task.id if old is not None else 0, name=task.spec.name,
-        tier="train" if task.is_train else "command", weight=task.weight,
+        tier="train" if task.heals_in_memory else "command", weight=task.weight,
         slots_before=len(seats), slots=slots, waf_before=_waf(task, len(seats)),
         waf=_waf(task, slots), pause_s=pause_s,
         origin=task.throughput.origin if task.throughput is not None else "",

@@ -95,12 +95,12 @@ def transition(state: ClusterState, task: Task) -> Transition:
 
 def num_slots(task: Task) -> int:
     """On how many it trains: a command on all that it was given."""
-    return len(task.members) if task.is_train else len(task.target)
+    return len(task.members) if task.heals_in_memory else len(task.target)
 
 
 def stands(state: ClusterState, task: Task) -> None:
     """Fold: from its last told iteration on it stands, if it did not already."""
-    if not task.is_train:
+    if not task.heals_in_memory:
         return
     size = len(task.members)
     since_s = task.progressed_s if size and task.progressed_s > 0 else state.at_s
@@ -129,7 +129,7 @@ def halts(state: ClusterState, task: Task) -> None:
 def goes_on(state: ClusterState, task: Task, iteration: int) -> None:
     """Fold: a new round of a command tells of its first iterations."""
     standing = task.standing
-    if standing is not None and not task.is_train:
+    if standing is not None and not task.heals_in_memory:
         _add(state, task, standing, iteration)
         _keep(state, task, standing, num_slots(task))
 

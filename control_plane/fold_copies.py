@@ -24,7 +24,7 @@ def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSav
     if any(way is not None and way.generation == body.generation
            and way.step_version > body.step_version for way in ways):
         return  # who was told to save was relieved, and had begun: another has saved more
-    output = task.spec.train.output if task.spec.train is not None else ""
+    output = task.spec.training.output if task.spec.training is not None else ""
     task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
                             path=body.path.removeprefix(output).lstrip("/"), final=body.final)
 

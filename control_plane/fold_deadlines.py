@@ -8,6 +8,7 @@ from ..events.records import Record
 from ..events.reports import DeadlineReached
 from ..events.statuses import TASK_HANG
 from .fold_health import late_of_node
+from .fold_ranks import declined, unproved
 from .fold_stalls import late_hang
 from .fold_unprinted import late_printed
 from .folding import STOPPED, broken, fault, find, has_settled, mute, price_anew
@@ -18,7 +19,10 @@ from .state import ClusterState, Rank, Task
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     """A rank did not start, did not end after its error, or was not reaped."""
     rank = find(task, rest[0], rest[1])
-    if rank is not None and not rank.overdue:
+    if rank is not None and unproved(task):
+        declined(state, record, task, f"no process has adopted Unicron within "
+                                      f"{state.policy.start_s_max:g} s")
+    elif rank is not None and not rank.overdue:
         rank.overdue = "did not get ready in time"
         fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.overdue}")
 

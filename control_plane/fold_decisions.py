@@ -43,7 +43,7 @@ def _incident_opened(state: ClusterState, record: Record, body: o.IncidentOpened
         id=record.seq, task=body.task, node=body.node, severity=body.severity,
         status=body.status, ranks=sorted(body.ranks), why=body.why,
         evidence=list(body.evidence), opened_s=record.at_s,
-        iterations_lost=None if task is not None and not task.is_train else 0)
+        iterations_lost=None if task is not None and not task.heals_in_memory else 0)
     blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
     take_evidence(state, incident, body)
     if task is not None:
@@ -111,7 +111,7 @@ def _take_in(state: ClusterState, task: Task, incident: Incident,
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []
-    if not task.is_train and any(not node.takes_tasks or node.is_out(seat.slot.index)
+    if not task.heals_in_memory and any(not node.takes_tasks or node.is_out(seat.slot.index)
                                  for seat in task.target
                                  if (node := state.nodes.get(seat.slot.node)) is not None):
         state.replan = f"task {task.spec.name} is to start elsewhere"
@@ -246,7 +246,7 @@ def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
     task, node = state.tasks.get(body.task), state.nodes.get(body.slot.node)
     if task is None or node is None:
         return
-    if not task.is_train and not task.ranks:
+    if not task.heals_in_memory and not task.ranks:
         task.finished, task.rounds = [], task.rounds + 1
     state.num_running += body.rank not in task.ranks
     task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,

@@ -29,7 +29,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     """
     task = state.tasks.get(body.task)
     rank = find(task, body.rank, body.attempt)
-    if task is None or rank is None or task.is_train or task.phase == "ended":
+    if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
         return
     if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:
         return

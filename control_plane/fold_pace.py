@@ -70,7 +70,7 @@ def _pace(task: Task, seq: int, body: d.RankPaced, old: Pace | None) -> Pace:
 
 def _num_micro_batches(task: Task, number: int) -> int:
     """The member's part of an iteration, as its generation deals it."""
-    train = task.spec.train
+    train = task.spec.training
     place = next(i for i, member in enumerate(task.members) if member.rank == number)
     if train is None:
         return 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..events import reports as r
+from ..events.detected import HealingDeclined
 from ..events.orders import Seat
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
@@ -35,7 +36,7 @@ def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> N
     rank.state = "started"
     rank.pid, rank.log_path = body.pid, body.log_path
     state.orders.pop(rank.start_order, None)
-    if not task.is_train:
+    if not task.heals_in_memory:
         disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
         _round_started(state, record, task)
 
@@ -58,10 +59,35 @@ def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     rank = find(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state not in ("ordered", "started"):
         return
+    if not task.heals_in_memory:
+        rank.overdue = "adopted Unicron too late"
+        return
     rank.state, rank.endpoint = "ready", body.endpoint
     task.iteration_flops = body.iteration_flops
     state.orders.pop(rank.start_order, None)
     disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+
+
+def unproved(task: Task) -> bool:
+    """A command that is to heal in memory, and nothing has shown yet that it can."""
+    return bool(task.spec.command) and task.heals_in_memory and task.generation == 0 and not any(
+        rank.state == "ready" for rank in task.ranks.values())
+
+
+def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
+    """It is a command as any other: its processes train on as they are, and restart together."""
+    task.declined, task.rounds = why, 1
+    for rank in task.ranks.values():
+        if rank.state != "ordered":
+            disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+    _round_started(state, record, task)
+
+
+def _healing_declined(state: ClusterState, record: Record, body: HealingDeclined) -> None:
+    """Said at the start, by each of its processes; the first is heard."""
+    task = state.tasks.get(body.task)
+    if find(task, body.rank, body.attempt) is not None and task is not None and unproved(task):
+        declined(state, record, task, body.why)
 
 
 def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
@@ -92,7 +118,9 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
         return
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     drop_rank(state, task, rank)
-    if not task.is_train and body.exit_code == 0 and not rank.stopping:
+    if unproved(task) and body.exit_code == 0 and not rank.stopping:
+        declined(state, record, task, f"rank {rank.rank} ended without having adopted Unicron")
+    if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
@@ -144,5 +172,5 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
 PROCESSES: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
     r.RankExited: _rank_exited, r.RankSuspended: _rank_suspended,
-    r.RankContinued: _rank_continued,
+    r.RankContinued: _rank_continued, HealingDeclined: _healing_declined,
 }

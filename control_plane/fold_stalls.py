@@ -26,7 +26,7 @@ def _rank_stalled(state: ClusterState, record: Record, body: d.RankStalled) -> N
         since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
         stack=body.stack)
-    if task is not None and not task.is_train:
+    if task is not None and not task.heals_in_memory:
         prints_no_more(state, task, body.rank, body.attempt, stall)
         return
     rank = _member(task, body.rank, body.attempt, body.generation)
@@ -53,7 +53,7 @@ def crawls(state: ClusterState, record: Record, task: Task, body: d.RankPaced) -
 def _rank_went_on(state: ClusterState, record: Record, body: d.RankWentOn) -> None:
     """Where healing was held meanwhile, there is nothing left to end it for."""
     task = state.tasks.get(body.task)
-    if task is not None and not task.is_train:
+    if task is not None and not task.heals_in_memory:
         prints_again(state, task, body.rank, body.attempt)
         return
     rank = _member(task, body.rank, body.attempt, body.generation)

@@ -79,7 +79,8 @@ def late_printed(state: ClusterState, record: Record, task: Task, rest: list[int
 
 def _stands(task: Task) -> tuple[Rank, Stall] | None:
     logged = task.logged
-    stall = task.stalls.get(logged.rank) if logged is not None and not task.is_train else None
+    prints = logged is not None and not task.heals_in_memory
+    stall = task.stalls.get(logged.rank) if logged is not None and prints else None
     rank = task.ranks.get(logged.rank) if logged is not None else None
     return (rank, stall) if rank is not None and stall is not None else None
 

@@ -159,7 +159,7 @@ def settle_phase(state: ClusterState, task: Task) -> None:
     """When nobody is left that has state, the task starts anew, or waits."""
     if task.phase == "ended":
         return
-    if not task.is_train:
+    if not task.heals_in_memory:
         if not task.ranks:
             halts(state, task)
             task.rate_flops = 0.0
@@ -222,7 +222,7 @@ def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:
 
 def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
     """Hold a deadline for a training rank whose process is stopped; not for one that is to end."""
-    if task.is_train and not task.ending and not rank.stopping and not rank.overdue:
+    if task.heals_in_memory and not task.ending and not rank.stopping and not rank.overdue:
         arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
 
 
@@ -245,7 +245,7 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
                 if task.ranks[key].slot.node == node.name]
         faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
-        since_s, signs = (_first_sign(state, task, node) if hurts or not task.is_train
+        since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
                           else (record.at_s, ()))
         for rank in gone:
             rank.harmed_s = max(rank.harmed_s, node.harmed_s)
@@ -265,7 +265,7 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
     seqs = tuple(failed)
     if node.silent:
         since_s, seqs = min(since_s, node.since_s), tuple(sorted({*seqs, node.silenced_seq} - {0}))
-    if task.is_train and task.phase == "training" and task.stepped == task.generation and (
+    if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
             task.step_s > 0 and not task.finished):
         since_s = min(since_s, task.progressed_s + task.step_s)
     return since_s, seqs
@@ -301,7 +301,7 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
 
 def _count_again(task: Task, status: str) -> None:
     """A fault that ended a process, where no step was made since the last such one."""
-    generation = task.generation if task.is_train else task.rounds
+    generation = task.generation if task.heals_in_memory else task.rounds
     series = task.series
     if series is None or (series.status, series.iteration) != (status, task.furthest):
         task.series = Series(status=status, iteration=task.furthest, generation=generation)

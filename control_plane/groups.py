@@ -21,7 +21,7 @@ from .train_layouts import layout_within
 def size(task: Task, count: int) -> int:
     """So many ranks are a group where the task has `count` slots: TP of its layout on so many. 1:
     any node will do."""
-    train = task.spec.train
+    train = task.spec.training
     axes = (throughput.axes(task.modelled, count) if train is None
             else layout_within(train, count))
     return axes.tp if axes is not None else 1

@@ -57,7 +57,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     left = [rank for rank in task.living_members() if rank.rank not in spent]
     followed = [number for number in spent if number in task.blamed]
-    if left and task.is_train and not followed:
+    if left and task.heals_in_memory and not followed:
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_again(state)}, its slot is taken out"
         yield _tell(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
@@ -127,13 +127,14 @@ def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     incident = state.incidents.get(task.incident)
     if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
         return
-    if task.phase != "training" or (task.is_train and task.stepped != task.generation):
+    if task.phase != "training" or (task.heals_in_memory and task.stepped != task.generation):
         return
     full = all((rank := task.ranks.get(seat.rank)) is not None and rank.slot == seat.slot
-               and (not task.is_train or task.member(seat.rank) is not None)
+               and (not task.heals_in_memory or task.member(seat.rank) is not None)
                for seat in task.target)
     if full and len(task.ranks) == len(task.target):
-        what = f"generation {task.generation} steps" if task.is_train else "all processes run"
+        what = (f"generation {task.generation} steps" if task.heals_in_memory
+                else "all processes run")
         outcome: Outcome = "set back" if incident.iterations_lost else "healed"
         yield _close(state, task, outcome, f"{what}, {len(task.target)} of {len(task.target)}")
 

@@ -56,7 +56,7 @@ def _begun(state: ClusterState, task: Task, number: int) -> tuple[Any, ...]:
     """
     rank = task.ranks.get(number)
     node = state.nodes.get(rank.slot.node) if rank is not None else None
-    return (bool(task.ranks) or task.is_train, rank is not None and rank.state != "ordered",
+    return (bool(task.ranks) or task.heals_in_memory, rank is not None and rank.state != "ordered",
             node is not None and node.silent)
 
 

@@ -162,7 +162,7 @@ def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
     """Numbers for the slots: a seat or a process that is there keeps its own."""
-    if not task.is_train:
+    if not task.heals_in_memory:
         every = groups.ranked(slots, groups.size(task, len(slots)))
         if sorted(every) == sorted(seat.slot for seat in task.target):
             return task.target
@@ -179,10 +179,10 @@ def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: 
     """What a person should know of this placement: what the loss of a node would cost, and why all
     is on one node, or on one rack."""
     nodes = sorted({seat.slot.node for seat in seats})
-    if not task.is_train or len(nodes) > 1:
+    if not task.heals_in_memory or len(nodes) > 1:
         told = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
                 f"{groups.why_torn(task, seats, slots)}")
-        if not task.is_train or len({domain(node, where) for node in nodes}) > 1:
+        if not task.heals_in_memory or len({domain(node, where) for node in nodes}) > 1:
             return told
         only = len({domain(slot.node, where) for slot in slots}) == 1
         why = "no slot is on another rack" if only else "no other rack has room"

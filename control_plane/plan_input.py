@@ -73,7 +73,7 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
 
     As many steps as it has ranks, or as there are nodes.
     """
-    if not task.is_train and not task.incident and _runs_where_nothing_starts(state, task):
+    if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
     if len(task.ranks) > len(state.nodes) and not any(
             node.silent for node in state.nodes.values()):
@@ -91,7 +91,7 @@ def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
 
 def is_whole(task: Task) -> bool:
     """Whether nobody is missing of those that the task should have."""
-    if task.is_train:
+    if task.heals_in_memory:
         return len(task.living_members()) == len(task.target)
     return bool(task.ranks)
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..events.orders import InjectFault, Seat, StartRank, StopRank
 from ..events.reports import FaultRequested
 from . import throughput
 from .incidents import NUM_STOPS_MAX
 from .state import ClusterState, Rank, Task
 
+PORT_FIRST = 20_000
+NUM_PORTS = 10_000
 
-def start_rank(state: ClusterState, task: Task, seat: Seat, *, host: str, port: int) -> StartRank:
+
+def port(task: Task) -> int:
+    """Where the processes of a command meet. It changes with each round: the last one's may still
+    be held."""
+    return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
+
+
+def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartRank:
     """The order that starts the seat's next process."""
+    spec = task.spec
+    host = state.nodes[task.target[0].slot.node].host if spec.command else ""
+    if task.declined:  # from now on it is a command as any other
+        spec = replace(spec, heal=None, loop=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
-        attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=task.spec,
+        attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=spec,
         num_seats=len(task.target), host=host, port=port,
         checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
         incarnation=state.nodes[seat.slot.node].incarnation,
-        axes=None if task.is_train else throughput.axes(task.modelled, len(task.target)))
+        axes=None if task.heals_in_memory else throughput.axes(task.modelled, len(task.target)))
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:

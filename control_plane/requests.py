@@ -180,12 +180,13 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
         raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
                       f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
     for task in live_tasks(state):
-        theirs = task.spec.train
+        theirs, ours = task.spec.training, job.training
         if task.spec.name == job.name:
             taken, what = f"name: {job.name} is live", "name"
-        elif job.train is not None and theirs is not None and (
-                os.path.normpath(job.train.output) == os.path.normpath(theirs.output)):
-            taken, what = f"train.output: {job.train.output} is being written", "output"
+        elif ours is not None and theirs is not None and (
+                os.path.normpath(ours.output) == os.path.normpath(theirs.output)):
+            where = "train" if job.train is not None else "loop"
+            taken, what = f"{where}.output: {ours.output} is being written", "output"
         else:
             continue
         is_ending = bool(task.ending or task.finished)

@@ -37,7 +37,7 @@ def next_seating(state: ClusterState, task: Task) -> Seating:
     Those that have none stay as long as newcomers are on the way, or to hand over what nobody
     else holds: state at all, a part of it, or a step that they alone have finished.
     """
-    train = task.spec.train
+    train = task.spec.training
     assert train is not None
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
     seated = [rank for rank in holding if task.has_seat(rank)]

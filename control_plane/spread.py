@@ -34,7 +34,7 @@ all moves of a path; and what is reached by no path."""
 def spread(movable: Sequence[Task], taken: Taken, room: Room,
            where: Mapping[str, Labels]) -> None:
     """Change `taken` until the rule holds for as many movable tasks as it can, by few moves."""
-    one_rack = [task.id for task in movable if task.is_train and len(taken[task.id]) > 1
+    one_rack = [task.id for task in movable if task.heals_in_memory and len(taken[task.id]) > 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
         return
@@ -66,7 +66,7 @@ class Board:
     def __init__(self, movable: Sequence[Task], taken: Taken, room: Room,
                  where: Mapping[str, Labels]) -> None:
         self.taken, self.room, self.where = taken, room, where
-        self.ruled = {task.id: task.is_train and len(taken[task.id]) > 1 for task in movable}
+        self.ruled = {task.id: task.heals_in_memory and len(taken[task.id]) > 1 for task in movable}
         self.at = {task.id: room.usable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
         self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))

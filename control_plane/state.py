@@ -149,6 +149,8 @@ class Task(Struct, kw_only=True):
     """By rank: the slot taken out for its faults. Progress on another one proves it right."""
     series: Series | None = None
     reattempts: int = 0
+    declined: str = ""
+    """Why its processes cannot heal in memory, although its spec asks for that."""
     rounds: int = 0
     """Command tier: how often all were started."""
     generation: int = 0
@@ -242,8 +244,9 @@ class Task(Struct, kw_only=True):
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property
-    def is_train(self) -> bool:
-        return self.spec.train is not None
+    def heals_in_memory(self) -> bool:
+        """Whether its processes are generations' members; else they all start again together."""
+        return self.spec.training is not None and not self.declined
 
     def member(self, number: int) -> Rank | None:
         """The living process that is this member of the current generation."""

@@ -72,9 +72,9 @@ def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
         return modelled.rates_flops[at - 1] if at else 0.0
-    if spec.train is None:
+    if spec.training is None:
         return float(size)
-    return speed(spec.train, size)
+    return speed(spec.training, size)
 
 
 def layout(modelled: Modelled | None, size: int) -> str:
@@ -96,9 +96,9 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     The largest alone where it has none of them, so that there is something to say.
     """
     counts = spec.slots.counts
-    if spec.train is not None:
+    if spec.training is not None:
         return tuple(size for size in counts
-                     if speed(spec.train, size) > 0 or size == spec.slots.floor)
+                     if speed(spec.training, size) > 0 or size == spec.slots.floor)
     if modelled is None:
         return counts
     places = [bisect_left(counts, size) for size in modelled.sizes]

@@ -1,13 +1,15 @@
 """Layouts of a training task: which one it has on so many slots, and how fast that is.
 
 By the analytical model's terms, so that the shape of T(t, x) is that of a command with a `model`;
-its level is measured. A spec names no GPU: the shape is that of an A100.
+its level is measured. A spec names no GPU: the shape is that of an A100. Of the model that a loop
+of one's own trains nothing is known: its layouts differ by how evenly they deal, and by bubbles.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+from ..events.loop import Loop
 from ..events.model_spec import Axes, MegatronModel
 from ..events.spec import Train
 from .layout_constants import constants_of
@@ -29,7 +31,7 @@ def megatron_model(train: Train) -> MegatronModel:
         overlap=train.overlap)
 
 
-def speed(train: Train, num_slots: int) -> float:
+def speed(train: Train | Loop, num_slots: int) -> float:
     """How many times as fast as one slot alone so many are, all of them; 0: there is no layout.
 
     Data-parallel alone: an iteration takes ceil(micro-batches / slots) times one micro-batch.
@@ -40,7 +42,7 @@ def speed(train: Train, num_slots: int) -> float:
     return _fastest(train, num_slots)[0]
 
 
-def layout_of(train: Train, num_slots: int) -> Axes | None:
+def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
     """The fastest permitted layout of exactly so many slots, of equals the first that is named.
 
     None: there is none, or the task is data-parallel alone.
@@ -49,7 +51,7 @@ def layout_of(train: Train, num_slots: int) -> Axes | None:
 
 
 @lru_cache(maxsize=_SPEEDS_NUM)
-def layout_within(train: Train, num_slots: int) -> Axes | None:
+def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
     """The fastest permitted layout of at most so many slots, of equals one of the fewest."""
     if train.parallel.is_plain:
         return None
@@ -58,7 +60,7 @@ def layout_within(train: Train, num_slots: int) -> Axes | None:
 
 
 @lru_cache(maxsize=_SPEEDS_NUM)
-def _fastest(train: Train, num_slots: int) -> tuple[float, Axes | None]:
+def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
     alone_s = _iteration_s(train, Axes())
     best: tuple[float, Axes | None] = (0.0, None)
     for axes in train.parallel.layouts(num_slots, train.num_micro_batches):
@@ -68,9 +70,12 @@ def _fastest(train: Train, num_slots: int) -> tuple[float, Axes | None]:
     return best
 
 
-def _iteration_s(train: Train, axes: Axes) -> float:
+def _iteration_s(train: Train | Loop, axes: Axes) -> float:
     """Of the replica that has most micro-batches; with chunks, as Megatron has them, a multiple of
     the pipeline's size."""
+    if isinstance(train, Loop):  # of its model nothing is known
+        num = -(-train.num_micro_batches // axes.dp)
+        return (num + (axes.pp - 1) / axes.chunks) / (axes.tp * axes.pp)
     model = megatron_model(train)
     layout = Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=train.batch.micro,
                     chunks=axes.chunks, sequence_parallel=False,

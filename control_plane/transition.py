@@ -25,7 +25,7 @@ from ..events.reports import Body
 from . import command, copies
 from .incidents import close_incident, end_incident, network_incident, open_incidents
 from .leaving import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
-from .processes import slot_free, start_rank, stop_pending, stop_rank
+from .processes import port, slot_free, start_rank, stop_pending, stop_rank
 from .seating import next_seating
 from .state import ClusterState, Phase, Rank, Task
 from .withhold import withhold
@@ -194,7 +194,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
     yield from open_incidents(state, task)
     if task.ending:
         yield from _end(state, task)
-    elif not task.is_train:
+    elif not task.heals_in_memory:
         yield from command.step(state, task)
     elif task.finished:
         yield from _finish(state, task)
@@ -212,10 +212,10 @@ def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from copies.drop(state, task)
         return
     yield from open_incidents(state, task)
-    if task.is_train and task.finished:
+    if task.heals_in_memory and task.finished:
         yield from _finish(state, task)
     else:
-        if task.is_train:
+        if task.heals_in_memory:
             yield from _transition(state, task)
         yield from withhold(state, task, _next_orders(state, task))
     yield from _last(state, task)
@@ -234,7 +234,7 @@ def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     yield from _stop_ghosts(state, task)
     if task.ending:
         yield from _end(state, task)
-    elif not task.is_train:
+    elif not task.heals_in_memory:
         yield from command.step(state, task)
     else:
         row = _row(state, task)
@@ -284,14 +284,14 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Fill the empty seats whose slot is free: its last process is reaped."""
     for seat in task.target:
         if seat.rank not in task.ranks and slot_free(state, seat):
-            yield start_rank(state, task, seat, host="", port=0)
+            yield start_rank(state, task, seat, port(task))
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     """What was saved is published by the node of who saved it; if that is gone, by another."""
-    if task.spec.train is None:
+    if task.spec.training is None:
         return
-    output = task.spec.train.output
+    output = task.spec.training.output
     if task.saved is not None and task.members:
         first = task.member(task.saver)
         name = first.slot.node if first is not None else task.members[0].node

@@ -145,7 +145,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
     spec = task.spec
     living, (stands, stands_since_s) = task.living_members(), _stands(state, task)
     return {
-        "id": task.id, "name": spec.name, "tier": "train" if task.is_train else "command",
+        "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
         "submitted_s": task.submitted_s, "progressed_s": task.progressed_s,
         "weight": task.weight, "priority": spec.priority, "team": spec.team,
@@ -154,7 +154,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
                   "sizes": list(spec.slots.sizes)},
         "layout": f"DP{len(living)}" if living else "", "generation": task.generation,
         "iteration": task.iteration,
-        "iterations": (spec.train.iterations if spec.train is not None
+        "iterations": (spec.training.iterations if spec.training is not None
                        else task.logged.iterations if task.logged is not None else 0),
         "logged_batch": task.logged.global_batch if task.logged is not None else 0,
         "model_batch": spec.model.global_batch if spec.model is not None else 0,
@@ -168,8 +168,9 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, "why": task.why, "needs": task.needs,
+        "declined": task.declined,
         "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
-        "output": spec.train.output if spec.train is not None else "",
+        "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
         "unpublished": max(task.iteration - task.saved_iteration, 0),
@@ -180,7 +181,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
 
 def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
     """Why nothing goes on, and since when; "" where it does, as far as is known."""
-    if not task.is_train:
+    if not task.heals_in_memory:
         return unprinted(state, task)
     hang = located(state, task)
     return (hang.why, hang.since_s) if hang is not None else ("", 0.0)
@@ -198,7 +199,7 @@ def _slow(task: Task) -> list[dict[str, Any]]:
 def _iterations_lost(task: Task) -> int | None:
     """None: of a command that was started again and has not printed since how far it is."""
     logged = task.logged
-    known = task.is_train or task.rounds == (logged.round if logged is not None else 1)
+    known = task.heals_in_memory or task.rounds == (logged.round if logged is not None else 1)
     return task.iterations_lost if known or not task.rounds else None
 
 
@@ -206,7 +207,7 @@ def _steps(task: Task) -> bool:
     """Whether nothing that is known keeps it from stepping."""
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
-    going = living if task.is_train else task.ranks.values()
+    going = living if task.heals_in_memory else task.ranks.values()
     return task.phase == "training" and whole and not any(rank.suspended for rank in going)
 
 

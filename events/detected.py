@@ -16,6 +16,17 @@ Whereabouts = Literal["own", "collective"]
 """What a rank is in: work of its own, or a collective, where it waits for others."""
 
 
+# --- said by a rank ---------------------------------------------------------------------------
+class HealingDeclined(Body, frozen=True):
+    """The loop that a command runs cannot heal in memory: the task is a command as any other, and
+    this process trains on, or ends, as one."""
+
+    task: int
+    rank: int
+    attempt: int
+    why: str
+
+
 # --- said by an agent about its node ------------------------------------------------------------
 class HealthChanged(Body, frozen=True):
     """A check of the node says something else than before; the first "healthy" is not told.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -53,19 +53,10 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool,
                    need: Need) -> None:
     """Tell `need` what has to hold; it raises where something does not."""
-    for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
-        path = f"train.parallel.{name}"
-        need(bool(sizes), path, "names no size", "leave it out for 1 alone")
-        for size in sizes:
-            need(1 <= size <= AXIS_NUM_MAX, path,
-                 f"{size} must be at least 1 and at most {AXIS_NUM_MAX}")
-        need(len(set(sizes)) == len(sizes), path, "names a size twice", "name each once")
+    check_sizes(parallel, "train.parallel", need)
     for size in parallel.tensor:
         need(num_heads % size == 0, "train.parallel.tensor",
              f"{size} does not divide train.model.num_heads {num_heads}")
-    need(parallel.chunks >= 1, "train.parallel.chunks", "must be at least 1")
-    need(parallel.chunks == 1 or max(parallel.pipeline) > 1, "train.parallel.chunks",
-         "is of no use without a pipeline", "leave it out, or name a pipeline size above 1")
     for axes in parallel.shapes():
         stages = axes.pp * axes.chunks
         chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""
@@ -74,3 +65,27 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
     need(not overlap or parallel.is_plain, "train.overlap",
          "is for data-parallel training with the whole optimizer alone",
          "leave it out, or leave out train.parallel")
+
+
+def check_sizes(parallel: Parallel, path: str, need: Need) -> None:
+    """The same of what can be said without the model; `path` is where it stands in the spec."""
+    for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        need(bool(sizes), f"{path}.{name}", "names no size", "leave it out for 1 alone")
+        for size in sizes:
+            need(1 <= size <= AXIS_NUM_MAX, f"{path}.{name}",
+                 f"{size} must be at least 1 and at most {AXIS_NUM_MAX}")
+        need(len(set(sizes)) == len(sizes), f"{path}.{name}", "names a size twice",
+             "name each once")
+    need(parallel.chunks >= 1, f"{path}.chunks", "must be at least 1")
+    need(parallel.chunks == 1 or max(parallel.pipeline) > 1, f"{path}.chunks",
+         "is of no use without a pipeline", "leave it out, or name a pipeline size above 1")
+
+
+def check_fits(parallel: Parallel, num_micro_batches: int, counts: Sequence[int], floor: int,
+               path: str, need: Need) -> None:
+    """Whether it has a layout of one of these numbers of slots, ascending, and of the floor."""
+    need(any(True for count in counts for _ in parallel.layouts(count, num_micro_batches)),
+         path, f"no layout of it has a number of slots that slots permits, of {counts[0]} to "
+         f"{counts[-1]}", "raise slots.max, or name other sizes")
+    need(not floor or any(True for _ in parallel.layouts(floor, num_micro_batches)), "slots.floor",
+         f"{path} has no layout of {floor} slots", "name a number that has one")

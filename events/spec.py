@@ -12,17 +12,18 @@ import msgspec
 from msgspec import Struct, field
 
 from .errors import SpecError
+from .loop import Loop, check_loop
 from .loss_scale import DynamicLossScale, check_loss_scale
 from .model_spec import MegatronModel, check_model
-from .parallel import Parallel, check_parallel
+from .output import check_output
+from .output import is_url as is_url
+from .parallel import Parallel, check_fits, check_parallel
 
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
 TAKEN_NAMES = ("nodes",)
 """What a command takes for something else where a task may stand."""
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
-"""A colon in its scheme makes it a chain of them."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
 """Weights lie between its inverse and it: the plan adds their products exactly."""
@@ -132,6 +133,9 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task. Exactly one of `train` and `command` is given.
 
+    `heal` says that the command's processes have adopted Unicron and heal in memory, as `train`
+    does; `loop` is what the cluster has to know of them.
+
     `weight` is w(t) of the paper. A higher `priority` comes first, whatever the others would earn.
     The policy may give a `team` a quota of slots. `throughput` maps a number of slots to the
     achieved aggregate FLOP/s declared for it; sizes in between earn what the next smaller declared
@@ -149,12 +153,19 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: Slots = field(default_factory=Slots)
     train: Train | None = None
     command: tuple[str, ...] = ()
+    heal: Literal["in-memory"] | None = None
+    loop: Loop | None = None
     throughput: dict[int, float] = field(default_factory=dict[int, float])
     model: MegatronModel | None = None
     hang_after_s: float | None = None
 
+    @property
+    def training(self) -> Train | Loop | None:
+        """What heals in memory; None: a command that is supervised and restarted only."""
+        return self.train if self.train is not None else self.loop
 
-PARTS = (JobSpec, Slots, Train, Model, Batch, Optimizer, DynamicLossScale, Parallel,
+
+PARTS = (JobSpec, Slots, Train, Loop, Model, Batch, Optimizer, DynamicLossScale, Parallel,
          MegatronModel)
 
 
@@ -199,6 +210,7 @@ def refused(said: str, parts: Sequence[type[Struct]], hint: str) -> SpecError:
     if message.startswith("Invalid enum value"):
         words = [get_args(field.type) for part in parts for field in msgspec.structs.fields(part)
                  if field.encode_name == path.rpartition(".")[2]]
+        words = [get_args(some[0]) or some for some in words if some]  # one that may be left out
         hint = f"one of {', '.join(words[0])}" if words and words[0] else hint
     for theirs, ours in ((" | null`", "`"), ("`object`", "a mapping"),
                          ("`array`", "a list"), ("`str`", "text"),
@@ -274,11 +286,19 @@ def _check(spec: JobSpec) -> None:
           "declare a size that the task may have, or raise slots.max")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
+    _need(spec.heal is None or bool(spec.command), "heal", "is of a command",
+          "leave it out: train: heals in memory")
+    _need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
+          "is missing", "heal: in-memory and loop: belong together")
+    if spec.loop is not None:
+        check_loop(spec.loop, spec.slots.counts, spec.slots.floor, _need, _need_count)
     if spec.model is not None:
-        _need(spec.train is None, "model", "is of a command", "train: has a model of its own")
+        _need(spec.training is None, "model", "is of a command that is restarted only",
+              "leave it out: what heals in memory is measured")
         check_model(spec.model, _need)
     if spec.hang_after_s is not None:
-        _need(spec.train is None, "hang_after_s", "is of a command", "leave it out")
+        _need(spec.training is None, "hang_after_s", "is of a command that is restarted only",
+              "leave it out: who heals in memory is watched closely")
         _need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
               f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
 
@@ -308,17 +328,12 @@ def _check_train(train: Train, slots: Slots) -> None:
     _need(train.overlap or not train.bucket_params, "train.bucket_params",
           "without overlap there is one bucket", "write overlap: true, or leave it out")
     _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
-    _check_output(train.output)
+    check_output(train.output, "train.output", _need)
     check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale, _need)
     check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap,
                    need=_need)
-    _need(any(True for count in slots.counts
-              for _ in train.parallel.layouts(count, train.num_micro_batches)),
-          "train.parallel", f"no layout of it has a number of slots that slots permits, of "
-          f"{slots.min} to {slots.max}", "raise slots.max, or name other sizes")
-    _need(not slots.floor or any(
-        True for _ in train.parallel.layouts(slots.floor, train.num_micro_batches)), "slots.floor",
-        f"train.parallel has no layout of {slots.floor} slots", "name a number that has one")
+    check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor,
+               "train.parallel", _need)
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
         _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
@@ -333,29 +348,14 @@ def _check_train(train: Train, slots: Slots) -> None:
           "must be at least 0 and below train.iterations")
 
 
-def is_url(output: str) -> bool:
-    """Whether this is an fsspec URL; else it is a path."""
-    return URL.match(output) is not None
-
-
-def _check_output(output: str) -> None:
-    _need(output != "", "train.output", "must name a folder")
-    if found := URL.match(output):
-        scheme, rest = found.groups()
-        _need(rest.strip("/") != "", "train.output", f"{output} names no folder")
-        _need("::" not in output, "train.output", "is a chain of URLs", "name one store")
-        _need(scheme != "memory", "train.output", "memory:// is the memory of one process alone")
-        _need(not re.match(r"[^/]*:[^/]*@", rest), "train.output",
-              "has a password in it, and a spec is kept in the log",
-              "leave it to fsspec's configuration on each node (~/.config/fsspec)")
-
-
 def _check_writable(spec: JobSpec) -> None:
     """The spec goes into records and onto command lines: no NUL, no half of a character."""
     texts = [(f"command[{index}]", text) for index, text in enumerate(spec.command)]
     if spec.train is not None:
         texts += [(f"train.data[{index}]", text) for index, text in enumerate(spec.train.data)]
         texts.append(("train.output", spec.train.output))
+    if spec.loop is not None:
+        texts.append(("loop.output", spec.loop.output))
     for path, text in texts:
         whole = not any("\ud800" <= sign <= "\udfff" for sign in text)
         _need("\0" not in text and whole, path, "is not plain text")

@@ -108,8 +108,8 @@ def _check_incidents(world: World, records: list[Record]) -> None:
     for task in world.last_state.tasks.values():
         own = [body for body in closed if opened[body.of] == task.id]
         healed = sum(body.outcome == "healed" for body in own)
-        assert task.healed == healed or (not task.is_train and 0 <= task.healed <= healed), (
+        assert task.healed == healed or (not task.heals_in_memory and 0 <= task.healed <= healed), (
             f"task {task.id}")
         lost = sum(body.iterations_lost or 0 for body in own)
-        assert task.iterations_lost == lost or not task.is_train, (
+        assert task.iterations_lost == lost or not task.heals_in_memory, (
             f"task {task.id} lost {task.iterations_lost}")

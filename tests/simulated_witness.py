@@ -280,7 +280,7 @@ def _row(state: ClusterState, task: Task | None, body: r.Body) -> str:
     if isinstance(body, (o.Quiesce, o.Reconfigure, o.Resume)):
         row = transition._row(state, task)
         return f"{row.phase}/{row.on.__name__}" if row is not None else ""
-    first = isinstance(body, o.StartRank) and task.is_train and not task.ranks
+    first = isinstance(body, o.StartRank) and task.heals_in_memory and not task.ranks
     return SEATED if first else ""
 
 

@@ -1,8 +1,8 @@
 """The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
 
 Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record.
-Rank to agent: reports with the rank's clock. A closed pipe tells a rank that its agent is gone: it
-ends.
+Rank to agent: reports with the rank's clock; Adopted, which is none. A closed pipe tells a rank
+that its agent is gone: it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from msgspec import Raw, Struct
 from ..events.codec import decode_body, encode_body
 from ..events.reports import Body
 
+FD, PULSE = "UNICRON_FD", "UNICRON_PULSE"
+"""Where a command that heals in memory finds its end of the pipe, and its pulse's page."""
 FRAME_BYTES_MAX = 16 << 20
 _HEAD = struct.Struct(">I")
 
@@ -34,6 +36,16 @@ class WriteDump(Body, frozen=True):
     path: str
 
 
+class Adopted(Body, frozen=True):
+    """Rank to agent, from a loop that a command runs: this is the process that trains, not the
+    shell or the launcher around it."""
+
+    pid: int
+
+
+_NO_RECORDS: dict[str, type[Body]] = {kind.__name__: kind for kind in (WriteDump, Adopted)}
+
+
 class _Wire(Struct, frozen=True, kw_only=True):
     kind: str
     v: int
@@ -45,7 +57,6 @@ class _Wire(Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Wire)
-_asking = msgspec.msgpack.Decoder(WriteDump)
 
 
 def pack(frame: Frame) -> bytes:
@@ -76,8 +87,11 @@ class Unpacker:
                 break
             wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
             del self._buffer[:end]
-            asks = wire.kind == WriteDump.__name__
-            frames.append(Frame(body=_asking.decode(wire.body) if asks
-                                else decode_body(wire.kind, wire.v, bytes(wire.body)),
-                                seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s))
+            frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s))
         return frames
+
+
+def _body(wire: _Wire) -> Body:
+    own = _NO_RECORDS.get(wire.kind)
+    return (msgspec.msgpack.decode(wire.body, type=own) if own is not None
+            else decode_body(wire.kind, wire.v, bytes(wire.body)))

@@ -14,6 +14,7 @@ from ...events.labels import Labels
 from ...events.orders import StartRank
 from .. import keeping, linux
 from ..pulse import Page
+from ..wire import FD, PULSE
 from . import error_file
 from .pipe import Pipe
 from .processes import Process
@@ -21,6 +22,8 @@ from .zygote import Zygote
 
 MARK = "UNICRON_PROCESS"
 """In the environment of everything that an agent starts: whose it is."""
+IN_ENVIRONMENT = {"--fd": FD, "--pulse": PULSE}
+"""Of what a rank is told by words, a command's variables."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 
@@ -84,12 +87,14 @@ class Starter:
         with suppress(OSError):  # of a task that had this number before the log was begun anew
             errors.unlink()
         env = {**environment(order, node, os.environ), error_file.NAME: str(errors)}
-        if pipe is None:
-            return Process.start(order.spec.command, env=env, marker=marker, log_path=log_path)
-        files = {"--fd": pipe.theirs.fileno()}
+        files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
         fds = tuple(files.values())
+        if order.spec.command:
+            told = {IN_ENVIRONMENT[word]: str(fd) for word, fd in files.items()}
+            return Process.start(order.spec.command, env=env | told, marker=marker,
+                                 log_path=log_path, pass_fds=fds)
         if self._zygote is not None and self._zygote.takes(env):
             return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
                                 pass_fds=fds)
@@ -111,7 +116,7 @@ def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> d
             "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
-    if order.spec.train is not None:
+    if order.spec.training is not None:
         env[keeping.SECRET] = node.secret
     if order.spec.command:
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
@@ -120,6 +125,8 @@ def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> d
         if order.axes is not None:
             env |= {f"UNICRON_{name.upper()}": str(value)
                     for name, value in structs.asdict(order.axes).items()}
+        if order.spec.loop is not None and not node.devices:
+            env.setdefault("OMP_NUM_THREADS", "1")
     elif node.devices:
         env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
     else:

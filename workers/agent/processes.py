@@ -20,6 +20,8 @@ from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
 """A fork of the zygote becomes the agent's child when what forked it has ended."""
+FOLLOW_S = 0.1
+"""So long after a process that it stands for, what was started to run it may still live."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
 
 
@@ -53,6 +55,8 @@ class Process:
             self._reap()
             raise
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._followed = 0
+        self._followed_fd = -1
         self._loop.add_reader(self._pidfd, self._see_end)
 
     @classmethod
@@ -99,8 +103,38 @@ class Process:
 
     def is_stopped(self) -> bool | None:
         """Whether it stands still by a signal; None where it has ended, or a debugger holds it."""
-        proc = linux.read(self.pid) if not self._is_reaped else None
+        proc = linux.read(self._followed or self.pid) if not self._is_reaped else None
         return None if proc is None or proc.state in "tZX" else proc.state == "T"
+
+    def follow(self, pid: int) -> bool:
+        """This process, which was started by it, is what counts: when that ends, it is to end too,
+        FOLLOW_S later at most. False where it is no such process."""
+        if pid == self.pid or self._marker not in linux.environ(pid):
+            return pid == self.pid
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        self.unfollow()
+        self._followed, self._followed_fd = pid, descriptor
+        self._loop.add_reader(descriptor, self._see_followed_end)
+        return True
+
+    def unfollow(self) -> None:
+        """What it started may end before it; twice is harmless."""
+        if self._followed_fd >= 0:
+            self._loop.remove_reader(self._followed_fd)
+            os.close(self._followed_fd)
+            self._followed, self._followed_fd = 0, -1
+
+    def _see_followed_end(self) -> None:
+        """A shell around it says how it ended by its own exit code; one that goes on is ended."""
+        self.unfollow()
+        self._loop.call_later(FOLLOW_S, self._end_alone)
+
+    def _end_alone(self) -> None:
+        if not self.has_ended:
+            self.signal_group(signal.SIGKILL)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send to the process and its group; nothing if they are gone."""
@@ -139,6 +173,7 @@ class Process:
 
     def close(self) -> None:
         """Stop watching."""
+        self.unfollow()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)

@@ -11,6 +11,7 @@ from typing import NoReturn
 import structlog
 
 from ...events import reports
+from ...events.detected import HealingDeclined
 from ...events.orders import (
     DropCopies,
     InjectFault,
@@ -31,11 +32,12 @@ from ...events.reports import (
     RankContinued,
     RankErrored,
     RankExited,
+    RankFinished,
     RankStarted,
     RankSuspended,
 )
 from .. import linux
-from ..wire import Frame
+from ..wire import Adopted, Frame
 from .attempt import Attempt
 from .dumps import Asker, Dumps, ask
 from .ended import Ends, Killed
@@ -56,7 +58,7 @@ REAP_S_MAX = 5.0
 RANK_SAYS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
              reports.LossNotFinite, reports.CopyKept, reports.CheckpointSaved,
-             reports.RankFinished)
+             RankFinished, HealingDeclined)
 """The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
@@ -272,7 +274,7 @@ class Ranks:
         """Start the process; False, and OrderRefused, if the system does not let us."""
         order = rank.order
         pipe: Pipe | None = None
-        if order.spec.train is not None:
+        if order.spec.training is not None:
             pipe = Pipe(lambda frame: self._heard(rank, frame),
                         lambda why: self._broken(rank, why))
         page = self.watch.open(order)
@@ -288,7 +290,7 @@ class Ranks:
         rank.process, rank.pipe = process, pipe
         self.watch.begin(order, page, process.pid)
         rank.memory = self._ends.watch(process.pid)
-        if pipe is None:
+        if order.spec.command:
             self.readers.begin(order, process.log_path, process.log_start, process.pid)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                  node=self._node.name, pid=process.pid,
@@ -337,11 +339,17 @@ class Ranks:
 
     # --- what ranks say -------------------------------------------------------------------------
     def _heard(self, rank: Attempt, frame: Frame) -> None:
+        if isinstance(frame.body, Adopted):
+            if rank.process is not None and rank.process.follow(frame.body.pid):
+                self.watch.adopted(rank.order, frame.body.pid)
+            return
         if not isinstance(frame.body, RANK_SAYS):
             self._broken(rank, f"{type(frame.body).__name__} is not for a rank to say")
             return
         if isinstance(frame.body, RankErrored):
             rank.said = frame.body
+        if isinstance(frame.body, (RankFinished, HealingDeclined)) and rank.process is not None:
+            rank.process.unfollow()  # from here on it ends as the command around it does
         try:
             self._report(frame.body, frame.at_s or None)
         except ValueError as error:

@@ -48,13 +48,18 @@ class Watch:
 
     def open(self, order: StartRank) -> Page | None:
         """A page for a training rank that is about to start; None where it is not watched."""
-        return Page() if self._is_on and order.spec.train is not None else None
+        return Page() if self._is_on and order.spec.training is not None else None
 
     def begin(self, order: StartRank, page: Page | None, pid: int) -> None:
         """The rank runs, and has its end of the page."""
         if page is not None:
             page.handed_over()
             self._watched[_key(order)] = Watched(order, page, pid)
+
+    def adopted(self, order: StartRank, pid: int) -> None:
+        """This is the process that trains."""
+        if (watched := self._watched.get(_key(order))) is not None:
+            watched.pid = pid
 
     def drop(self, order: StartRank) -> None:
         """The rank has ended; twice is harmless."""
@@ -79,7 +84,7 @@ class Watched:
     def __init__(self, order: StartRank, page: Page, pid: int) -> None:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
-        self._pid = pid
+        self.pid = pid
         self._monitor: Monitor = Monitor()
         self._generation: int = 0
         self._num_done = 0
@@ -137,7 +142,7 @@ class Watched:
             return []
         in_s = now_s - max(mark.at_s, self._from_s) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
-            self._before = standing.look(self._pid)
+            self._before = standing.look(self.pid)
         if self._stalled is None and in_s > limit_s and (
                 in_s - self._starved_s(self._before) > limit_s):
             self._stalled = mark
@@ -145,7 +150,7 @@ class Watched:
                 **self._ids, generation=mark.generation, iteration=mark.iteration,
                 where="collective" if mark.phase == COLLECTIVE_CODE else "own", what=mark.what,
                 collective=mark.collective, in_s=now_s - mark.at_s,
-                normal_s=self._monitor.average_s, stack=standing.words(self._pid, self._before))]
+                normal_s=self._monitor.average_s, stack=standing.words(self.pid, self._before))]
         return self._of_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
 
     def _limit_s(self, mark: Mark) -> float:
@@ -154,7 +159,7 @@ class Watched:
 
     def _starved_s(self, before: standing.Look | None) -> float:
         """How long it waited for a core since this look at it."""
-        now = standing.look(self._pid) if before is not None else None
+        now = standing.look(self.pid) if before is not None else None
         return now.starved_s - before.starved_s if now and before else 0.0
 
     def _of_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
@@ -175,7 +180,7 @@ class Watched:
             if own_s <= least_s:
                 return []
         else:
-            self._slow_look = standing.look(self._pid)
+            self._slow_look = standing.look(self.pid)
         self._slow, self._slow_s = where, own_s
         normal_s = self._monitor.own.normal or self._monitor.average_s
         return [self._pace(mark.iteration, Paced(1, now_s - mark.began_s, own_s, normal_s), now_s)]
