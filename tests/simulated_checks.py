@@ -78,17 +78,19 @@ def _check_progress(records: list[Record]) -> None:
     generation: dict[int, int] = {}
     expected: dict[int, int] = {}
     version: dict[int, int] = {}
+    origins: dict[tuple[int, int], list[Reconfigured]] = {}
     for record in records:
         match record.body:
             case Reconfigure() as body:
                 assert body.generation > generation.get(body.task, 0), f"seq {record.seq}"
                 generation[body.task] = body.generation
             case Reconfigured() as body if body.generation == generation.get(body.task):
-                before = version.get(body.task, 0)
-                assert body.step_version >= before or body.source == -1, (
-                    f"seq {record.seq}: an iteration is lost")
-                version[body.task] = body.step_version
+                origins.setdefault((body.task, body.generation), []).append(body)
             case Resume() as body:
+                told = origins[body.task, body.generation]
+                before, version[body.task] = version.get(body.task, 0), told[0].step_version
+                assert version[body.task] >= before or any(x.source == -1 for x in told), (
+                    f"seq {record.seq}: an iteration is lost")
                 known = max(expected.get(body.task, 0), version[body.task])
                 assert body.progress_from <= known, f"seq {record.seq}: skips iterations"
                 expected[body.task] = body.progress_from

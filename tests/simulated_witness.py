@@ -9,6 +9,7 @@ from typing import Any
 from simulated_health import HealthWitness
 from simulated_plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane import transition
+from unicron.control_plane.coverage import covered
 from unicron.control_plane.fold import fold
 from unicron.control_plane.fold_pace import SLOWED
 from unicron.control_plane.folding import STOPPED
@@ -17,6 +18,8 @@ from unicron.control_plane.plan_input import Ground, plan_input
 from unicron.control_plane.state import ClusterState, Task
 from unicron.events import orders as o
 from unicron.events import reports as r
+from unicron.events.model_spec import Axes
+from unicron.events.places import num_places, replica
 from unicron.events.records import Record
 
 FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
@@ -51,6 +54,8 @@ class Witness:
         """(task, rank) -> attempt, generation and step version when it last said Quiesced."""
         self._best: dict[int, int] = {}
         """Task -> the highest step version of all that could be asked at the last Reconfigure."""
+        self._whole: dict[int, bool] = {}
+        """Whether these had the whole state between them."""
         self._lost: Counter[int] = Counter()
         self._from: dict[int, list[r.Reconfigured]] = defaultdict(list)
         """Incident -> what its members told of where their state came from, which then counted."""
@@ -166,6 +171,8 @@ class Witness:
         known = [self._known(task, number) for number in task.ranks]
         self._best[task.id] = max(known, default=-1)
         self._settled[task.id] = []
+        asked = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
+        self._whole[task.id] = covered(task, asked, self._best[task.id])
         members = [(member.rank, member.attempt) for member in body.members]
         self._check(record, len({rank for rank, _ in members}) == len(members), "a rank twice")
 
@@ -181,11 +188,20 @@ class Witness:
         task, told = self.state.tasks[body.task], self._settled.get(body.task, [])
         self._check(record, len({x.step_version for x in told}) == 1, "members differ")
         version = told[0].step_version
-        self._check(record, version >= self._best[task.id],
+        self._check(record, version >= self._best[task.id] or not self._whole[task.id],
                     f"on {version}, where a member held {self._best[task.id]}")
         train = task.spec.train
         assert train is not None
-        batch = sorted(i for x in told for i in (*x.kept, *x.todo))
+        at = {member.rank: place for place, member in enumerate(task.members)}
+        axes = task.axes or Axes(dp=len(task.members))
+        firsts = {replica(axes, dp)[0] for dp in range(axes.dp)}
+        batch = sorted(i for x in told if at[x.rank] in firsts for i in (*x.kept, *x.todo))
+        for dp in range(axes.dp):
+            parts = {(x.kept, x.todo) for x in told if at[x.rank] in replica(axes, dp)}
+            self._check(record, len(parts) == 1, "a replica is torn")
+        if task.axes is not None:
+            self.counts["generations with a layout"] += 1
+            self.counts["generations with members beside"] += len(task.members) > num_places(axes)
         whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
         self._check(record, whole, f"with micro-batches {batch}")
         lost = max(task.iteration - version, 0)

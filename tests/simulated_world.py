@@ -17,7 +17,7 @@ from unicron.control_plane.hang import STANDS
 from unicron.control_plane.state import ClusterState, Task, state_hash
 from unicron.events import spec
 from unicron.events.detected import QuarantineLifted, RankWentOn
-from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
+from unicron.events.errors import Ambiguous, Conflict, Fenced, SpecError, Unavailable
 from unicron.events.log import AgentPort
 from unicron.events.orders import StopRank
 from unicron.events.records import Record
@@ -189,6 +189,21 @@ class World:
     def coordinator(self) -> Coordinator | None:
         return next((c for c, _, _ in reversed(self.leaders.values()) if c.leading), None)
 
+    def _spread(self, data: dict[str, Any], rng: random.Random) -> None:
+        """Some tasks have layouts, if there is one of a number of slots that they may have."""
+        if rng.random() > 0.4:
+            return
+        layouts = {"tensor": rng.choice([[1], [2], [1, 2]]),
+                   "pipeline": rng.choice([[1], [1], [2], [1, 2, 3]]),
+                   "optimizer": rng.choice(["whole", "whole", "sharded", "mirrored"])}
+        train = {**data["train"], "parallel": layouts, "model": {"num_layers": 6}}
+        try:
+            spec.parse({**data, "train": train})
+        except SpecError:
+            return
+        data["train"] = train
+        self.counts["tasks with layouts"] += 1
+
     # --- operators -------------------------------------------------------------------------------
     async def write(self, key: str, body: Body) -> int:
         """As a client does: ask with the same key until answered."""
@@ -244,6 +259,7 @@ class World:
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
                 "copy_every": rng.choice([0, 1, 2, 5]),
             }
+            self._spread(data, random.Random(f"{self.seed} layouts {number}"))
         parsed = spec.parse(data)
         return TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
                              if parsed.model is not None else None)

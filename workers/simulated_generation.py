@@ -7,11 +7,14 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..events.model_spec import Axes
 from ..events.orders import Member, Reconfigure
+from ..events.places import coordinates, num_places, replica
 from ..events.reports import Origin, Reconfigured
+from ..events.taken import Taken
 from .simulated_copies import COPY_BYTES
-from .training.holding import NO_STATE
-from .training.ledger import settle
+from .training.holding import MANY, NO_STATE, Held
+from .training.ledger import deal, settle
 
 if TYPE_CHECKING:
     from .simulated_net import PaperNet
@@ -35,6 +38,10 @@ class PaperGeneration:
         self.net, self.task, self.number = net, order.task, order.generation
         self.members: tuple[Member, ...] = order.members
         self.checkpoint, self.copies = order.checkpoint, order.copies
+        self.axes = order.axes
+        self.layout = order.axes or Axes(dp=len(order.members))
+        self.step_version = NO_STATE
+        """On which it settled."""
         self.ranks: list[PaperRank] = []
         self.broken = self.stop = self._jammed = False
         self._entered: list[PaperRank] = []
@@ -49,6 +56,19 @@ class PaperGeneration:
             place = {(m.rank, m.attempt): i for i, m in enumerate(self.members)}
             self.ranks.sort(key=lambda r: place[r.key])
             self.net.later(self.net.draw(self.net.tempo.meet_s), self._settle)
+
+    def place(self, rank: PaperRank) -> int | None:
+        """The member's place in the layout; None: it is beside."""
+        place = self.ranks.index(rank)
+        return place if place < num_places(self.layout) else None
+
+    def dealt(self, rank: PaperRank) -> tuple[int, ...]:
+        """Its replica's micro-batches of a new iteration."""
+        place = self.place(rank)
+        if place is None:
+            return ()
+        return deal(rank.train.num_micro_batches, self.layout.dp,
+                    coordinates(self.layout, place).dp)
 
     def enter(self, rank: PaperRank) -> None:
         """The rank is in the iteration's reduction; complete when all are."""
@@ -72,7 +92,13 @@ class PaperGeneration:
     def _complete(self) -> None:
         self._entered = []
         first = self.ranks[0]
-        batch = tuple(sorted(i for r in self.ranks for i in r.kept))
+        replicas = [[self.ranks[place] for place in replica(self.layout, dp)]
+                    for dp in range(self.layout.dp)]
+        batch = tuple(sorted(i for members in replicas for i in members[0].kept))
+        if any(len({rank.kept for rank in members}) > 1 for members in replicas):
+            self.net.never(f"task {self.task} generation {self.number}: a replica is torn")
+        for rank in self.ranks[:num_places(self.layout)] if self.axes is not None else ():
+            rank.ready = True
         if first.step_version < first.train.iterations:
             self._check(batch)
         for each in self.ranks:
@@ -138,7 +164,8 @@ class PaperGeneration:
         for rank in self.ranks:
             if not rank.alive:
                 self.net.never(f"{where}: stepped with rank {rank.rank}, which is dead")
-            if (rank.step_version, rank.digest) != (first.step_version, first.digest):
+            if not rank.beside and (
+                    (rank.step_version, rank.digest) != (first.step_version, first.digest)):
                 self.net.never(f"{where}: rank {rank.rank} holds another state")
         if len({r.rank for r in self.ranks}) != len(self.ranks):
             self.net.never(f"{where}: two members are the same rank")
@@ -153,34 +180,49 @@ class PaperGeneration:
             return
         first = self.ranks[0]
         settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches,
-                            nodes=[r.node for r in self.ranks])
-        states = [(r.step_version, r.digest) for r in self.ranks]
-        nobody = all(share.source == NO_STATE for share in settlement.shares)
-        step_version, digest, origin, origin_node = self._restored() if nobody else (0, 0, "", "")
+                            self.axes, [r.node for r in self.ranks])
+        states: list[tuple[int, int]] = []
+        for place in settlement.holders:
+            giver = self.ranks[place]
+            if settlement.shares[place].steps:
+                giver.take_step(tuple(range(giver.train.num_micro_batches)))
+            states.append((giver.step_version, giver.digest))
+        if len(set(states)) > 1:
+            self.net.never(f"task {self.task} generation {self.number}: two states {states}")
+        nobody = not states
+        (self.step_version, digest), origin, origin_node = (
+            self._restored() if nobody else (states[0], "", ""))
+        finished = self.step_version >= first.train.iterations
         for place, (rank, share) in enumerate(zip(self.ranks, settlement.shares, strict=True)):
             source = share.source
-            if not nobody:
-                own = self.ranks[source] is rank
-                rank.step_version, rank.digest = states[source]
-                whence: Origin = "own" if own else "peer"
-            else:
-                rank.step_version, rank.digest = step_version, digest
-                source = 0 if place and step_version else NO_STATE
-                whence = "peer" if source == 0 else origin
-            at = origin_node if source == NO_STATE else self.ranks[source].node
-            finished = rank.step_version >= rank.train.iterations
+            if nobody:
+                source = 0 if place and self.step_version else NO_STATE
+            own = source == place
+            whence: Origin = origin if source == NO_STATE else "own" if own else "peer"
+            givers = [] if own or source == NO_STATE else (
+                list(settlement.holders) if source == MANY else [source])
+            if self.place(rank) is not None:
+                rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
+                rank.ready, rank.gate = False, ()
+                rank.held = None if self.axes is None else Held(
+                    axes=self.axes, optimizer=rank.train.parallel.optimizer, place=place)
             rank.hold(() if finished else share.kept, () if finished else share.todo,
                       settlement.begun and not finished)
             rank.dealt_in = self.number
+            at = origin_node if source == NO_STATE else (
+                self.ranks[givers[0]] if givers else rank).node
             rank.say(Reconfigured(
                 task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
-                step_version=rank.step_version, kept=rank.kept, todo=rank.todo,
+                step_version=self.step_version, kept=rank.kept, todo=rank.todo,
                 dealt=() if finished else share.dealt,
-                source=-1 if source == NO_STATE else self.ranks[source].rank,
-                received_bytes=0 if whence in ("own", "seed") else COPY_BYTES,
-                down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at))
+                source=-1 if source == NO_STATE else (
+                    self.ranks[givers[0]] if givers else rank).rank,
+                received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
+                down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
+                taken=tuple(Taken(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
+                                  taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
 
-    def _restored(self) -> tuple[int, int, Origin, str]:
+    def _restored(self) -> tuple[tuple[int, int], Origin, str]:
         """The state that the first member of a generation without any finds, and where."""
         for wanted in self.copies:
             copy = self.net.keepers.find(self.task, wanted)
@@ -192,9 +234,9 @@ class PaperGeneration:
                        for number, step in self.net.gone_on.get(self.task, [])):
                     self.net.never(f"task {self.task} comes back to step {copy.step_version} of "
                                    f"generation {copy.generation}, which was left behind")
-                return copy.step_version, copy.digest, "copy", wanted.node
+                return (copy.step_version, copy.digest), "copy", wanted.node
         train = self.ranks[0].train
         if self.checkpoint:
             path = self.checkpoint.removeprefix(train.output).lstrip("/")
-            return *self.net.files[train.output, path], "checkpoint", ""
-        return 0, first_digest(train.seed), "seed", ""
+            return self.net.files[train.output, path], "checkpoint", ""
+        return (0, first_digest(train.seed)), "seed", ""

@@ -24,8 +24,7 @@ from .simulated_copies import COPY_BYTES, PaperCopy
 from .simulated_generation import PaperGeneration, next_digest
 from .simulated_marks import Marks
 from .simulated_net import PaperNet
-from .training.holding import Claim
-from .training.ledger import deal
+from .training.holding import NO_STATE, Claim, Held
 
 FLOPS = 1e9
 """FLOPs of one iteration on paper."""
@@ -56,6 +55,10 @@ class PaperRank:
         self.todo: tuple[int, ...] = ()
         self.owned: tuple[int, ...] = ()
         self.dealt_in, self.begun = 0, False
+        self.held: Held | None = None
+        """Of which part of the model its state is; None: of all of it."""
+        self.ready, self.gate, self.beside = False, tuple[float, ...](), False
+        """`beside`: it counts the steps of others, and has no state."""
         self.keepers: tuple[Keeper, ...] = ()
         self._kept_s: dict[str, float] = {}
         """When it last told that a node's keeper has a copy."""
@@ -144,7 +147,9 @@ class PaperRank:
     def resume(self, order: Resume) -> None:
         if self.group and self.group.number == order.generation and self.phase == "settled":
             self.told, self._told_s = order.progress_from, -1.0
-            self.trained_in = self.group.number
+            self.trained_in, self.gate = self.group.number, ()
+            if self.group.place(self) is None:
+                self.beside, self.step_version = True, self.group.step_version
             self.net.gone_on.setdefault(self.task, []).append(
                 (self.group.number, self.step_version))
             self._tell(now=True)
@@ -188,8 +193,7 @@ class PaperRank:
             self.group, self.phase, self._finished = None, "holding", True
             self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
             return
-        self.digest = next_digest(self.digest, self.step_version, batch)
-        self.step_version += 1
+        self.take_step(batch)
         self.net.num_steps += 1
         self.marks.step(self.net.loop.time())
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
@@ -210,15 +214,20 @@ class PaperRank:
         last = self.step_version == self.train.iterations
         if self._is_first and every and self.step_version % every == 0 and not last:
             self._save(final=False)
-        place = self.group.ranks.index(self)
-        self.todo = self.owned = deal(self.train.num_micro_batches, len(self.group.ranks), place)
+        self.todo = self.owned = self.group.dealt(self)
         self.begin()
+
+    def take_step(self, batch: tuple[int, ...]) -> None:
+        self.digest = next_digest(self.digest, self.step_version, batch)
+        self.step_version += 1
+        self.ready, self.gate = False, (1.0,)
 
     def fail(self) -> None:
         """A collective failed under this rank: leave, hold, say so."""
         assert self.group is not None
         number, self.seen = self.group.number, max(self.seen, self.group.number)
         was = self.phase
+        self._saves = self._saves and self.group.axes is None  # each has a part alone
         self._keep_whole()
         self._leave()
         if was == "meeting":
@@ -232,13 +241,15 @@ class PaperRank:
 
     def say_quiesced(self) -> None:
         self.say(Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
-                          generation=self.seen, step_version=self.step_version,
+                          generation=self.seen, step_version=self.claim().step_version,
                           micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
 
     def claim(self) -> Claim:
         """What it brings into a new generation."""
-        return Claim(step_version=self.step_version, kept=self.kept, owned=self.owned,
-                     dealt_in=self.dealt_in, begun=self.begun, trained_in=self.trained_in)
+        return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
+                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     trained_in=self.trained_in, held=self.held, ready=self.ready,
+                     gate=self.gate)
 
     def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
         """Settled: this is its part of the iteration."""
@@ -330,6 +341,7 @@ class PaperRank:
 
     def _stop(self) -> None:
         self._keep_whole()
+        self._saves = self._saves and self.held is None
         self._leave()
         self._answer()
 
