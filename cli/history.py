@@ -63,6 +63,9 @@ class IncidentHistory(Struct, kw_only=True):
     origin_bytes: int = 0
     received_bytes: int = 0
     peer_bytes: int = 0
+    near_bytes: int = 0
+    layouts: list[str] = field(default_factory=list[str])
+    """That the task was in, one after the other, from the one that it had when it struck."""
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
@@ -277,6 +280,7 @@ def _went_on(told: History, incident: IncidentHistory, record: Plain) -> None:
     incident.origin_bytes = body.get("origin_bytes", 0)
     incident.received_bytes = body.get("received_bytes", 0)
     incident.peer_bytes = body.get("peer_bytes", 0)
+    incident.near_bytes = body.get("near_bytes", 0)
 
 
 def _count_slots(told: History, incident: IncidentHistory, at_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..events.places import covers, num_places
+from ..events.places import coordinates, covers, num_places
 from .state import Held, Rank, Task
 
 
@@ -35,9 +35,34 @@ def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
 def take_place(task: Task, rank: Rank, step_version: int) -> None:
     """Fold: the rank has settled, and has the part of its place. Who is beside the layout keeps
     what it had."""
-    place = [member.rank for member in task.members].index(rank.rank)
+    place = place_of(task, rank)
     if task.axes is None:
         rank.held, rank.step_version = None, step_version
     elif place < num_places(task.axes):
         rank.held = Held(generation=task.generation, axes=task.axes, place=place)
         rank.step_version = step_version
+
+
+def forget_beside(task: Task) -> None:
+    """Fold: the others train on: who is beside the layout has given what it had."""
+    for rank in task.living_members():
+        if is_beside(task, rank):
+            rank.held, rank.has_state, rank.step_version = None, False, -1
+
+
+def place_of(task: Task, rank: Rank) -> int:
+    """Of a member of the present generation."""
+    return [member.rank for member in task.members].index(rank.rank)
+
+
+def is_beside(task: Task, rank: Rank) -> bool:
+    """Whether the layout has no place for this member."""
+    return task.axes is not None and place_of(task, rank) >= num_places(task.axes)
+
+
+def speaks(task: Task, rank: Rank) -> bool:
+    """Whether the member tells of micro-batches: of a replica its first alone."""
+    if task.axes is None:
+        return True
+    place = place_of(task, rank)
+    return place < num_places(task.axes) and coordinates(task.axes, place)[:2] == (0, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import inf
 from statistics import median
 
+from ..events.places import shape
 from ..events.records import Record
 from ..events.reports import EpochStarted
 from ..events.statuses import WRONG_INPUT
@@ -87,10 +88,12 @@ def transition(state: ClusterState, task: Task) -> Transition:
 
     found = {kind: prior_s if (one := usual_s(kind)) is None else one
              for kind in ("same", "shrink", "grow")}
+    reshape_s = usual_s("reshape")
     leave_s, start_s = usual_s("stop"), usual_s("start")
     stop_s = prior_s if leave_s is None or start_s is None else leave_s + start_s
     return Transition(same_s=found["same"], shrink_s=found["shrink"], grow_s=found["grow"],
-                      stop_s=stop_s)
+                      stop_s=stop_s,
+                      reshape_s=state.policy.reshape_s if reshape_s is None else reshape_s)
 
 
 def num_slots(task: Task) -> int:
@@ -107,7 +110,7 @@ def stands(state: ClusterState, task: Task) -> None:
     if task.standing is None:
         task.standing = Standing(size=size, since_s=since_s, iteration=task.iteration,
                                  iteration_s=_iteration_s(task, size) or task.step_s,
-                                 void=bool(state.held))
+                                 axes=task.axes, void=bool(state.held))
     elif task.standing.since_s < 0:
         task.standing.since_s, task.standing.iteration = since_s, task.iteration
 
@@ -184,11 +187,17 @@ def _add(state: ClusterState, task: Task, standing: Standing, iteration: int) ->
 def _keep(state: ClusterState, task: Task, standing: Standing, size: int) -> None:
     before, task.standing = standing.size, None
     kind = ("start" if not before else "stop" if not size else
+            "reshape" if _is_reshaped(standing, task) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
         before_s = transition(state, task)
         task.stood_s[kind] = [*task.stood_s.get(kind, ()), standing.stood_s][-NUM_STOOD_MAX:]
         state.num_inputs += transition(state, task) != before_s
+
+
+def _is_reshaped(standing: Standing, task: Task) -> bool:
+    before, now = standing.axes, task.axes
+    return before is not None and now is not None and shape(before) != shape(now)
 
 
 def _iteration_s(task: Task, size: int) -> float:

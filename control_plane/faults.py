@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from ..events.model_spec import Axes
 from ..events.orders import Severity, Slot
 from ..events.reports import Origin
 
@@ -98,6 +99,8 @@ class Incident(Struct, kw_only=True):
     """Of state, by all members, in all tries."""
     peer_bytes: int = 0
     """Of these, from other members."""
+    near_bytes: int = 0
+    """Of these, from members on the same node."""
     outcome: str = ""
     closed_s: float = 0.0
     second_hand: bool = False
@@ -140,5 +143,7 @@ class Standing(Struct, kw_only=True):
     """What one took, undisturbed; 0: nobody knows."""
     stood_s: float = 0.0
     """In earlier parts of the way."""
+    axes: Axes | None = None
+    """The layout before."""
     void: bool = False
     """Healing was held meanwhile: it says nothing of what a change costs."""

@@ -17,7 +17,7 @@ from ..events.orders import Reconfigure
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY
 from .calibration import keep_times
-from .coverage import covered, take_place
+from .coverage import covered, speaks, take_place
 from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
 from .fold_deadlines import deadline_reached
@@ -55,8 +55,8 @@ from .state import (
     live_tasks,
 )
 
-_PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "gain_min", "moves_max", "quotas",
-               "floor", "alpha", "hot_spare", "repair_s")
+_PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
+               "quotas", "floor", "alpha", "hot_spare", "repair_s")
 """Of the policy: what a plan follows from."""
 
 
@@ -259,8 +259,9 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     order = state.orders.get(task.reconfigure_order)
     told = decode_record(order).body if order is not None else None
-    take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "")
-    if incident.down_since_s >= 0:
+    take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "",
+                rank.slot.node)
+    if incident.down_since_s >= 0 and speaks(task, rank):
         incident.kept += len(body.kept)
         incident.dealt += len(body.dealt)
 

@@ -11,6 +11,7 @@ from ..events.decided import DegradedPriced
 from ..events.records import Record
 from ..events.reports import Body
 from .calibration import learn_slot
+from .coverage import forget_beside
 from .economics import arrived, is_fault, settle_mtbf, stands, was_harmed
 from .faults import NUM_STRIKES_MAX, Incident
 from .fold_health import blame, take_evidence, take_out
@@ -323,6 +324,7 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
     leave_behind(task)
+    forget_beside(task)
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)

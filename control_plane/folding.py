@@ -8,6 +8,7 @@ from ..events.orders import Keeper
 from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
+from ..events.taken import Taken
 from .coverage import covered
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
@@ -359,18 +360,22 @@ def leave_behind(task: Task) -> None:
     task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
 
 
-def take_origin(incident: Incident, body: Reconfigured, checkpoint: str) -> None:
+def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
     """What an incident says of where state came from: the farthest of all, and all bytes.
 
     Where nobody had state, what a try before this one had found has come to nothing. `checkpoint`
-    is the path that the order named.
+    is the path that the order named, `node` the member's own.
     """
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
         origin = "checkpoint"
     received_bytes = max(body.received_bytes, 0)
     incident.received_bytes += received_bytes
-    incident.peer_bytes += received_bytes if body.source >= 0 else 0
+    taken = body.taken or ((Taken(body.source, body.origin_node, received_bytes),)
+                           if body.source >= 0 else ())
+    for one in taken:
+        incident.peer_bytes += max(one.taken_bytes, 0)
+        incident.near_bytes += max(one.taken_bytes, 0) if one.node == node else 0
     if origin in ("copy", "checkpoint", "seed"):
         incident.ckpt_read, incident.source = incident.ckpt_read_before, incident.source_before
     incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"

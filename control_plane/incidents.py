@@ -172,4 +172,5 @@ def _close(state: ClusterState, task: Task, outcome: Outcome, why: str) -> Body:
                           origin=source.origin, origin_node=source.node,
                           origin_step_version=source.step_version, origin_path=source.path,
                           origin_bytes=source.num_bytes, peer_bytes=incident.peer_bytes,
+                          near_bytes=incident.near_bytes,
                           received_bytes=incident.received_bytes)

@@ -35,10 +35,13 @@ def _first(task: Task) -> Rank | None:
     living = task.living_members()
     first = living[0] if living else None
     if (first is None or len(living) < len(task.members) or task.save_late == task.generation
-            or task.failed_s >= 0 or not all(rank.sound and rank.has_state for rank in living)):
+            or task.failed_s >= 0 or not first.has_state
+            or not all(rank.sound for rank in living)):
         return None
-    left = any(rank.quiesced == task.generation for rank in living)
-    return first if first.rank == task.saver or not left else None
+    if first.rank != task.saver:
+        return first if all(rank.quiesced != task.generation for rank in living) else None
+    could = task.saved is not None or bool(task.publishing) or num_unsaved(task) == 0
+    return first if could or first.quiesced != task.generation else None  # it saves before it says
 
 
 def all_quiesced(task: Task) -> bool:

@@ -10,8 +10,10 @@ from collections import Counter
 from msgspec import Struct
 
 from ..events.orders import Slot
+from ..events.places import shape
 from . import economics, throughput
 from .state import ClusterState, Task, live_tasks, usable_slots
+from .train_layouts import layout_within
 from .wishes import PlanInput, Wish
 
 
@@ -104,6 +106,14 @@ def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
     weight = task.weight
     return Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,
                 transition=economics.transition(state, task),
-                sizes=tuple(size for size, _ in found),
+                sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
                 wafs=tuple(weight * rate for _, rate in found), priority=task.spec.priority,
                 team=task.spec.team, weight=weight, floor=task.spec.slots.floor)
+
+
+def shapes(task: Task, found: list[tuple[int, float]]) -> tuple[int, ...]:
+    """By candidate: which of its shapes the layout on so many has."""
+    train = task.spec.training
+    layouts = [layout_within(train, size) for size, _ in found] if train is not None else []
+    known = [shape(axes) if axes is not None else None for axes in layouts]
+    return tuple(map(known.index, known)) if len(dict.fromkeys(known)) > 1 else ()

@@ -87,11 +87,3 @@ def _iteration_s(train: Train | Loop, axes: Axes) -> float:
     micro_s = parts(model, layout, constants).total_s
     reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(axes.dp)
     return (num + bubble(layout)) * micro_s + (reduce_s + step_s)
-
-
-def told(axes: Axes) -> str:
-    """As a person would say it: `TP 2 x DP 2`."""
-    parts = [("TP", axes.tp), ("PP", axes.pp)]
-    text = " x ".join([*(f"{name} {num}" for name, num in parts if num > 1), f"DP {axes.dp}"])
-    return f"{text}, {axes.chunks} chunks a stage" if axes.chunks > 1 else text
-

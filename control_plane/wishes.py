@@ -16,11 +16,14 @@ class Transition(Struct, frozen=True, kw_only=True):
     grow_s: float
     stop_s: float
     """To none."""
+    reshape_s: float = 0.0
+    """To a layout that splits a replica in another way: all of the state moves."""
 
     @classmethod
     def alike(cls, length_s: float) -> Transition:
         """One number for all kinds."""
-        return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s)
+        return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
+                   reshape_s=length_s)
 
 
 class Wish(Struct, frozen=True, kw_only=True):
@@ -40,6 +43,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     team: str = ""
     weight: float = 1.0
     """It is in `wafs` already."""
+    shapes: tuple[int, ...] = ()
+    """By size: a number for how its layout there splits a replica; empty: all are alike."""
     floor: int = 0
     """It asks for no fewer slots; 0: for none."""
 
@@ -95,10 +100,20 @@ def waf_of(wish: Wish, slots: int) -> float:
     return wish.wafs[wish.sizes.index(slots)] if slots in wish.sizes else 0.0
 
 
+def reshapes(wish: Wish) -> tuple[bool, ...]:
+    """By size: whether all of the state moves, since its layout splits a replica in another way."""
+    has = [kind for size, kind in zip(wish.sizes, wish.shapes, strict=False) if size <= wish.now]
+    if not has:
+        return (False,) * len(wish.sizes)
+    return tuple(kind != has[-1] for kind in wish.shapes)
+
+
 def charged_s(wish: Wish, slots: int) -> float:
     """D_transition from what the task has to so many slots; 0 where it simply goes on."""
     kinds = wish.transition
     if not wish.now or (slots == wish.now and not wish.hurt):
         return 0.0
+    if slots and reshapes(wish)[wish.sizes.index(slots)]:
+        return kinds.reshape_s
     return (kinds.same_s if slots == wish.now else kinds.grow_s if slots > wish.now
             else kinds.shrink_s if slots else kinds.stop_s)

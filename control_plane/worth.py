@@ -13,7 +13,7 @@ from . import fairness
 from .core import Ints
 from .fairness import Floats
 from .rows import Rows
-from .wishes import Wish
+from .wishes import Wish, reshapes
 
 SUM_BITS = 52
 """The largest |G| of each task add up to less than one bit more."""
@@ -104,12 +104,15 @@ def _losses(wishes: Sequence[Wish], has: Sequence[float], sizes: Ints, now: Ints
             hurt: NDArray[np.bool_], counts: Sequence[int]) -> NDArray[np.float64]:
     """By candidate: what the change to it costs. `has`: what a second of each task is worth now."""
     charged = np.array([
-        (0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
+        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
         (worth * (kinds := wish.transition).same_s, worth * kinds.shrink_s, worth * kinds.grow_s,
-         worth * kinds.stop_s, 0.0)
+         worth * kinds.stop_s, worth * kinds.reshape_s, 0.0)
         for wish, worth in zip(wishes, has, strict=True)]).reshape(-1)
     kind = np.where(sizes < now, np.where(sizes == 0, 3, 1),
-                    np.where(sizes > now, 2, np.where(hurt, 0, 4)))
+                    np.where(sizes > now, 2, np.where(hurt, 0, 5)))
+    if any(wish.shapes for wish in wishes):
+        moves = [moves for wish in wishes for moves in (False, *reshapes(wish))]
+        kind = np.where(np.array(moves, dtype=np.bool_), 4, kind)
     rows = np.repeat(np.arange(len(wishes)), counts)
-    losses: NDArray[np.float64] = charged[5 * rows + kind]
+    losses: NDArray[np.float64] = charged[6 * rows + kind]
     return losses

@@ -106,7 +106,8 @@ class IncidentClosed(Body, frozen=True):
     that were stepped and done again (None: a command has yet to print how far it is); `ckpt_read`:
     a checkpoint was needed. `origin` is the farthest that a member's state came from: which node,
     which path, after how many steps and how many bytes, not what a try found that came to nothing.
-    `received_bytes` of state came to all members in all tries, `peer_bytes` of it from each other.
+    `received_bytes` of state came to all members in all tries, `peer_bytes` of it from each other,
+    `near_bytes` of that from members on the same node.
     """
 
     of: int
@@ -124,6 +125,7 @@ class IncidentClosed(Body, frozen=True):
     origin_bytes: int = 0
     received_bytes: int = 0
     peer_bytes: int = 0
+    near_bytes: int = 0
 
 
 class ThroughputSet(Body, frozen=True):

@@ -75,3 +75,10 @@ def mirror(axes: Axes, place: int) -> int:
     too."""
     at = coordinates(axes, place)
     return place_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))
+
+
+def in_words(axes: Axes) -> str:
+    """As a person would say it: `TP 2 x DP 2`."""
+    sizes = [f"{name} {num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
+    chunks = f", {axes.chunks} chunks a stage" if axes.chunks > 1 else ""
+    return f"{' x '.join([*sizes, f'DP {axes.dp}'])}{chunks}"

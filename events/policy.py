@@ -30,6 +30,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "mtbf_gpu_s": _SPAN,
     "mtbf_faults": (0, 1e9),
     "transition_s": (0, 1e15),
+    "reshape_s": (0, 1e15),
     "moves_max": (0, _NUM_MAX),
     "quotas": (0, _NUM_MAX),
     "repair_s": _SPAN,
@@ -81,6 +82,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weight of that prior: so many faults, seen at its rate, beside those of this cluster."""
     transition_s: float = 10.0
     """Prior: for how long a task stands for one change, until it was measured often enough."""
+    reshape_s: float = 20.0
+    """The same of a change to a layout that splits the model in another way: all of it moves."""
     gain_min: float = 0.005
     """A plan changes a healthy task only for this share of the cluster's WAF; below 1."""
     moves_max: int | None = None

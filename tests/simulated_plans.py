@@ -7,8 +7,8 @@ import math
 
 from msgspec import Struct
 from spare_by_force import may_idle, spare_by_force
-from unicron.control_plane import economics, planner, throughput
-from unicron.control_plane.plan_input import plan_input
+from unicron.control_plane import economics, planner, throughput, train_layouts
+from unicron.control_plane.plan_input import plan_input, shapes
 from unicron.control_plane.state import ClusterState, Task
 from unicron.control_plane.wishes import PlanInput, Wish
 from unicron.events.orders import PlanChosen, TaskWaiting
@@ -198,9 +198,16 @@ def _stood_s(state: ClusterState, task: Task, now: int, slots: int) -> float:
             return math.nan
         return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
 
-    kind = "same" if slots == now else "grow" if slots > now else "shrink"
+    train = task.spec.training
+    before, after = (train_layouts.layout_within(train, num) if train is not None else None
+                     for num in (now, slots))
+    reshapes = before is not None and after is not None and (
+        (before.tp, before.pp, before.chunks) != (after.tp, after.pp, after.chunks))
+    kind = ("reshape" if reshapes else
+            "same" if slots == now else "grow" if slots > now else "shrink")
     found = usual_s(kind) if slots else usual_s("stop") + usual_s("start")
-    return state.policy.transition_s if math.isnan(found) else found
+    prior_s = state.policy.reshape_s if reshapes else state.policy.transition_s
+    return prior_s if math.isnan(found) else found
 
 
 def _rates(state: ClusterState, number: int) -> dict[int, float]:
@@ -226,7 +233,7 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
             wishes.append(Wish(
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
                 transition=economics.transition(state, task),
-                sizes=tuple(size for size, _ in found),
+                sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
                 wafs=tuple(own * rate for _, rate in found), team=task.spec.team,
                 priority=task.spec.priority))
         policy = state.policy

@@ -47,10 +47,14 @@ def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fracti
     """What the plan earns in so long, less what its changes cost."""
     total = Fraction(0)
     for wish, x in zip(wishes, slots, strict=True):
+        kind_of = dict(zip(wish.sizes, wish.shapes, strict=False))
+        before = [kind for size, kind in kind_of.items() if size <= wish.now]
         wafs = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
         kinds = wish.transition
         pays_s = 0.0 if not wish.now or (x == wish.now and not wish.hurt) else (
-            kinds.stop_s if not x else kinds.same_s if x == wish.now else
+            kinds.stop_s if not x else
+            kinds.reshape_s if before and kind_of[x] != before[-1] else
+            kinds.same_s if x == wish.now else
             kinds.grow_s if x > wish.now else kinds.shrink_s)
         total += Fraction(wafs[x]) * Fraction(span_s)
         total -= Fraction(wafs.get(wish.now, 0.0)) * Fraction(pays_s)
@@ -94,5 +98,6 @@ def spare_by_force(asked: PlanInput) -> tuple[Fraction, Fraction, Fraction]:
     after = [then(asked, slots) for slots in plans]
     most = sum(Fraction(max(wish.wafs, default=0.0)) * Fraction(
         max(asked.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
-            wish.transition.grow_s, wish.transition.stop_s)) for wish in asked.wishes)
+            wish.transition.grow_s, wish.transition.stop_s,
+            wish.transition.reshape_s)) for wish in asked.wishes)
     return now[0] - now[1], after[1] - after[0], CLOSE_RATIO * most + Fraction(1, 10**300)

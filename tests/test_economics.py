@@ -185,7 +185,8 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
     task = d.running()
     d.progress(task, 12)
     stands(d, task, 2)
-    assert economics.transition(d.state, task_of(d, task)) == Transition.alike(10.0)
+    assert economics.transition(d.state, task_of(d, task)) == replace(
+        Transition.alike(10.0), reshape_s=Policy().reshape_s)
     num = d.state.num_inputs
     stands(d, task, 1, pause_s=500.0)
     assert d.state.num_inputs > num
@@ -306,11 +307,21 @@ def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
     d.progress(min(d.state.tasks))
 
 
+def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
+    """Of two slots as of one, each a whole replica; on three all of the state moves."""
+    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
+    wish = Wish(task=1, name="t1", now=2, hurt=True, transition=kinds, sizes=(1, 2, 3),
+                wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
+    assert [charged_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
+    assert [charged_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [8.0, 16.0, 16.0, 1.0]
+
+
 def test_what_is_told_of_a_change_is_what_is_charged() -> None:
-    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
-    for hurt, now in ((False, 2), (True, 2), (True, 0), (False, 0)):
+    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
+    for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
+                              (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
         wish = Wish(task=1, name="t1", now=now, hurt=hurt, transition=kinds, sizes=(1, 2, 3),
-                    wafs=(64.0, 128.0, 192.0))
+                    wafs=(64.0, 128.0, 192.0), shapes=shapes)
         rows = planner.gains(PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
         told = [waf_of(wish, x) * 32
                 - waf_of(wish, now) * charged_s(wish, x)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane.seating import order
 from unicron.control_plane.state import Held, Rank
-from unicron.control_plane.train_layouts import layout_of, layout_within, speed, told
+from unicron.control_plane.train_layouts import layout_of, layout_within, speed
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.errors import SpecError
 from unicron.events.model_spec import Axes
 from unicron.events.orders import Slot
-from unicron.events.places import coordinates, covers, num_places, replica
+from unicron.events.places import coordinates, covers, in_words, num_places, replica
 from unicron.events.spec import JobSpec, Train
 
 
@@ -61,7 +61,7 @@ def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
     assert [speed(pairs, num) > 0 for num in range(1, 5)] == [False, True, False, True]
     within = layout_within(pairs, 3)
     assert within is not None
-    assert told(within) == "TP 2 x DP 1"
+    assert in_words(within) == "TP 2 x DP 1"
     assert layout_within(pairs, 1) is None
 
 
