@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from unicron.events.model_spec import Axes
+from unicron.events.spec import Train
 from unicron.workers.training import cpu, rank
 
 with cpu.uncompiled():
-    from unicron.workers.training import groups
+    from unicron.workers.training import groups, model, state
 
 rank.quiet()
 LIMIT_S = 60.0
@@ -30,3 +33,10 @@ def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:
     for role, group in groups.by_role(groups.build(axes, LIMIT_S)).items():
         shared.setdefault(id(group), []).append(role)
     return {tuple(roles) for roles in shared.values()}
+
+
+def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
+    """What a place of the layout has, as arrays by global name."""
+    trainee = model.build(train, torch.device("cpu"), groups.build(axes, LIMIT_S), axes, place)
+    return {name: tensor.detach().float().numpy()
+            for name, tensor in state.tensors(trainee).items()}

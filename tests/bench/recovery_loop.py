@@ -64,8 +64,7 @@ class Loop:
     def micro_batches(self, items: Iterable[int]) -> None:
         """Forward and backward of these into the local sum."""
         trainee, train = self.trainee, self.train
-        trainee.ddp.zero_grad_buffer()
-        trainee.optimizer.zero_grad()
+        trainee.clear()
         self.loss_sum, self.num_tokens, self.num_done = 0.0, 0, 0
         for item in items:
             self.note("micro_batch", item)
@@ -87,7 +86,7 @@ class Loop:
         """The stats of all; then Megatron's own reduction, which divides."""
         stats = self.stats()
         dist.all_reduce(stats)
-        finalize_model_grads([self.trainee.ddp], torch.tensor(int(self.num_tokens)),
+        finalize_model_grads(self.trainee.ddps, torch.tensor(int(self.num_tokens)),
                              pg_collection=self.groups)
         return stats
 
@@ -129,11 +128,12 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         trainee = self.trainee
-        return {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.state_dict(),
+        return {"model": trainee.modules[0].state_dict(),
+                "optimizer": trainee.optimizer.state_dict(),
                 "scheduler": trainee.scheduler.state_dict()}
 
     def adopt(self, state: dict[str, Any]) -> None:
-        self.trainee.module.load_state_dict(state["model"])
+        self.trainee.modules[0].load_state_dict(state["model"])
         self.trainee.optimizer.load_state_dict(state["optimizer"])
         self.trainee.scheduler.load_state_dict(state["scheduler"])
 

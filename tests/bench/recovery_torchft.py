@@ -56,7 +56,7 @@ def main() -> None:
             loop.generation += 1
             continue
         loop.iteration = manager.current_step() - 1
-        loop.trainee.ddp.scale_gradients(1.0 / stats[1].item())
+        loop.trainee.ddps[0].scale_gradients(1.0 / stats[1].item())
         loop.step(stats, tells=manager.participating_rank() == 0)
 
 

@@ -31,7 +31,7 @@ def trainee() -> Iterator[model.Trainee]:
 
 def backward(trainee: Any) -> None:
     trainee.draw.at(0, 0)
-    with trainee.ddp.no_sync():
+    with trainee.ddps[0].no_sync():
         trainee.loss(torch.arange(34).view(2, 17)).backward()
 
 
@@ -55,11 +55,11 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
     # Megatron's own views are of the memory that counts, and it goes on there
     memory = trainee.gradients[0].untyped_storage().data_ptr()
     views = [bucket.grad_data for group in trainee.bucket_groups for bucket in group.buckets]
-    views += [param.main_grad for param in trainee.module.parameters()]
+    views += [param.main_grad for param in trainee.modules[0].parameters()]
     assert {view.untyped_storage().data_ptr() for view in views} == {memory}
     backward(trainee)
     torch.testing.assert_close(trainee.gradients[0], 2 * whole)
-    trainee.ddp.zero_grad_buffer()
+    trainee.ddps[0].zero_grad_buffer()
     assert not trainee.gradients[0].any()
 
 

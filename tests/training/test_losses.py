@@ -36,7 +36,7 @@ def test_targets_after_the_end_of_a_document_count_nowhere(alone: Any) -> None:
     other[0, 3] = 0  # a target that counts nowhere; as an input it takes the next one out as well
     others = trainee.loss(other)
     assert trainee.num_tokens(other) == 4
-    each = trainee.ddp(TOKENS[:, :-1].contiguous(), trainee.positions, None,
+    each = trainee.ddps[0](TOKENS[:, :-1].contiguous(), trainee.positions, None,
                        labels=TOKENS[:, 1:].contiguous())
     assert others.item() == pytest.approx(before - each[0, 3].item(), rel=1e-5)
 
@@ -57,7 +57,7 @@ def test_an_iteration_without_any_token_is_finite(alone: Any, loss: str) -> None
     assert nothing.item() == 0
     trainee.optimizer.scale_loss(nothing).backward()
     assert step(trainee, trainee.num_tokens(EMPTY), lambda event: None)
-    assert all(param.isfinite().all() for param in trainee.module.parameters())
+    assert all(param.isfinite().all() for param in trainee.modules[0].parameters())
 
 
 def test_a_loss_of_zero_can_be_compared(alone: Any, tmp_path: Path) -> None:

@@ -52,18 +52,13 @@ def _train(trainee: model.Trainee, first: int, last: int) -> list[bool]:
     words = text.load((), 16)
     stepped: list[bool] = []
     for iteration in range(first, last):
-        _clear(trainee)
+        trainee.clear()
         trainee.draw.at(iteration, 0)
         tokens = words.sample(1, iteration, 0, rows=2, sequence=16)
         trainee.optimizer.scale_loss(trainee.loss(tokens)).backward()
         stepped.append(step(trainee, trainee.num_tokens(tokens), lambda event: None))
-    _clear(trainee)
+    trainee.clear()
     return stepped
-
-
-def _clear(trainee: model.Trainee) -> None:
-    trainee.ddp.zero_grad_buffer()
-    trainee.optimizer.zero_grad()
 
 
 def _same(one: model.Trainee, other: model.Trainee) -> bool:
@@ -73,7 +68,8 @@ def _same(one: model.Trainee, other: model.Trainee) -> bool:
 
 def _unlisted(trainee: model.Trainee, first: int, last: int) -> list[str]:
     """What changes in these iterations, and is neither state nor known to be none."""
-    roots = {name: getattr(trainee, name) for name in ("module", "ddp", "optimizer", "scheduler")}
+    roots = {"module": trainee.modules[0], "ddp": trainee.ddps[0],
+             "optimizer": trainee.optimizer, "scheduler": trainee.scheduler}
     before = leaves(roots)
     _train(trainee, first, last)
     after = leaves(roots)
@@ -96,7 +92,7 @@ def test_whatever_changes_in_training_is_listed(alone: Any, train: Train) -> Non
 
 def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
-    layer = trainee.module.decoder.layers[0]
+    layer = trainee.modules[0].decoder.layers[0]
     layer.seen, layer.notes = torch.zeros(3), [{"times": 0}]
 
     def count(module: Any, given: Any, made: Any) -> None:
@@ -111,7 +107,7 @@ def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
 
 def test_a_buffer_is_carried(alone: Any) -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
-    trainee.module.register_buffer("expert_bias", torch.zeros(4))
+    trainee.modules[0].register_buffer("expert_bias", torch.zeros(4))
     assert "buffer.expert_bias" in state.tensors(trainee)
 
 

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-scaled": BF16 | {"loss_scale": 1024.0},
     "bf16-overlapped": BF16 | {"overlap": True, "bucket_params": 8_000},
     "fp16": {"precision": "fp16",
-             "dynamic_loss_scale": {"initial": 2.0**12, "window": 2, "hysteresis": 2}},
+             "dynamic_loss_scale": {"initial": 2.0**11, "window": 2, "hysteresis": 2}},
     # Too much until after the iteration that is struck: it is skipped.
     "fp16-skipped": {"precision": "fp16",
                      "dynamic_loss_scale": {"initial": 2.0**17, "hysteresis": 1}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _MASK = (1 << 64) - 1
@@ -41,6 +43,12 @@ class Draw:
             model_parallel_cuda_manual_seed(
                 seed_of(self.seed, 2, iteration, micro_batch) >> 32, force_reset_rng=True
             )
+
+    def at_layer(self, layer: Any, given: Any) -> None:
+        """A layer begins: its dropout is the same on whichever stage it is. A pre-forward hook."""
+        torch.manual_seed(
+            seed_of(self.seed, 5, self.iteration, self.micro_batch, layer.layer_number)
+        )
 
     def generator(self, layer: int, head: int, device: torch.device) -> torch.Generator:
         """A generator of its own for one head (counted over all ranks) of one layer."""

@@ -145,8 +145,7 @@ class Iteration:
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
-        self.trainee.ddp.zero_grad_buffer()
-        self.trainee.optimizer.zero_grad()
+        self.trainee.clear()
         self.done = []
         self.loss_sum = 0.0
         self.num_tokens = 0

@@ -121,7 +121,7 @@ class Member:
         self.control.tell(RankReady(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             endpoint=self.communicators.endpoint,
-            num_params=sum(param.numel() for param in self.trainee.module.parameters()),
+            num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
             state_bytes=state.num_bytes(self.trainee), iteration_flops=self.flops,
             data_digest=self.digest,
         ))

@@ -5,23 +5,31 @@ All of it is stock megatron-core. Only the core attention is ours, in Megatron's
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from ...events.model_spec import Axes
+from ...events.places import Coordinates, coordinates
 from ...events.spec import Model, Train
 from .attention import CoreAttention
 from .draw import Draw, seed_of
 from .text import VOCABULARY, carries_loss
+from .weights import global_name, redraw
 
 Parts = tuple[Any, ...]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,16 +42,23 @@ class Trainee:
     train: Train
     device: torch.device
     draw: Draw
-    module: Any
-    ddp: Any
+    axes: Axes
+    place: int
+    modules: list[Any]
+    ddps: list[Any]
     optimizer: Any
     scheduler: Any
     positions: Tensor
 
     @property
+    def at(self) -> Coordinates:
+        """Where in its layout it stands."""
+        return coordinates(self.axes, self.place)
+
+    @property
     def roots(self) -> Parts:
         """Where handles of communicators can hide."""
-        return (self.ddp, self.optimizer, self.scheduler)
+        return (*self.ddps, self.optimizer, self.scheduler)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -53,12 +68,31 @@ class Trainee:
     @property
     def buffers(self) -> list[Any]:
         """Megatron's flat buffers, which its buckets are parts of."""
-        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        return [buffer for ddp in self.ddps
+                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
     @property
     def bucket_groups(self) -> list[Any]:
         """What is reduced at once, in the order of the reduction."""
-        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
+        return [group for ddp in self.ddps
+                for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """All of this place, by the names that they have in the whole model."""
+        for module in self.modules:
+            for name, param in module.named_parameters():
+                yield global_name(module, name), param
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                yield global_name(module, name), buffer
+
+    def clear(self) -> None:
+        """No gradients: an iteration begins."""
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
@@ -67,9 +101,16 @@ class Trainee:
         without any token that carries loss adds 0; to that mean it counts as any other.
         """
         tokens = tokens.to(self.device)
-        per_token: Tensor = self.ddp(
-            tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous()
-        )
+        return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
+
+    def forward(self, ddp: Any, tokens: Tensor) -> Tensor:
+        """Of the last chunk the loss of each token; of any other what the next one goes on from."""
+        out: Tensor = ddp(tokens[:, :-1].contiguous(), self.positions, None,
+                          labels=tokens[:, 1:].contiguous())
+        return out
+
+    def loss_of(self, per_token: Tensor, tokens: Tensor) -> Tensor:
+        """As `loss` has it, of the loss of each token."""
         loss = (per_token.float() * carries_loss(tokens)).sum()
         if self.train.loss == "per_token":
             return loss
@@ -84,45 +125,75 @@ class Trainee:
         return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
 
 
-def build(train: Train, device: torch.device, groups: Any = None) -> Trainee:
-    """Build everything, the same on every rank: the initial weights come from the seed alone.
+def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
+          place: int = 0) -> Trainee:
+    """Build what stands at a place of a layout; None: a whole replica.
 
-    Needs torch.distributed to be up (a world of one will do). `groups` is a
-    ProcessGroupCollection; None means Megatron's parallel state.
+    The initial weights come from the seed alone: all layouts have the same. Needs torch.distributed
+    to be up, but asks nobody. `groups` is the place's ProcessGroupCollection; None means Megatron's
+    parallel state, of one process.
     """
+    axes = axes or Axes()
+    at = coordinates(axes, place)
     draw = Draw(train.seed)
     torch.manual_seed(seed_of(train.seed, 4))
     if device.type == "cuda":
         draw.at(0, 0)
-        torch.manual_seed(seed_of(train.seed, 4))
-    config = _config(train)
+    config = _config(train, axes)
+    shards = train.parallel.optimizer != "whole"
+    modules = [_module(train, config, draw, axes, at, chunk, groups)
+               for chunk in range(axes.chunks)]
+    ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
+            for chunk, module in enumerate(modules)]
+    optimizer = _optimizer(train, ddps, groups, shards=shards)
+    positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
+    return Trainee(train, device, draw, axes, place, modules, ddps, optimizer,
+                   _scheduler(train, optimizer), positions)
+
+
+def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
+            groups: Any) -> Any:
+    if groups is not None:
+        # Megatron's first and last stage would tell each other their embedding: here it is drawn.
+        groups = copy.copy(groups)
+        groups.embd = None
     module: Any = GPTModel(
         config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
+        pre_process=at.pp == 0 and chunk == 0,
+        post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
         share_embeddings_and_output_weights=train.model.tie_embeddings,
-        pg_collection=groups,
-    ).to(device)
+        pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None,
+    )
+    redraw(module, config, train.seed, tp=at.tp)
+    if train.model.dropout:
+        for layer in module.decoder.layers:
+            layer.register_forward_pre_hook(draw.at_layer)
+    return module
+
+
+def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
+         ) -> Any:
     ddp: Any = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap,
                                       bucket_size=train.bucket_params or None,
-                                      use_distributed_optimizer=False,
+                                      use_distributed_optimizer=shards,
                                       check_for_nan_in_grad=False),
         module if train.precision == "fp32" else Float16Module(config, module),
-        pg_collection=groups,
+        disable_bucketing=not is_first, pg_collection=groups,
     )
     ddp.train()
-    optimizer = _optimizer(train, ddp, groups)
-    positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
-    return Trainee(train, device, draw, module, ddp, optimizer, _scheduler(train, optimizer),
-                   positions)
+    return ddp
 
 
-def _config(train: Train) -> Any:
+def _config(train: Train, axes: Axes) -> Any:
     model = train.model
     return TransformerConfig(
         num_layers=model.num_layers, hidden_size=model.hidden,
         num_attention_heads=model.num_heads, hidden_dropout=model.dropout,
         attention_dropout=model.dropout, use_cpu_initialization=True,
+        tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
+        virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
         # The gradient's scale must not depend on how micro-batches are dealt: with this Megatron
         # adds up and divides by nothing, whichever loss is asked for.
         calculate_per_token_loss=True,
@@ -140,21 +211,46 @@ def _layers(draw: Draw) -> Any:
     return spec
 
 
-def _optimizer(train: Train, ddp: Any, groups: Any) -> Any:
+def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> Any:
     wanted, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
         optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
         adam_beta1=wanted.beta1, adam_beta2=wanted.beta2, adam_eps=wanted.eps,
-        clip_grad=wanted.clip_grad, use_distributed_optimizer=False,
+        clip_grad=wanted.clip_grad, use_distributed_optimizer=shards,
         bf16=train.precision == "bf16", fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision], loss_scale=train.loss_scale,
         initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
         loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
     )
-    optimizer: Any = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False,
-                                            pg_collection=groups)
+    if groups is not None:
+        # A step asks nobody: what it would ask of a whole replica is told before (stepping.py).
+        groups = copy.copy(groups)
+        groups.mp = groups.intra_dist_opt
+    with _asking_nobody():
+        optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
+                                                pg_collection=groups)
+    if shards:
+        for ddp in ddps:  # parameters are gathered after the step, not in it
+            ddp.overlap_param_gather_with_optimizer_step = True
     _materialise(optimizer)
     return optimizer
+
+
+@contextmanager
+def _asking_nobody() -> Generator[None]:
+    """Megatron asks the world for its groups of parameters, in case a stage lacks one.
+
+    None does: each has a layer, with weights that decay and biases that do not. And whoever builds
+    does so when it has to, not when all others do.
+    """
+    def answer(found: list[Any], mine: Any, group: Any = None) -> None:
+        found[:] = [mine] * len(found)
+
+    right, dist.all_gather_object = dist.all_gather_object, answer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.all_gather_object = right
 
 
 def _materialise(optimizer: Any) -> None:
@@ -185,6 +281,21 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron's."""
     found = [part.optimizer for part in _chained(optimizer) if part.optimizer is not None]
     assert all(isinstance(part, torch.optim.AdamW) for part in found)
+    return found
+
+
+def shards(optimizer: Any) -> dict[int, Any]:
+    """id of a parameter -> the part of it that this member steps, where the optimizer is sharded.
+
+    Flat, and fp32; of parameters that it has a part of. Empty where the optimizer is whole.
+    """
+    found: dict[int, Any] = {}
+    for part in _chained(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            for whole, own in ((part.model_float16_groups, part.shard_fp32_from_float16_groups),
+                               (part.model_fp32_groups, part.shard_fp32_groups)):
+                for params, owned in zip(whole, own, strict=True):
+                    found |= {id(param): shard for param, shard in zip(params, owned, strict=True)}
     return found
 
 

@@ -88,7 +88,7 @@ class Reduction:
         """Around every backward: only one that a reduction was begun for launches buckets."""
         if self._buckets is None or self._buckets.flight is not None:
             return nullcontext()
-        nothing: AbstractContextManager[None] = self._trainee.ddp.no_sync()
+        nothing: AbstractContextManager[None] = self._trainee.ddps[0].no_sync()
         return nothing
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
@@ -140,7 +140,7 @@ class Reduction:
             buckets.reset()
         else:
             # Nothing of this waits any more: Megatron takes note of what has ended.
-            finalize_model_grads([self._trainee.ddp], None, pg_collection=communicators.groups)
+            finalize_model_grads(self._trainee.ddps, None, pg_collection=communicators.groups)
             buckets.flight = None
             self._note("reduced")
         return found
@@ -211,7 +211,7 @@ class Reduction:
         self._marks.told()
         goes_on()
         with self._watched.reduction(complete, goes_on):
-            finalize_model_grads([self._trainee.ddp], None, pg_collection=groups)
+            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
         if self._trainee.device.type == "cuda":
             self._marks.lands()  # there a collective's wait holds the stream, not the host
             torch.cuda.synchronize()

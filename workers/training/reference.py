@@ -30,6 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...events.errors import UsageError
+from ...events.parallel import Parallel
 from ...events.spec import Train, parse
 
 if TYPE_CHECKING:
@@ -86,12 +87,13 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
                             rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     # Alone there is nothing to overlap: Megatron's plain reduction, whatever the spec says.
-    trainee = model.build(replace(train, overlap=False, bucket_params=0), device)
-    trainee.ddp.config.finalize_model_grads_func = finalize_model_grads
-    trainee.ddp.config.grad_scale_func = trainee.optimizer.scale_loss
+    trainee = model.build(replace(train, overlap=False, bucket_params=0,
+                                  parallel=Parallel()), device)
+    trainee.ddps[0].config.finalize_model_grads_func = finalize_model_grads
+    trainee.ddps[0].config.grad_scale_func = trainee.optimizer.scale_loss
     # Megatron's name of the two losses. Without it, its schedule divides each micro-batch's sum by
     # its own tokens and by the number of micro-batches, as its own training loop has it.
-    trainee.ddp.config.calculate_per_token_loss = train.loss == "per_token"
+    trainee.ddps[0].config.calculate_per_token_loss = train.loss == "per_token"
     words = text.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))
     assert sorted(items) == list(range(train.num_micro_batches))
@@ -99,11 +101,10 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     num_iterations = train.iterations if num_iterations is None else num_iterations
 
     for iteration in range(num_iterations):
-        trainee.ddp.zero_grad_buffer()
-        trainee.optimizer.zero_grad()
+        trainee.clear()
         told: list[tuple[float, int]] = get_forward_backward_func()(
             forward_step_func=partial(_forward, trainee, words),
-            data_iterator=iter([(iteration, item) for item in items]), model=[trainee.ddp],
+            data_iterator=iter([(iteration, item) for item in items]), model=trainee.ddps,
             num_microbatches=len(items), seq_length=train.model.sequence,
             micro_batch_size=train.batch.micro, forward_only=False,
         )
@@ -118,7 +119,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     groups.forget()
     dist.destroy_process_group()
-    return Result(losses=list(history.losses), digest=_digest(trainee.module),
+    return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
                   path=str(out / "final"))
 
 
@@ -138,8 +139,7 @@ def _forward(trainee: Trainee, words: Text, iterator: Iterator[tuple[int, int]],
         loss, num_tokens = (losses.float() * mask).sum(), mask.sum().to(torch.int)
         return loss, num_tokens, (loss.item(), int(num_tokens.item()))
 
-    return ddp(tokens[:, :-1].contiguous(), trainee.positions, None,
-               labels=tokens[:, 1:].contiguous()), summed
+    return trainee.forward(ddp, tokens), summed
 
 
 def _digest(module: Any) -> str:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from .history import History
-from .model import Trainee, parts, scalers
+from .model import Trainee, parts, scalers, shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,19 +56,24 @@ class Numbers(Struct, kw_only=True):
 
 def names(trainee: Trainee) -> dict[int, str]:
     """id of a parameter, as the optimizer has it -> its name, the same on every rank."""
-    return {id(getattr(param, "main_param", param)): name
-            for name, param in trainee.module.named_parameters()}
+    owned = shards(trainee.optimizer)
+    return {id(owned.get(id(param), getattr(param, "main_param", param))): name
+            for name, param in trainee.named_parameters()}
 
 
 def tensors(trainee: Trainee) -> dict[str, Tensor]:
-    """Every tensor of the state, live, by name, in an order that is the same on every rank."""
+    """Every tensor of the state, live, by name, in an order that is the same on every rank.
+
+    Names are those of the whole model. Where the optimizer is sharded, masters and moments are this
+    member's parts of them, flat.
+    """
     found: dict[str, Tensor] = {}
-    for name, param in trainee.module.named_parameters():
+    for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data
-    for name, param in trainee.module.named_parameters():
-        if hasattr(param, "main_param"):
+    for name, param in trainee.named_parameters():
+        if getattr(param, "main_param", None) is not None:
             found[f"master.{name}"] = param.main_param.data
-    for name, buffer in trainee.module.named_buffers():
+    for name, buffer in trainee.named_buffers():
         found[f"buffer.{name}"] = buffer
     for name, moments in _moments(trainee):
         for moment in MOMENTS:

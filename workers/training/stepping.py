@@ -29,7 +29,8 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None]) -> 
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:
         count = torch.tensor(divisor, dtype=torch.int, device=trainee.device)
-        trainee.ddp.scale_gradients(1.0 / count)
+        for ddp in trainee.ddps:
+            ddp.scale_gradients(1.0 / count)
     stepped: bool = trainee.optimizer.step()[0]
     note("schedule")
     if stepped:

@@ -40,7 +40,7 @@ class Watched:
         _around(optimizer, "get_grad_norm", lambda: note("norm"), lambda: note("clip"))
         _around(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
         if closely:
-            layers = trainee.module.decoder.layers
+            layers = trainee.modules[0].decoder.layers
             layers[len(layers) // 2].register_forward_hook(self._middle)
             for part in parts(optimizer):
                 # AdamW begins each of its groups of parameters with this.
