@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.workers.training.holding import NO_STATE, Claim
+from unicron.events.model_spec import Axes
+from unicron.workers.training.holding import MANY, NO_STATE, Claim, Held
 from unicron.workers.training.ledger import Settlement, deal, settle
 
 
@@ -132,3 +133,64 @@ def test_an_iteration_that_nobody_has_begun_is_dealt_anew_with_the_newcomer() ->
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
     assert [share.source for share in shares] == [0, 1, 0, 1]
     assert all(share.dealt == () for share in shares)
+
+
+def test_state_comes_from_the_own_node_and_the_others_feed_the_rest_evenly() -> None:
+    has = Claim(step_version=5)
+    nodes = ["a", "b", "c", "a", "c", "d", "e"]
+    shares = settle([has, has, Claim(), Claim(), has, Claim(), Claim()], 4, nodes=nodes).shares
+    assert [share.source for share in shares] == [0, 1, 4, 0, 4, 1, 0]
+
+
+def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bool = False,
+          gate: tuple[float, ...] = (), trained_in: int = 3, axes: Axes | None = None) -> Claim:
+    return Claim(step_version=version, kept=kept, owned=kept, begun=version == 5, ready=ready,
+                 gate=gate, trained_in=trained_in, dealt_in=3,
+                 held=Held(axes=axes or Axes(tp=2, dp=2), place=place))
+
+
+def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
+    whole = [_part(0, kept=(0, 2)), _part(1, kept=(0, 2))]
+    apart = [_part(2, kept=(1, 3)), _part(3, kept=(1,))]
+    shares = settle([*whole, *apart], 4, Axes(tp=2, dp=2)).shares
+    assert [share.kept for share in shares] == [(0, 2), (0, 2), (), ()]
+    assert [share.todo for share in shares] == [(), (), (1, 3), (1, 3)]
+    shares = settle([whole[0], apart[1], whole[1], apart[0]], 4, Axes(tp=2, dp=2)).shares
+    assert {share.kept for share in shares} == {()}, "no part of it stays in a replica"
+
+
+def test_who_was_in_the_gate_steps_with_the_others_and_only_with_them() -> None:
+    stepped = _part(0, version=6, gate=(2.5, 0.0))
+    for ready, steps in ((_part(1, ready=True), True), (_part(1), False),
+                         (_part(1, ready=True, trained_in=2), False)):
+        settlement = settle([stepped, ready, _part(2, version=6), Claim()], 4, Axes(tp=2, dp=1))
+        assert settlement.shares[1].steps == steps
+        assert settlement.gate == ((2.5, 0.0) if steps else ())
+        assert settlement.step_version == (6 if steps else NO_STATE)
+        assert settlement.beyond == (NO_STATE if steps else 6)
+    without = settle([_part(0, ready=True), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
+    assert without.step_version == 5
+    assert not any(share.steps for share in without.shares), "nobody has stepped"
+
+
+def test_a_mirrored_shard_counts_on_the_next_of_its_data_parallel_ranks() -> None:
+    def shard(place: int, *, mirrored: bool) -> Claim:
+        return Claim(step_version=5, held=Held(axes=Axes(dp=3), place=place,
+                                               optimizer="mirrored" if mirrored else "sharded"))
+
+    def found(*places: int, mirrored: bool) -> int:
+        return settle([shard(place, mirrored=mirrored) for place in places], 4).step_version
+
+    assert found(0, 1, 2, mirrored=False) == 5
+    assert found(0, 2, mirrored=False) == NO_STATE
+    assert found(0, 2, mirrored=True) == 5, "2 has the shard of 1, and 0 that of 2"
+    assert found(1, mirrored=True) == NO_STATE
+
+
+def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
+    told = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
+    settlement = settle(told, 5, Axes(dp=3))
+    assert settlement.step_version == 5
+    assert settlement.holders == (0, 1, 2)
+    assert [share.source for share in settlement.shares] == [MANY] * 3
+    assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]

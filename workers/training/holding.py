@@ -44,9 +44,9 @@ class Held(Struct, frozen=True, kw_only=True):
         return at.tp, at.pp
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """States of one layout are put together: where shards are split by dp, of one dp."""
-        return (*self.shape, 0 if self.optimizer == "whole" else self.axes.dp)
+    def dp_of_shards(self) -> int:
+        """Into how many shards the optimizer of a part is split; 0: it is not."""
+        return 0 if self.optimizer == "whole" else self.axes.dp
 
     def pieces(self) -> Iterator[tuple[int, ...]]:
         """What it has, of all()."""
@@ -74,9 +74,10 @@ class Claim(Struct, frozen=True, kw_only=True):
     `trained_in` is the generation in which it last trained.
 
     `held` is what its state and its sum are of (None: of the whole model). `staged` is the same
-    state in another layout, whole too, but perhaps not on all members. `ready`: it has the reduced
-    sum of all and entered the gate of this step, and did not see whether all had. `gate` is what
-    the gate told those who passed it, until they train on or take another's state.
+    state at another place, whole too, but perhaps not on all members, received in generation
+    `staged_in`. `ready`: it has the reduced sum of all and entered the gate of this step, and did
+    not see whether all had. `gate` is what the gate told those who passed it, until they train on
+    or take another's state.
     """
 
     step_version: int = NO_STATE
@@ -87,6 +88,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     trained_in: int = 0
     held: Held | None = None
     staged: Held | None = None
+    staged_in: int = 0
     ready: bool = False
     gate: tuple[float, ...] = ()
 
@@ -99,6 +101,15 @@ class Holder(NamedTuple):
     """Once it has taken the step for which it is ready."""
     staged: bool
     """In what it staged."""
+
+
+class _Layout(NamedTuple):
+    """What states of members have to have in common to be put together."""
+
+    shape: tuple[int, int, int]
+    dp: int
+    staged_in: int
+    """Who staged something in that generation counts with it, else with what is in force."""
 
 
 class Holding(NamedTuple):
@@ -124,23 +135,20 @@ def find(claims: Sequence[Claim], axes: Axes) -> Holding:
     Of several layouts that of `axes` goes first, since then nothing has to move; else the one that
     most hold. O(members x step versions).
     """
-    def rank(layout: tuple[int, ...]) -> tuple[bool, bool, int, tuple[int, ...]]:
-        return (layout[:3] != shape(axes), layout[3] not in (0, axes.dp), -len(found[layout]),
-                layout)
-
     versions = {claim.step_version for claim in claims if claim.step_version != NO_STATE}
     for version in sorted(versions, reverse=True):
         found, gate = _holders(claims, version)
         whole = [layout for layout, holders in found.items() if _is_whole(holders)]
         if whole:
-            holders = found[min(whole, key=rank)]
+            holders = found[min(whole, key=lambda each: (
+                each.shape != shape(axes), each.dp not in (0, axes.dp), -len(found[each]), each))]
             steps = any(holder.steps for holder in holders.values())
             return Holding(version, holders, gate if steps else ())
     return NOBODY
 
 
 def _holders(claims: Sequence[Claim], version: int
-             ) -> tuple[dict[tuple[int, ...], dict[int, Holder]], tuple[float, ...]]:
+             ) -> tuple[dict[_Layout, dict[int, Holder]], tuple[float, ...]]:
     """Who has some of the state of that step, by its layout; what the gate said before it.
 
     The gate tells nobody before all have entered it: where one has stepped, all may, and have to.
@@ -150,17 +158,20 @@ def _holders(claims: Sequence[Claim], version: int
     ready = [claim.trained_in for claim in claims
              if claim.ready and claim.step_version == version - 1 and claim.trained_in in told]
     passed = max(ready, default=None)  # of two that took this step, the later generation
-    found: dict[tuple[int, ...], dict[int, Holder]] = {}
+    found: dict[_Layout, dict[int, Holder]] = {}
     for place, claim in enumerate(claims):
-        held = claim.held or WHOLE
-        if claim.step_version == version:
-            found.setdefault(held.layout, {})[place] = Holder(held, steps=False, staged=False)
-            if claim.staged is not None:
-                found.setdefault(claim.staged.layout, {}).setdefault(
-                    place, Holder(claim.staged, steps=False, staged=True))
-        elif (claim.ready and claim.step_version == version - 1
-              and claim.trained_in == passed):
-            found.setdefault(held.layout, {})[place] = Holder(held, steps=True, staged=False)
+        steps = (claim.ready and claim.step_version == version - 1
+                 and claim.trained_in == passed)
+        if claim.step_version != version and not steps:
+            continue
+        has = [Holder(claim.held or WHOLE, steps=steps, staged=False)]
+        if claim.staged is not None and not steps:
+            has.append(Holder(claim.staged, steps=False, staged=True))
+        # Both may be of one layout, of other places: what was staged together goes together.
+        for staged_in in sorted({0, *(claim.staged_in for claim in claims)}):
+            for holder in has if staged_in != claim.staged_in else reversed(has):
+                layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
+                found.setdefault(layout, {}).setdefault(place, holder)
     return found, () if passed is None else told[passed]
 
 
@@ -204,5 +215,5 @@ def _givers(holders: dict[int, Holder], axes: Axes, place: int) -> list[int]:
     at = coordinates(axes, place)
     return [giver for giver, holder in holders.items()
             if holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
-            and (holder.held.optimizer == "whole"
-                 or (holder.held.axes.dp, holder.held.place) == (axes.dp, place))]
+            and (not holder.held.dp_of_shards
+                 or (holder.held.dp_of_shards, holder.held.place) == (axes.dp, place))]
