@@ -18,6 +18,7 @@ from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
 from .achieved import Planned, Waf, Work, over_time
 from .figures import plan_waf
+from .layout_words import layout, speakers
 from .on_purpose import OnPurpose
 from .printed import Printed, begins_again
 from .record_line import PROGRESS
@@ -66,6 +67,8 @@ class IncidentHistory(Struct, kw_only=True):
     near_bytes: int = 0
     layouts: list[str] = field(default_factory=list[str])
     """That the task was in, one after the other, from the one that it had when it struck."""
+    speakers: set[int] = field(default_factory=set[int])
+    """Ranks of the generation that tell of micro-batches."""
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
@@ -98,6 +101,8 @@ class TaskHistory(Struct, kw_only=True):
     """Iterations done for the first time: what is trained again is no work."""
     origin: str = ""
     """Of its throughput: declared, modelled, measured."""
+    layout: str = ""
+    """Of the newest generation."""
     dps: dict[int, int] = field(default_factory=dict[int, int])
     """Generation -> its number of members."""
     stepping: Stepping = field(default_factory=Stepping)
@@ -240,6 +245,7 @@ def _incident(told: History, record: Plain) -> None:
         task = told.tasks.get(body["task"])
         if task is not None:
             stepping = task.stepping
+            incident.layouts = [task.layout] if task.layout else []
             incident.num_slots = stepping.num_seats
             failed = [stepping.failed_seq] if stepping.failed_seq else []
             stood_s = stepping.stood_s(body)
@@ -305,16 +311,20 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
     kind, body, at_s = record["kind"], record["body"], record["at_s"]
     if kind in ("Quiesce", "Reconfigure", "StartRank") and incident.ordered_s is None:
         incident.ordered_s = at_s
+    if kind == "Reconfigure" and layout(body) != (incident.layouts or [""])[-1]:
+        incident.layouts.append(layout(body))
     if incident.stepped_s is not None:
         return
     if kind == "Reconfigure":
+        incident.speakers = speakers(body)
         incident.rebuilt_s = incident.resumed_s = None
         incident.kept = incident.dealt = 0
     elif kind == "Reconfigured":
         incident.rebuilt_s = at_s
         incident.iteration = body["step_version"]
-        incident.kept += len(body["kept"])
-        incident.dealt += len(body["dealt"])
+        if body["rank"] in incident.speakers:
+            incident.kept += len(body["kept"])
+            incident.dealt += len(body["dealt"])
     elif kind == "Resume":
         incident.resumed_s = at_s
     elif (kind == "TaskProgressed" and incident.resumed_s is not None
@@ -341,6 +351,7 @@ def _task(told: History, record: Plain) -> None:
         task.printed.started(body)
     elif kind == "Reconfigure":
         task.dps[body["generation"]] = len(body["members"])
+        task.layout = layout(body)
     elif kind == "RankReady":
         task.iteration_flops = body["iteration_flops"]
     elif kind == "TaskWeightSet":

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..events.statuses import NCCL_TIMEOUT
 from .figures import clipped, count, lost_in_words, ms, plan_waf, ranks, rfc3339, scaled, span
+from .layout_words import layout_briefly
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -178,6 +179,8 @@ def whence(told: Plain) -> str:
     of = f", of iteration {count(told.get('origin_step_version', 0))}"
     passed_on = told.get("peer_bytes", 0)
     more = f"; {scaled(passed_on, 'B')} from peers" if passed_on else ""
+    near = told.get("near_bytes", 0)
+    more += f", {scaled(near, 'B')} of it on the same node" if near else ""
     words = {"copy": f"{got} from a copy on {told.get('origin_node')}{of}{more}",
              "checkpoint": f"{got} from the checkpoint {told.get('origin_path')}{of}{more}",
              "seed": "begun again from the seed"}.get(told.get("origin", ""), "")
@@ -213,7 +216,8 @@ def _reconfigure(body: Plain) -> str:
     copies = body.get("copies")
     last = body["checkpoint"] or "the seed"
     tries = f", tries copies on {_nodes(copies)}, then {last}" if copies else ""
-    return f"task {body['task']} generation {body['generation']}: {members}, DP{body['dp']}{tries}"
+    return (f"task {body['task']} generation {body['generation']}: {members}, "
+            f"{layout_briefly(body)}{tries}")
 
 
 def _nodes(there: list[Plain]) -> str:

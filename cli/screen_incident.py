@@ -110,12 +110,25 @@ def _evidence(facts: Plain) -> list[str]:
 
 def _state(facts: Plain) -> list[str]:
     """Where the state came from that no member had kept, and why from no nearer place."""
-    lines = labelled("state", told) if (told := whence(facts["cost"])) else []
+    told = whence(facts["cost"]) or _from_peers(facts["cost"])
+    lines = labelled("state", told) if told else []
+    if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
+        lines += labelled("layout", " -> ".join(facts["layouts"]))
     for one in facts["copies_gone"]:
         lines += labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
     if facts["no_copies"]:
         lines += labelled("no copy", facts["no_copies"])
     return lines
+
+
+def _from_peers(cost: Plain) -> str:
+    """What members took from each other, where nothing came from farther."""
+    if not cost["peer_bytes"]:
+        return ""
+    near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
+    parts = [f"{scaled(num, 'B')} from members on {where}"
+             for num, where in ((near, "the same node"), (far, "another node")) if num]
+    return ", ".join(parts)
 
 
 def bar(phases: list[Plain]) -> list[str]:

@@ -143,7 +143,8 @@ def _where(task: Plain) -> list[str]:
              if task["micro_batches"] else "")
     generation = task["generation"]
     if task["layout"]:
-        built = f"{task['layout']}, generation {generation}"
+        beside = f", {number_of(task['beside'], 'spare')}" if task["beside"] else ""
+        built = f"{task['layout_in_words'] or task['layout']}{beside}, generation {generation}"
     else:
         built = f"nobody is left of generation {generation}" if generation else "no generation yet"
     return labelled("where", f"{places}, {built}{batch}")
@@ -235,7 +236,10 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
         live = f"one seat ({on[0]}): nobody else holds its state"
     else:
         there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
-        live = f"{len(holders)} live replicas, {there}: {ranks(one['rank'] for one in holders)}"
+        each = task["replica_ranks"]
+        of = f" of {each} ranks" if each > 1 else ""
+        live = (f"{number_of(len(holders) // each, 'live replica')}{of}, {there}: "
+                f"{ranks(one['rank'] for one in holders)}")
     return labelled("copies", f"{live}; {disk}")
 
 

@@ -32,6 +32,9 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     after: Plain = client.get("/v1/state")
     for line in plan_lines(followed_by(client, answer["seq"]), view_before(before, after)):
         say.out(line)
+    layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
+    if spec.training is not None and layouts and layouts[0]:
+        say.out(f"layout   {layouts[0]}")
     if (held := after["cluster"]["healing"]) != "on":
         say.out(f"held     {held}: it is planned, and does not start")
     if spec.training is None:

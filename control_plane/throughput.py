@@ -96,11 +96,9 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     The largest alone where it has none of them, so that there is something to say.
     """
     counts = spec.slots.counts
-    if spec.training is not None:
-        return tuple(size for size in counts
-                     if speed(spec.training, size) > 0 or size == spec.slots.floor)
     if modelled is None:
-        return counts
+        return counts if spec.training is None else tuple(
+            size for size in counts if speed(spec.training, size) > 0)
     places = [bisect_left(counts, size) for size in modelled.sizes]
     found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
     return tuple(sorted(found | {spec.slots.floor} - {0}))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..events.places import briefly, in_words, num_places
 from . import throughput
 from .economics import transition
 from .fold_health import RECOVERED_S
@@ -14,6 +15,7 @@ from .hang import located
 from .noticed import Slow
 from .pace import LASTS_S, at_fault, slowdown, slower_alike
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
+from .train_layouts import layout_within
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
@@ -152,7 +154,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
                   "max": spec.slots.max, "multiple_of": spec.slots.multiple_of,
                   "sizes": list(spec.slots.sizes)},
-        "layout": f"DP{len(living)}" if living else "", "generation": task.generation,
+        **_layout(task, len(living)), "generation": task.generation,
         "iteration": task.iteration,
         "iterations": (spec.training.iterations if spec.training is not None
                        else task.logged.iterations if task.logged is not None else 0),
@@ -162,7 +164,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
         "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
-        "modelled_layout": throughput.layout(task.modelled, len(task.target)),
+        "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
         "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
@@ -177,6 +179,25 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _layout(task: Task, num_living: int) -> dict[str, Any]:
+    """Of the generation, as long as anybody is left of it. `replica_ranks`: of each replica."""
+    axes = task.axes
+    if not num_living or axes is None:
+        return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",
+                "beside": 0, "replica_ranks": 1}
+    return {"layout": briefly(axes), "layout_in_words": in_words(axes),
+            "beside": len(task.members) - num_places(axes), "replica_ranks": axes.tp * axes.pp}
+
+
+def _planned_layout(task: Task) -> str:
+    """On what the plan gives it: of training, and of a command with a model."""
+    training = task.spec.training
+    if training is None:
+        return throughput.layout(task.modelled, len(task.target))
+    axes = layout_within(training, len(task.target))
+    return in_words(axes) if axes is not None else ""
 
 
 def _stands(state: ClusterState, task: Task) -> tuple[str, float]:

@@ -82,3 +82,9 @@ def in_words(axes: Axes) -> str:
     sizes = [f"{name} {num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
     chunks = f", {axes.chunks} chunks a stage" if axes.chunks > 1 else ""
     return f"{' x '.join([*sizes, f'DP {axes.dp}'])}{chunks}"
+
+
+def briefly(axes: Axes) -> str:
+    """The same in a table: `TP2xDP2`."""
+    sizes = [f"{name}{num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
+    return "x".join([*sizes, f"DP{axes.dp}"])

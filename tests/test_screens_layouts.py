@@ -1,0 +1,71 @@
+"""The screens of a task that has layouts: what it is in, and what a change was.
+
+`UNICRON_SNAPSHOTS=write pytest tests/test_screens_layouts.py` writes them anew; read the diff.
+"""
+
+from __future__ import annotations
+
+from heart_driver import Driver
+from test_screens import check
+from test_seating import job
+from two_tasks import facts, plain, seen
+from unicron.cli import screen_task, screens
+from unicron.cli.history import history
+from unicron.cli.record_line import ESSENTIALS
+from unicron.cli.screen_incident import page
+from unicron.control_plane.view import view
+from unicron.events import orders as o
+from unicron.events import reports as r
+from unicron.events.records import Record
+from unicron.events.taken import Taken
+
+
+class Giving(Driver):
+    """A process without state takes it from the first two members, half from each."""
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        process = self.state.tasks[order.task].ranks[rank]
+        taken = () if process.has_state or order.generation == 1 else tuple(
+            Taken(one.rank, one.node, 2_000_000) for one in order.members[:2])
+        return self.tell(self.source(process.slot.node), r.Reconfigured(
+            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=self.steps.get(order.task, 0), kept=(0, 1), todo=(2,), dealt=(2,),
+            source=taken[0].rank if taken else rank, received_bytes=2_000_000 * len(taken),
+            down_s=0.01, up_s=0.01, settle_s=0.01, origin="peer" if taken else "own",
+            origin_node=taken[0].node if taken else process.slot.node, taken=taken))
+
+
+def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
+    d = Giving()
+    task = d.running(job(tensor=[2]))
+    lost = d.exit(task, 1)
+    d.obey(lost, start=False)
+    d.progress(task)
+    told = view(d.state)["tasks"][0]
+    check("task-layout", screen_task.task_status(seen(d), told, history(plain(d)),
+                                                 now_s=d.now_s + 0.5))
+    check("status-layout", screens.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
+          columns_max=100)
+    d.obey([lost[-1]])
+    d.progress(task)
+    records = plain(d)
+    found = facts(records)
+    assert found["layouts"] == ["TP 2 x DP 2", "TP 2 x DP 1, 1 beside", "TP 2 x DP 2"]
+    cost = found["cost"]
+    # The newcomer is on n1, and the replica that was whole on n2; who was beside has taken, too.
+    assert (cost["peer_bytes"], cost["near_bytes"]) == (8_000_000, 0)
+    # A replica has two members, which tell of the same micro-batches: they are counted once.
+    assert (cost["kept"], cost["dealt"]) == (2, 1)
+    check("incident-layout", page(found))
+    orders = [ESSENTIALS["Reconfigure"](record["body"]) for record in records
+              if record["kind"] == "Reconfigure"]
+    assert [one.rpartition(", ")[2] for one in orders] == ["TP2xDP2", "TP2xDP1 +1", "TP2xDP2"]
+
+
+def test_bytes_from_the_same_node_are_told_apart() -> None:
+    d = Giving(nodes=1, slots=4)
+    task = d.running(job(tensor=[2]))
+    d.obey(d.exit(task, 1))
+    d.progress(task)
+    cost = facts(plain(d))["cost"]
+    assert cost["near_bytes"] == cost["peer_bytes"] > 0
