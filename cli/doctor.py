@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
-from ..events import embedded
+from ..events import embedded, support
 from ..events.errors import ServerError
 from . import processes, say
 from .local_cluster import CONTROL_PLANE, UP
@@ -47,7 +47,30 @@ def doctor(state: StateDir, *, as_json: bool) -> int:
     for one in findings:
         say.out(f"{one.grade:<8} {one.what:<9} {one.told}"
                 + (f"; {one.hint}" if one.hint else ""))
+    say.out("\nwhat heals in memory, and why: unicron doctor --support")
+    _table()
     return int(missing)
+
+
+def tell_support(*, as_json: bool) -> int:
+    """Print what heals in memory, with the reasons."""
+    if as_json:
+        say.out(json.dumps(to_builtins(support.ROWS)))
+        return 0
+    _table()
+    for row in support.ROWS:
+        say.out(f"\n{row.what}")
+        for who, answer in (("train:", row.train), ("loop", row.loop)):
+            shown_by = f" [{answer.shown}]" if answer.shown else ""
+            say.out(f"  {who:<7} {answer.told}: {answer.why}{shown_by}")
+    return 0
+
+
+def _table() -> None:
+    width = max(len(row.what) for row in support.ROWS) + 2
+    say.out(f"{'':<{width}}{'train:':<22}a loop of one's own")
+    for row in support.ROWS:
+        say.out(f"{row.what:<{width}}{row.train.told:<22}{row.loop.told}")
 
 
 def _python() -> Finding:

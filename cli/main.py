@@ -282,10 +282,16 @@ def demo(
 
 
 @app.command()
-def doctor(state: State = None, output: Form = "text") -> None:
-    """Check what this machine has, and what is missing."""
+def doctor(
+    state: State = None, output: Form = "text",
+    support: Annotated[bool, typer.Option(
+        "--support", help="What of Megatron heals in memory, with the reasons, alone.")] = False,
+) -> None:
+    """Check what this machine has, and what is missing; and tell what heals in memory."""
     from . import doctor as command
 
+    if support:
+        raise typer.Exit(command.tell_support(as_json=output == "json"))
     raise typer.Exit(command.doctor(folder(state), as_json=output == "json"))
 
 

@@ -66,6 +66,14 @@ def every_record_is_documented(root: Path) -> list[str]:
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
 
 
+def the_support_table_is_documented(root: Path) -> list[str]:
+    """docs/reference/support.md is the table of events/support.py."""
+    page = root / "docs/reference/support.md"
+    fresh = (page.exists() and page.read_text(encoding="utf-8")
+             == _script("generate").render_support())
+    return [] if fresh else ["docs/reference/support.md is stale: make docs"]
+
+
 def the_picture_is_of_the_output(root: Path) -> list[str]:
     """docs/demo.svg shows the demo's output that README has."""
     page, readme = root / "docs/demo.svg", root / "README.md"
@@ -124,6 +132,7 @@ RULES: dict[Rule, dict[str, str]] = {
     every_command_is_documented: {"docs/reference/cli.md": "# Commands\n"},
     every_dependency_has_a_page: {"pyproject.toml": PROJECT},
     every_record_is_documented: {"events/reports.py": REPORTS, "events/orders.py": REPORTS},
+    the_support_table_is_documented: {"docs/reference/support.md": "# What heals\n"},
     the_picture_is_of_the_output: {"README.md": "# R\n"},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec.py": "class JobSpec:\n    name: str\n"},

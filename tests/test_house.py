@@ -28,6 +28,7 @@ ARROWS = {
 SHARED = ("training", "wire", "forking", "keeping", "linux", "urls",
           "classify", "pulse", "monitor")
 PURE = (
+    "events/support.py",
     *(f"control_plane/{name}.py" for name in (
         "state", "faults", "fold", "severity", "throughput", "planner", "placement", "transition",
         "room", "decide", "heart", "view", "replay", "folding", "fold_decisions", "fold_deadlines",

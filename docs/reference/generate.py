@@ -1,7 +1,7 @@
 """Writes what the pages say in the words of the source: run by `make docs`.
 
-records.md comes from the docstrings of the records, the code map of ARCHITECTURE.md from the first
-line of each file.
+records.md comes from the docstrings of the records, support.md from the support table, the code
+map of ARCHITECTURE.md from the first line of each file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from unicron.events import support
 from unicron.events.policy import BOUNDS
 
 HEAD = """# Records
@@ -92,6 +93,27 @@ def _docstring(node: ast.stmt | None) -> str:
     return ""
 
 
+SUPPORT_HEAD = """# What heals in memory
+
+Of what Megatron can do, in a task with `train:` and in a loop of one's own that has adopted
+Unicron (`heal: in-memory`). Written by `make docs` from events/support.py: change that, not this
+page. `unicron doctor --support` prints the same. A loop is held against it when it starts: what it
+asks for and cannot have is told, and it is then restarted as any command.
+
+- **exact**: a fault is healed in memory, and training ends with what an undisturbed one ends with.
+- **exact, not run here**: it should be so, by Megatron's source; no test here shows it.
+- **restart**: it trains; at a fault its processes start again.
+- **refused**: the job file is refused.
+
+Read against megatron-core 0.16.1.
+
+"""
+
+
+def render_support() -> str:
+    return SUPPORT_HEAD + support.markdown()
+
+
 MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"
 MAP_END = "<!-- End of the code map. -->\n"
 MAP_ROOMS = ("events", "control_plane", "workers", "workers/agent", "workers/agent/health",
@@ -124,6 +146,7 @@ def _caption(path: Path) -> str:
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     (here / "records.md").write_text(render(here.parent.parent), encoding="utf-8")
+    (here / "support.md").write_text(render_support(), encoding="utf-8")
     page = here.parent / "ARCHITECTURE.md"
     fresh = with_map(page.read_text(encoding="utf-8"), here.parent.parent)
     page.write_text(fresh, encoding="utf-8")
