@@ -263,7 +263,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
         raise RuntimeError("the store broke off")
 
     told = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
-                   adam_steps={}, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
+                   adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
     tensors = {f"model.{number}": torch.full((100,), float(number)) for number in range(8)}
     url = f"{output}/gen-1/iter-3"
     num_bytes = checkpoint.write(url, tensors, told)

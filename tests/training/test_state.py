@@ -32,7 +32,7 @@ PRECISIONS = {
 # Beside the tensors of the state, what changes while training: carried in Numbers, or a
 # consequence of what is, or worth nothing between two iterations.
 CHANGES = {
-    "adam_steps": r"\.state\[\d+\]\[step\]",
+    "adam_step": r"\.state\[\d+\]\[step\]",
     "scheduled_samples": r"scheduler\.num_steps",
     "loss_scales": r"\.grad_scaler\.(_scale|_growth_tracker|_hysteresis_tracker)",
     "of the schedule's position": r"\.param_groups\[\d+\]\[(lr|weight_decay)\]",

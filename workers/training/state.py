@@ -4,7 +4,7 @@ Everything that changes while training is named here, once, for the exchange bet
 for checkpoints alike:
 - tensors: parameters, buffers, and for each parameter Adam's two moments and, where it has 16 bits,
   its fp32 master;
-- numbers: Adam's step counts, the loss scale and its trackers, the schedule's position in samples
+- numbers: Adam's step count, the loss scale and its trackers, the schedule's position in samples
   (which stands still in an iteration that is skipped), the step version and the consumed samples
   (which do not), and the losses so far.
 Not state, because they follow from the spec and the iteration: the data's order, every random
@@ -39,15 +39,16 @@ class LossScale(Struct, kw_only=True):
 class Numbers(Struct, kw_only=True):
     """The part of the state that is not tensors.
 
-    `adam_steps` is by parameter name. `loss_scales` has one for each part of the optimizer that
-    scales dynamically. `precision` is the spec's, so that no other takes it for its own.
+    `adam_step` is Adam's own count, the same for all parameters. `loss_scales` has one for each
+    part of the optimizer that scales dynamically. `precision` is the spec's, so that no other takes
+    it for its own.
     """
 
     precision: str
     step_version: int
     consumed_samples: int
     scheduled_samples: int
-    adam_steps: dict[str, float]
+    adam_step: float
     loss_scales: list[LossScale]
     first_loss: int
     losses: list[float]
@@ -99,7 +100,7 @@ def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
         scheduled_samples=trainee.scheduler.num_steps,
         loss_scales=[LossScale(**{**scaler.state_dict(), "scale": scaler.scale.item()})
                      for scaler in _dynamic(trainee)],
-        adam_steps={name: float(moments["step"]) for name, moments in _moments(trainee)},
+        adam_step=_adam_step(trainee),
         first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
     )
 
@@ -108,10 +109,6 @@ def check(trainee: Trainee, told: Numbers) -> None:
     """Raises ValueError where `adopt` could not take all of it over."""
     if told.precision != trainee.train.precision:
         raise ValueError(f"numbers of {told.precision}, not {trainee.train.precision}")
-    own = {name for name, _ in _moments(trainee)}
-    if own != told.adam_steps.keys():
-        odd = sorted(own ^ told.adam_steps.keys())
-        raise ValueError(f"numbers of another optimizer: {len(odd)} parameters differ, as {odd[0]}")
     if len(told.loss_scales) != (own_num := len(_dynamic(trainee))):
         raise ValueError(f"{len(told.loss_scales)} loss scales, not {own_num}")
 
@@ -119,8 +116,8 @@ def check(trainee: Trainee, told: Numbers) -> None:
 def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
     """Take over the numbers; the step version. Raises ValueError before anything is changed."""
     check(trainee, told)
-    for name, moments in _moments(trainee):
-        moments["step"].fill_(told.adam_steps[name])
+    for _, moments in _moments(trainee):
+        moments["step"].fill_(told.adam_step)
     for scaler, scale in zip(_dynamic(trainee), told.loss_scales, strict=True):
         scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
     trainee.scheduler.num_steps = told.scheduled_samples
@@ -182,6 +179,13 @@ def decode(data: bytes) -> Numbers:
 def _dynamic(trainee: Trainee) -> list[Any]:
     """Megatron's scalers that have a state: not the constant one."""
     return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]
+
+
+def _adam_step(trainee: Trainee) -> float:
+    """All parameters have stepped together, so that one number is all of theirs."""
+    found = {float(moments["step"]) for _, moments in _moments(trainee)}
+    assert len(found) == 1, f"parameters have stepped {sorted(found)} times"
+    return found.pop()
 
 
 def _moments(trainee: Trainee) -> Iterator[tuple[str, dict[str, Tensor]]]:
