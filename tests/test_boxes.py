@@ -15,12 +15,14 @@ from unicron.workers.training.boxes import (
     Piece,
     flat_range,
     intersection,
+    parts,
     plan,
     without,
 )
 
 SHAPES = {"a": (5, 4), "b": (3, 2, 3), "c": (7,), "d": ()}
-NODES = ("red", "blue", "red", "blue", "red")
+LARGEST = 5
+NODES = ("red", "", "red", "", "red")
 
 
 def piece(key: str, box: Box) -> Piece:
@@ -70,7 +72,7 @@ def by_element(have: Sequence[Sequence[Piece]]) -> dict[tuple[str, int], set[int
 
 
 def distance(source: int, target: int) -> int:
-    return 0 if source == target else 1 if NODES[source] == NODES[target] else 2
+    return 0 if source == target else 1 if NODES[source] == NODES[target] == "red" else 2
 
 
 @given(st.lists(pieces(), min_size=5, max_size=5), st.lists(pieces(), min_size=5, max_size=5))
@@ -82,13 +84,14 @@ def test_each_wanted_element_comes_once_from_the_nearest(
             for element in elements(SHAPES[key], box) if (key, element) not in holders}
     if lost:
         with pytest.raises(Missing) as raised:
-            plan(have, want, NODES)
+            plan(have, want, NODES, LARGEST)
         assert set(raised.value.keys) == lost
         return
     came: dict[tuple[int, int], list[int]] = {}
-    for move in plan(have, want, NODES):
+    for move in plan(have, want, NODES, LARGEST):
         wanted, held = want[move.target][move.wanted], have[move.source][move.given]
         assert wanted.key == held.key
+        assert move.source == move.target or move.box.num_elements <= LARGEST
         assert intersection(wanted.box, move.box) == move.box == intersection(held.box, move.box)
         for element in elements(SHAPES[wanted.key], move.box):
             near = min(distance(place, move.target) for place in holders[wanted.key, element])
@@ -124,6 +127,21 @@ def test_the_rest_and_the_part_are_the_whole(whole: Box, other: Box) -> None:
         assert set().union(*rest) == mine - theirs
 
 
+@given(boxes((4, 5, 3)), st.integers(1, 60))
+def test_a_large_box_goes_in_parts_of_about_a_size(whole: Box, largest: int) -> None:
+    found = [elements((4, 5, 3), part) for part in parts(whole, largest)]
+    assert [element for part in found for element in sorted(part)] == sorted(
+        elements((4, 5, 3), whole))
+    assert max(map(len, found)) <= largest
+    assert len(found) <= 5 * -(-whole.num_elements // largest)
+
+
+def test_a_large_tensor_comes_from_all_who_have_it() -> None:
+    large = Piece("large", "float32 (300,)", Box((0,), (300,)))
+    moves = plan([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
+    assert given_by(moves) == sorted([0, 1, 2] * 10)
+
+
 def whole(key: str) -> Piece:
     return piece(key, Box(tuple(0 for _ in SHAPES[key]), SHAPES[key]))
 
@@ -134,22 +152,22 @@ def given_by(moves: list[Move]) -> list[int]:
 
 def test_those_equally_near_give_equally_much() -> None:
     replica = [Piece(f"layer{index}", "float32 (8,)", Box((0,), (8,))) for index in range(30)]
-    moves = plan([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4)
+    moves = plan([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
 
 
 def test_what_stays_where_it_is_counts_for_nothing() -> None:
     large, small = whole("a"), whole("c")
-    moves = plan([[large, small], [small], []], [[large], [], [small]], ["a"] * 3)
+    moves = plan([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
     assert [(move.source, move.target) for move in moves] == [(0, 0), (0, 2)]
 
 
 def test_another_kind_is_another_tensor() -> None:
     other = whole("a")._replace(kind="bfloat16 (5, 4)")
     with pytest.raises(Missing, match=r"no holder is left of a$"):
-        plan([[other], []], [[], [whole("a")]], ["a", "b"])
+        plan([[other], []], [[], [whole("a")]], ["a", "b"], 100)
 
 
 def test_what_is_lost_is_named() -> None:
     with pytest.raises(Missing, match="left of a, b, c and 1 more"):
-        plan([[]], [[whole(key) for key in "dcba"]], ["a"])
+        plan([[]], [[whole(key) for key in "dcba"]], ["a"], 100)

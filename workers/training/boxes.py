@@ -6,8 +6,9 @@ Pure: every member computes the same plan from the same pieces, so nobody has to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
+from itertools import chain, starmap
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 Dims = tuple[int, ...]
@@ -126,13 +127,25 @@ def _in_row(shape: Dims, row: int, begin: int, end: int) -> list[Box]:
             for inner in flat_range(shape[1:], begin, end)]
 
 
-def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]], nodes: Sequence[str]
-         ) -> list[Move]:
+def parts(box: Box, largest: int) -> list[Box]:
+    """The box in boxes of at most `largest` elements, in row-major order."""
+    size = box.num_elements
+    if size <= largest:
+        return [box]
+    num = -(-size // largest)
+    return [Box(tuple(map(add, box.offset, inner.offset)), inner.shape)
+            for part in range(num)
+            for inner in flat_range(box.shape, size * part // num, size * (part + 1) // num)]
+
+
+def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]], nodes: Sequence[str],
+         largest: int) -> list[Move]:
     """Who gives what to whom, so that each place gets each element that it wants exactly once.
 
-    All three by place. Each element comes from the nearest who has it: the place itself, then one
-    on the same node, then any; those equally near give about equally much. The order is the same
-    for whoever asks. Raises Missing. O(pieces wanted x different boxes of their tensor).
+    `have`, `want` and `nodes` (empty: nobody knows) by place. Each element comes from the nearest
+    who has it: the place itself, then one on the same node, then any; those equally near give about
+    equally much. Between places no move has more than `largest` elements. The order is the same for
+    whoever asks. Raises Missing. O(pieces wanted x different boxes of their tensor, and moves).
     """
     holders: dict[tuple[str, str], Holders] = {}
     for place, pieces in enumerate(have):
@@ -143,7 +156,8 @@ def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]], nodes
     for target, pieces in enumerate(want):
         for wanted, (key, kind, box) in enumerate(pieces):
             found, rest = _nearest(box, holders.get((key, kind), {}), target, nodes)
-            atoms += [_Atom(part, target, wanted, givers) for part, givers in found]
+            atoms += [_Atom(part, target, wanted, givers) for whole, givers in found
+                      for part in ([whole] if givers[0][0] == target else parts(whole, largest))]
             if rest:
                 missing.add(key)
     if missing:
@@ -158,30 +172,36 @@ def _move(atom: _Atom, giver: tuple[int, int]) -> Move:
 def _nearest(box: Box, holders: Holders, target: int, nodes: Sequence[str]
              ) -> tuple[list[tuple[Box, list[tuple[int, int]]]], list[Box]]:
     """Parts of `box`, each with those who are nearest to `target` with it; and what nobody has."""
+    near: list[list[tuple[Box, list[tuple[int, int]]]]] = [[], [], []]
+    for held, everybody in holders.items():
+        givers: list[list[tuple[int, int]]] = [[], [], []]
+        for giver in everybody:
+            givers[_distance(giver[0], target, nodes)].append(giver)
+        for steps, those in enumerate(givers):
+            if those:
+                near[steps].append((held, those))
     found: list[tuple[Box, list[tuple[int, int]]]] = []
     rest = [box] if box.num_elements else []
-    for steps in range(3):
-        for held, everybody in holders.items():
-            givers = [giver for giver in everybody
-                      if _distance(giver[0], target, nodes) == steps]
-            if not (givers and rest):
+    for held, those in chain(*near):
+        left: list[Box] = []
+        for wanted in rest:
+            part = intersection(wanted, held)
+            if part is None:
+                left.append(wanted)
                 continue
-            left: list[Box] = []
-            for wanted in rest:
-                part = intersection(wanted, held)
-                if part is None:
-                    left.append(wanted)
-                else:
-                    found.append((part, givers))
-                    left += without(wanted, part)
-            rest = left
+            found.append((part, those))
+            if part != wanted:
+                left += without(wanted, part)
+        rest = left
+        if not rest:
+            break
     return found, rest
 
 
 def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
     if source == target:
         return 0
-    return 1 if nodes[source] == nodes[target] else 2
+    return 1 if nodes[source] and nodes[source] == nodes[target] else 2
 
 
 def _spread(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, int]]:

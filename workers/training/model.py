@@ -267,19 +267,20 @@ def _materialise(optimizer: Any) -> None:
                                              exp_avg_sq=torch.zeros_like(param))
 
 
-def _chained(optimizer: Any) -> list[Any]:
+def chained(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers inside of what it calls one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def scalers(optimizer: Any) -> list[Any]:
     """The loss scalers inside Megatron's optimizer: none where nothing is scaled."""
-    found = [getattr(part, "grad_scaler", None) for part in _chained(optimizer)]
+    found = [getattr(part, "grad_scaler", None) for part in chained(optimizer)]
     return [scaler for scaler in found if scaler is not None]
 
 
 def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron's."""
-    found = [part.optimizer for part in _chained(optimizer) if part.optimizer is not None]
+    found = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
     assert all(isinstance(part, torch.optim.AdamW) for part in found)
     return found
 
@@ -290,7 +291,7 @@ def shards(optimizer: Any) -> dict[int, Any]:
     Flat, and fp32; of parameters that it has a part of. Empty where the optimizer is whole.
     """
     found: dict[int, Any] = {}
-    for part in _chained(optimizer):
+    for part in chained(optimizer):
         if isinstance(part, DistributedOptimizer):
             for whole, own in ((part.model_float16_groups, part.shard_fp32_from_float16_groups),
                                (part.model_fp32_groups, part.shard_fp32_groups)):

@@ -1,0 +1,237 @@
+"""The exchange of state between the members of a generation, out of live memory into live memory.
+
+All members call it. Each says which pieces of the state it has and which it wants, all make the
+same plan of it (boxes.py), and each takes what it lacks from the nearest who has it. Who gives what
+does not come to its checksum, or is of another step or another model, gives nothing: the plan is
+made without it, by all alike. Nothing that is in force is changed before `put_in_force`, nor by an
+exchange that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import msgspec
+import structlog
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch import Tensor
+
+from . import state
+from .boxes import Box, Missing, Move, Piece, plan
+from .chunks import CHUNK_BYTES, transfer, wire
+from .holding import NO_STATE
+from .pieces import State, cut, empty, whole
+
+LARGEST_NUM = CHUNK_BYTES // 4
+"""Elements that move as one, at most: what is larger comes from several, where several have it."""
+NUMBERS = Piece("numbers", "", Box((0,), (1,)))
+"""Stands for what is no tensor, and is as long as its giver says."""
+Note = Callable[[Literal["give", "receive"]], None]
+
+log = structlog.get_logger()
+
+
+class Exchanged(NamedTuple):
+    """What came: the numbers, `want` filled, and how many bytes from each place.
+
+    `put_in_force` writes what was staged.
+    """
+
+    told: state.Numbers
+    got: State
+    put_in_force: Callable[[], None]
+    taken: dict[int, int]
+
+
+class Offer(Struct, frozen=True, array_like=True):
+    """What a member has, of which step, and what it wants: pieces, encoded. None: all, whole."""
+
+    step_version: int
+    have: bytes
+    want: bytes | None
+    numbers_bytes: int
+
+
+class _Memory(NamedTuple):
+    """Pieces, and the tensor of each."""
+
+    pieces: Sequence[Piece]
+    tensors: Sequence[Tensor]
+
+    def part(self, index: int, box: Box) -> Tensor:
+        """`box` of the piece at this index, live."""
+        return cut(self.tensors[index], self.pieces[index].box, box)
+
+
+class _Side(NamedTuple):
+    """What one member gives and takes, by place, and what waits to be in force: where, and what."""
+
+    give: dict[int, list[Tensor]]
+    take: dict[int, list[Tensor]]
+    staged: list[tuple[Tensor, Tensor]]
+
+
+def exchange(have: State, want: State | None, told: state.Numbers | None, *, step_version: int,
+             holders: Collection[int], nodes: Sequence[str], staged: bool,
+             note: Note = lambda event: None, goes_on: Callable[[], bool] = lambda: True
+             ) -> Exchanged:
+    """Fill `want` with the state after `step_version` steps, which those at `holders` have.
+
+    Every member of the world calls it, with the pieces that it has and its own numbers (`told`;
+    None: none of its state counts). `want` None is every tensor, whole, in memory of its own.
+    `nodes` by place. `staged`: `want` is in force, and stays what it is until `put_in_force`, at
+    the cost of as much memory as comes; else it is written at once. `goes_on` says whether this
+    exchange still matters: it is asked after each wait, before anything is written. Raises
+    boxes.Missing, on all members, where the holders have not all of it, and RuntimeError.
+    """
+    me = dist.get_rank()
+    numbers = b"" if told is None else state.encode(told)
+    offers = _meet(Offer(
+        step_version=NO_STATE if told is None else told.step_version, have=_encoded(have),
+        want=None if want is None else _encoded(() if want is have else want),
+        numbers_bytes=len(numbers)))
+    held = [_decoded(offer.have) for offer in offers]
+    wanted = [_everything(held, holders) if offer.want is None else _decoded(offer.want)
+              for offer in offers]
+    into = {piece: empty(piece) for piece in wanted[me]} if want is None else want
+    targets = [] if want is have else list(into.values())
+    givers = _givers(offers, held, wanted, step_version, holders)
+    wanted = [pieces if offer.step_version == step_version else (*pieces, NUMBERS)
+              for offer, pieces in zip(offers, wanted, strict=True)]
+    refused: set[int] = set()
+    while True:
+        has = [(*pieces, NUMBERS) if place in givers - refused else ()
+               for place, pieces in enumerate(held)]
+        moves = _plan(has, wanted, nodes, refused)
+        letter = _room(moves, offers, wanted, me)
+        side = _side(me, moves, _Memory(has[me], [*have.values(), _tensor(numbers)]),
+                     _Memory(wanted[me], [*targets, letter]), staged=staged)
+        if side.give:
+            note("give")
+        if side.take:
+            note("receive")
+        bad = _agree(transfer(side.give, side.take, goes_on), len(offers))
+        if not bad:
+            break
+        log.warning("what members gave is refused", places=sorted(bad),
+                    why="it does not come to its checksum")
+        refused |= bad
+
+    def put_in_force() -> None:
+        for live, new in side.staged:
+            live.copy_(new)
+
+    if told is None or told.step_version != step_version:
+        told = _read(letter)
+    return Exchanged(told, into, put_in_force,
+                     {place: sum(tensor.nbytes for tensor in tensors)
+                      for place, tensors in sorted(side.take.items())})
+
+
+def _meet(mine: Offer) -> list[Offer]:
+    """What every member brings, by place."""
+    data = _tensor(msgspec.msgpack.encode(mine)).to(wire())
+    sizes = [torch.zeros(1, dtype=torch.int64, device=wire()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=wire()))
+    largest = max(int(size.item()) for size in sizes)
+    rooms = [torch.empty(largest, dtype=torch.uint8, device=wire()) for _ in sizes]
+    dist.all_gather(rooms, torch.cat([data, data.new_zeros(largest - data.numel())]))
+    return [msgspec.msgpack.decode(room[:int(size.item())].cpu().numpy().data, type=Offer)
+            for room, size in zip(rooms, sizes, strict=True)]
+
+
+def _agree(bad: Collection[int], num_members: int) -> set[int]:
+    """The places that any member refuses. Whoever has this answer knows that all have theirs."""
+    flags = torch.tensor([int(place in bad) for place in range(num_members)], device=wire())
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return {place for place, flag in enumerate(flags.tolist()) if flag}
+
+
+def _everything(held: Sequence[Sequence[Piece]], holders: Collection[int]) -> tuple[Piece, ...]:
+    """Each tensor that a holder has a piece of, whole."""
+    return tuple(dict.fromkeys(whole(piece) for place in sorted(holders) for piece in held[place]))
+
+
+def _givers(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
+            wanted: Sequence[Sequence[Piece]], step_version: int, holders: Collection[int]
+            ) -> set[int]:
+    """Those of the holders that are of this step, and of the model that is wanted."""
+    kinds = {piece.key: piece.kind for pieces in reversed(wanted) for piece in pieces}
+    found: set[int] = set()
+    for place in sorted(holders):
+        odd = next((piece for piece in held[place]
+                    if kinds.get(piece.key, piece.kind) != piece.kind), None)
+        if offers[place].step_version != step_version:
+            why = f"it is of step {offers[place].step_version}, not {step_version}"
+        elif odd is not None:
+            why = f"its {odd.key} is {odd.kind}, not {kinds[odd.key]}"
+        else:
+            found.add(place)
+            continue
+        log.warning("what a member has is refused", place=place, why=why)
+    return found
+
+
+def _plan(has: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]], nodes: Sequence[str],
+          refused: Collection[int]) -> list[Move]:
+    try:
+        return plan(has, wanted, nodes, LARGEST_NUM)
+    except Missing as missing:
+        if not refused:
+            raise
+        # What is altered on its way is not lost: the next meeting asks for it again.
+        why = f"{missing}, without those at {sorted(refused)}"
+    raise RuntimeError(why)
+
+
+def _room(moves: Sequence[Move], offers: Sequence[Offer], wanted: Sequence[Sequence[Piece]],
+          me: int) -> Tensor:
+    """Where this member takes the numbers, if it lacks them."""
+    return torch.empty(sum(offers[move.source].numbers_bytes for move in moves
+                           if move.target == me and wanted[me][move.wanted] == NUMBERS),
+                       dtype=torch.uint8)
+
+
+def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, staged: bool) -> _Side:
+    """The part of the plan that is this member's; what it has itself is in its place at once."""
+    side = _Side({}, {}, [])
+    for box, source, given, target, wanted in moves:
+        if source == me != target:
+            side.give.setdefault(target, []).append(mine.part(given, box))
+        if target != me:
+            continue
+        place = theirs.part(wanted, box)
+        new = place
+        if staged and theirs.pieces[wanted] != NUMBERS:
+            new = torch.empty_like(place)
+            side.staged.append((place, new))
+        if source == me:
+            new.copy_(mine.part(given, box))
+        else:
+            side.take.setdefault(source, []).append(new)
+    return side
+
+
+def _read(letter: Tensor) -> state.Numbers:
+    try:
+        return state.decode(letter.numpy().tobytes())
+    except msgspec.MsgspecError as error:
+        raise RuntimeError(f"numbers are not understood: {error}") from None
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
+
+
+def _encoded(pieces: Iterable[Piece]) -> bytes:
+    return msgspec.msgpack.encode(tuple(pieces))
+
+
+@lru_cache(maxsize=64)
+def _decoded(data: bytes) -> tuple[Piece, ...]:
+    """Many members have the same pieces, and the same as last time."""
+    return msgspec.msgpack.decode(data, type=tuple[Piece, ...])
