@@ -12,19 +12,21 @@ from ..events.labels import Labels
 from ..events.orders import Seat, Slot
 from . import throughput
 from .room import Room, neighbours
-from .spread import Taken
+from .spread import Taken, elsewhere
 from .state import Task
 from .state_bytes import seat_bytes
 from .train_layouts import layout_within
 
 
 def size(task: Task, count: int) -> int:
-    """So many ranks are a group where the task has `count` slots: TP of its layout on so many. 1:
-    any node will do."""
+    """So many ranks are a group where the task has `count` slots: TP of its layout on so many; of
+    training without TP a replica, so that another one can be elsewhere. 1: any node will do."""
     train = task.spec.training
     axes = (throughput.axes(task.modelled, count) if train is None
             else layout_within(train, count))
-    return axes.tp if axes is not None else 1
+    if axes is None:
+        return 1
+    return axes.pp if train is not None and axes.tp == 1 else axes.tp
 
 
 def deal(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
@@ -68,6 +70,8 @@ class _Hand:
         self.key, self.each, self.heavy = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
+        self._most = (count - away) // self.each if (away := elsewhere(task, count)) else count
+        """Groups on one node, as long as there is another."""
         self._room, self._where = room, where
         self._own: dict[str, list[Slot]] = {}
         """Its present slots by node."""
@@ -81,8 +85,13 @@ class _Hand:
             self._take(node, len(free[node]) // self.each)
 
     def fill(self) -> None:
-        """The others: where most of one is kept, then on its nodes, then as near as there is room.
-        """
+        """The others: where most of one is kept, then on its nodes, then as near as there is room;
+        at last on whichever node."""
+        self._fill()
+        self._most = self._left + len(self.taken)
+        self._fill()
+
+    def _fill(self) -> None:
         free = {node: self._free(node) for node in self._own}
         for node in sorted(free, key=lambda node: (-len(free[node]), node)):
             if free[node]:
@@ -91,10 +100,21 @@ class _Hand:
         for node in sorted(nodes, key=lambda node: (-self._room.on(node), node)):
             self._take(node, self._left)
         near = neighbours(nodes, self._where)
-        while self._left and (found := self._room.nearest(near, self.each)) is not None:
+        while self._left and (found := self._nearest(near)) is not None:
             self._take(found, self._left)
             for known, new in zip(near, neighbours([found], self._where), strict=True):
                 known.update(new)
+
+    def _nearest(self, near: tuple[dict[str, None], dict[str, None]]) -> str | None:
+        found = self._room.nearest(near, self.each)
+        if found is None or self._may(found):
+            return found
+        return self._room.roomiest(but=lambda node: not self._may(node))
+
+    def _may(self, node: str) -> int:
+        """Groups that it may take there."""
+        there = sum(slot.node == node for slot in self.taken) // self.each
+        return max(min(self._room.on(node) // self.each, self._most - there), 0)
 
     def _free(self, node: str) -> set[Slot]:
         """Its present slots there that nobody was given."""
@@ -102,7 +122,7 @@ class _Hand:
 
     def _take(self, node: str, num: int) -> None:
         """So many groups at most."""
-        num = min(num, self._left, self._room.on(node) // self.each)
+        num = min(num, self._left, self._may(node))
         if num:
             self.taken += self._room.take(node, num * self.each, self._free(node))
             self._left -= num

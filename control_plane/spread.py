@@ -19,6 +19,7 @@ from ..events.orders import Seat, Slot
 from .room import NOWHERE, Room, domain
 from .state import Task
 from .state_bytes import seat_bytes
+from .train_layouts import layout_within
 
 Taken = dict[int, list[Slot]]
 """Slots by task."""
@@ -31,10 +32,23 @@ BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
 process itself: more than all bytes of a path; and a task that is brought onto one rack: more than
 all moves of a path; and what is reached by no path."""
 
+
+def elsewhere(task: Task, count: int) -> int:
+    """So many seats of a training task belong on another node than the rest: those of one replica,
+    so that each part of the model is on two. 0: it has one replica, or it is no training."""
+    train = task.spec.training
+    axes = layout_within(train, count) if train is not None else None
+    if train is None or count < 2:
+        return 0
+    if axes is None:
+        return 1
+    return axes.tp * axes.pp if axes.dp > 1 else 0
+
+
 def spread(movable: Sequence[Task], taken: Taken, room: Room,
            where: Mapping[str, Labels]) -> None:
     """Change `taken` until the rule holds for as many movable tasks as it can, by few moves."""
-    one_rack = [task.id for task in movable if task.heals_in_memory and len(taken[task.id]) > 1
+    one_rack = [task.id for task in movable if elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
         return
@@ -66,7 +80,7 @@ class Board:
     def __init__(self, movable: Sequence[Task], taken: Taken, room: Room,
                  where: Mapping[str, Labels]) -> None:
         self.taken, self.room, self.where = taken, room, where
-        self.ruled = {task.id: task.heals_in_memory and len(taken[task.id]) > 1 for task in movable}
+        self.ruled = {task.id: elsewhere(task, len(taken[task.id])) == 1 for task in movable}
         self.at = {task.id: room.usable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
         self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))

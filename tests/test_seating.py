@@ -251,3 +251,35 @@ def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driv
         assert not [record for record in only(o.Quiesce, lines) if record.body.save]
         d.obey(lines)
     assert d.state.tasks[task].phase in ("idle", "starting", "quiescing")
+
+
+# --- seats --------------------------------------------------------------------------------------
+def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
+    """By replica: the nodes on which a task is seated, on nodes n1, n2, ... with so many slots."""
+    d = Driver(nodes=0)
+    for number, num in enumerate(slots, 1):
+        d.join(f"n{number}", slots=num)
+    d.running(one)
+    found = the(o.Reconfigure, d.log)
+    assert found.axes is not None
+    at_rest(d)
+    return [[found.members[place].node for place in replica(found.axes, dp)]
+            for dp in range(found.axes.dp)]
+
+
+def test_one_replica_is_on_one_node() -> None:
+    """To part it would save nothing: each node's loss would still take some of the model."""
+    assert nodes_of([2, 2], job({"min": 1, "max": 2}, tensor=[2])) == [["n1", "n1"]]
+    assert nodes_of([3, 3], job({"min": 1, "max": 3}, pipeline=[3])) == [["n1"] * 3]
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": [2]}, {"pipeline": [2]}])
+def test_a_second_replica_is_on_another_node(parallel: dict[str, Any]) -> None:
+    assert nodes_of([4, 4], job(**parallel)) == [["n1", "n1"], ["n2", "n2"]]
+    assert nodes_of([4], job(**parallel)) == [["n1", "n1"], ["n1", "n1"]]
+    assert nodes_of([3, 1], job(**parallel)) == [["n1", "n1"], ["n1", "n2"]]
+
+
+def test_shards_without_a_replica_are_spread_as_whole_ones_are() -> None:
+    assert sorted({node for one in nodes_of([4, 4], job(optimizer="sharded")) for node in one}) == [
+        "n1", "n2"]
