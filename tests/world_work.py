@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from unicron.events.model_spec import Axes
+from unicron.events.places import num_places
 from unicron.events.spec import Train
 from unicron.workers.training import cpu, rank
 
 with cpu.uncompiled():
-    from unicron.workers.training import groups, model, state
+    from megatron.core.distributed import finalize_model_grads
+    from unicron.workers.training import (
+        groups,
+        ledger,
+        model,
+        passes,
+        reference,
+        state,
+        stepping,
+        text,
+    )
 
 rank.quiet()
 LIMIT_S = 60.0
+SKIPPED = -1.0
+"""For the norm of a gradient that was not finite."""
 
 
 def members_by_role(place: int, axes: Axes | None) -> tuple[dict[str, list[int]], int]:
@@ -40,3 +56,65 @@ def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
     trainee = model.build(train, torch.device("cpu"), groups.build(axes, LIMIT_S), axes, place)
     return {name: tensor.detach().float().numpy()
             for name, tensor in state.tensors(trainee).items()}
+
+
+def trained(place: int, train: Train, axes: Axes, num_iterations: int
+            ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
+    """Train undisturbed: losses, norms, what the place has in the end, and the passes as noted."""
+    found = groups.build(axes, LIMIT_S)
+    assert dist.get_world_size() == num_places(axes)
+    trainee = model.build(train, torch.device("cpu"), found, axes, place)
+    words = text.load(train.data, train.model.sequence)
+    losses: list[float] = []
+    norms: list[float] = []
+    noted: list[tuple[str, int]] = []
+    for iteration in range(num_iterations):
+        trainee.clear()
+        loss, num_tokens = passes.run(
+            trainee, found, iteration,
+            ledger.deal(train.num_micro_batches, axes.dp, trainee.at.dp),
+            lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
+                                      sequence=train.model.sequence),
+            lambda event, item: noted.append((event, item)))
+        told = torch.tensor([loss, num_tokens], dtype=torch.float64)
+        dist.all_reduce(told)
+        finalize_model_grads(trainee.ddps, None, pg_collection=found)
+        gate = torch.tensor([stepping.norm_square(trainee), stepping.has_inf(trainee)],
+                            dtype=torch.float64)
+        dist.all_reduce(gate)
+        divisor = trainee.divisor(told[1].item())
+        scale = trainee.optimizer.get_loss_scale().item()
+        stepped = stepping.step(trainee, told[1].item(), lambda event: None,
+                                norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
+        stepping.gather(trainee)
+        losses.append(told[0].item() / divisor)
+        norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
+    end = {name: tensor.detach().float().numpy() for name, tensor in state.tensors(trainee).items()}
+    return losses, norms, end, noted
+
+
+def twin(place: int, train: Train, num_iterations: int
+         ) -> tuple[list[float], list[float], dict[str, Any]]:
+    """The same in one process, as a plain Megatron loop; the norms are those it clips by."""
+    dist.destroy_process_group()
+    norms: list[float] = []
+    right = model.build
+
+    def build(*args: Any) -> model.Trainee:
+        trainee = right(*args)
+        step = trainee.optimizer.step
+
+        def told() -> Any:
+            answer = step()
+            norms.append(answer[1] if answer[0] else SKIPPED)
+            return answer
+
+        trainee.optimizer.step = told
+        return trainee
+
+    model.build = build
+    with tempfile.TemporaryDirectory() as folder:
+        result = reference.train_undisturbed(train, Path(folder), num_iterations=num_iterations)
+        end = reference.read(result.path)
+    return result.losses, norms, {name: value.float().numpy() for name, value in end.items()
+                                  if isinstance(value, torch.Tensor)}

@@ -194,6 +194,9 @@ def _config(train: Train, axes: Axes) -> Any:
         attention_dropout=model.dropout, use_cpu_initialization=True,
         tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
         virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
+        # With chunks, two stages are each other's next and last: in a batch of messages Megatron
+        # would take the one's for the other's.
+        overlap_p2p_comm=axes.chunks > 1, batch_p2p_comm=axes.chunks == 1,
         # The gradient's scale must not depend on how micro-batches are dealt: with this Megatron
         # adds up and divides by nothing, whichever loss is asked for.
         calculate_per_token_loss=True,
@@ -297,6 +300,17 @@ def shards(optimizer: Any) -> dict[int, Any]:
                                (part.model_fp32_groups, part.shard_fp32_groups)):
                 for params, owned in zip(whole, own, strict=True):
                     found |= {id(param): shard for param, shard in zip(params, owned, strict=True)}
+    return found
+
+
+def ranges(optimizer: Any) -> dict[int, slice]:
+    """id of a parameter -> which of its elements this member steps, as `shards` has them."""
+    found: dict[int, slice] = {}
+    for part in _chained(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            for param in part.model_param_gbuf_map:
+                own = part._get_model_param_range_map(param)["param"]
+                found[id(param)] = slice(own.start, own.end)
     return found
 
 

@@ -1,0 +1,107 @@
+"""Forward and backward of a replica that is several members, into each one's local sum.
+
+Tensor-parallel members pass each micro-batch together, pipeline stages all of them in Megatron's
+own schedule. All of it waits for the other members of the replica; the sum meets nobody here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from .model import Trainee
+
+PADDING = -1
+"""A micro-batch of no tokens: it adds zeros."""
+Sample = Callable[[int], Tensor]
+"""A micro-batch's tokens [rows, sequence + 1], by its number."""
+Note = Callable[[Literal["forward", "backward"], int], None]
+"""Tells that a pass of a micro-batch begins."""
+
+
+def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
+        note: Note) -> tuple[float, int]:
+    """Pass these micro-batches of an iteration: the loss that they add, and their tokens.
+
+    All members of the replica call it with the same items; only one of them, on the last stage,
+    tells, the others tell 0. Raises RuntimeError where another is gone: what has been added to the
+    local sum by then is worth nothing.
+    """
+    axes = trainee.axes
+    if axes.pp > 1:
+        told = _schedule(trainee, groups, iteration, padded(items, axes.pp, axes.chunks), sample,
+                         note) if items else []
+    else:
+        told = [_whole(trainee, iteration, item, sample, note) for item in items]
+    if trainee.at.tp:
+        return 0.0, 0
+    return sum(loss for loss, _ in told), sum(num_tokens for _, num_tokens in told)
+
+
+def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
+    """With what Megatron's interleaved schedule needs more: it goes by groups of `num_stages`."""
+    num_more = -len(items) % num_stages if num_chunks > 1 else 0
+    return [*items, *[PADDING] * num_more]
+
+
+def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: Note
+           ) -> tuple[float, int]:
+    trainee.draw.at(iteration, item)
+    tokens = sample(item)
+    note("forward", item)
+    loss = trainee.loss(tokens)
+    note("backward", item)
+    trainee.optimizer.scale_loss(loss).backward()
+    return loss.item(), trainee.num_tokens(tokens)
+
+
+def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], sample: Sample,
+              note: Note) -> list[tuple[float, int]]:
+    """Megatron's 1F1B, interleaved where there are chunks; told of on the last stage alone."""
+    axes, train = trainee.axes, trainee.train
+    config = trainee.ddps[0].config
+    config.grad_scale_func = trainee.optimizer.scale_loss
+    several = axes.chunks > 1
+    told: list[tuple[float, int]] = get_forward_backward_func(
+        pp_size=axes.pp, vp_size=axes.chunks if several else None)(
+        forward_step_func=partial(_forward, trainee, iteration, sample, note),
+        data_iterator=[iter(items) for _ in trainee.ddps] if several else iter(items),
+        model=trainee.ddps, num_microbatches=len(items), seq_length=train.model.sequence,
+        micro_batch_size=train.batch.micro, forward_only=False,
+        p2p_communicator=P2PCommunicator(groups.pp, config), pg_collection=groups,
+    )
+    return told
+
+
+def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items: Iterator[int],
+             ddp: Any) -> tuple[Tensor, Any]:
+    """One micro-batch in one chunk, as Megatron's schedule wants it: what it makes, and its loss.
+
+    Dropout is drawn as if the micro-batch were alone, whichever others are on their way.
+    """
+    train, item = trainee.train, next(items)
+    trainee.draw.at(iteration, item)
+    if item == PADDING:
+        tokens = torch.zeros(train.batch.micro, train.model.sequence + 1, dtype=torch.int64)
+    else:
+        tokens = sample(item)
+        note("forward", item)
+    tokens = tokens.to(trainee.device)
+
+    def summed(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+        loss, num_tokens = trainee.loss_of(per_token, tokens), trainee.num_tokens(tokens)
+        return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
+
+    def begins(gradient: Tensor) -> None:
+        note("backward", item)
+
+    out = trainee.forward(ddp, tokens)
+    if item != PADDING:
+        out.register_hook(begins)  # type: ignore[no-untyped-call, unused-ignore]
+    return out, summed
