@@ -50,6 +50,11 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 yield replace(axes, dp=dp)
 
 
+def whole_on_each(axes: Axes, parallel: Parallel) -> bool:
+    """Whether in this layout every member has the whole state."""
+    return axes.tp * axes.pp == 1 and parallel.optimizer == "whole"
+
+
 def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool,
                    need: Need) -> None:
     """Tell `need` what has to hold; it raises where something does not."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from keepers import SECRET, LocalKeeper
 from nursery import PATCH, Forked, Nursery
+from unicron.events.model_spec import Axes
 from unicron.events.orders import (
     Copy,
     DropCopies,
@@ -195,8 +196,8 @@ class Driver:
             time.sleep(0.01)
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
-                    copies: tuple[Copy, ...] = ()) -> int:
-        """Order a new generation of these ranks; its number."""
+                    copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> int:
+        """Order a new generation of these ranks, in this layout; its number."""
         self.generation += 1
         members: list[Member] = []
         for rank in ranks:
@@ -205,7 +206,8 @@ class Driver:
             members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
         self.order(Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
                                members=tuple(members), store=members[0].endpoint,
-                               dp=len(members), checkpoint=checkpoint, copies=copies,
+                               dp=len(members) if axes is None else axes.dp,
+                               checkpoint=checkpoint, copies=copies, axes=axes,
                                keepers=tuple(one.keeper for one in self.keepers)), ranks)
         return self.generation
 
@@ -217,9 +219,9 @@ class Driver:
                           progress_from=progress_from), ranks)
 
     def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
-             copies: tuple[Copy, ...] = ()) -> dict[int, Reconfigured]:
+             copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> dict[int, Reconfigured]:
         """A new generation, up and training."""
-        self.reconfigure(ranks, checkpoint, copies)
+        self.reconfigure(ranks, checkpoint, copies, axes)
         told = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
         return told

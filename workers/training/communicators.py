@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +74,9 @@ class Communicators:
         self.generation = 0
         self.place = 0
         self.num_members = 0
+        self.axes = Axes()
+        self.replica: frozenset[int] = frozenset()
+        """The ranks that are one replica with this one, itself too."""
         self.store: Any = None
         self.woken = False
         self._is_building = False
@@ -99,11 +102,10 @@ class Communicators:
         self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
         return [self.store.get(key) for key in keys]
 
-    def up(self, axes: Axes | None = None) -> None:
-        """Build a layout's groups, and put them where `down` took the last ones out.
+    def up(self, axes: Axes | None = None, replica: frozenset[int] = frozenset()) -> None:
+        """Build a layout's groups; `bind` puts them into a trainee. Raises RuntimeError.
 
-        `axes` None: all members are data-parallel. The trainee that was there at `down` has to be
-        one for the same sizes but dp's. Raises RuntimeError.
+        `axes` None: all members are data-parallel. `replica`: the ranks of this one's replica.
         """
         assert self.store is not None, "meet first"
         last_words = sys.excepthook
@@ -120,7 +122,30 @@ class Communicators:
             # it returns: ours ends the process, and the traceback would never be written.
             sys.excepthook = last_words
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
+        self.axes = axes or Axes(dp=self.num_members)
+        self.replica = replica
+
+    def bind(self) -> None:
+        """Put the groups where `down` took the last ones out: into a trainee that is for the same
+        sizes but dp's, at the same place of a replica."""
         self._handles.put(groups.by_role(self.groups))
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Groups to be held, and never to be used, by the trainee that `down` took them out of."""
+        return self._handles.lent(groups.by_role(self.groups))
+
+    def rebound(self) -> None:
+        """Another trainee is in force: where the last ones were taken out of is of no use."""
+        self._handles = Handles()
+
+    def unbind(self, roots: Iterable[Any]) -> None:
+        """Take the groups out of what is not, or no more, to be trained."""
+        if self.groups is not None:
+            Handles().take(roots, groups.by_role(self.groups))
+
+    def alone(self) -> Any:
+        """Groups of this member alone, in every role."""
+        return groups.alone(self.groups)
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
         """A client of the store. torch's own attempts cannot be woken, so they are kept short."""

@@ -69,6 +69,11 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
     return ProcessGroupCollection(**found)
 
 
+def alone(groups: Any) -> Any:
+    """The same generation's groups of this member alone, in every role."""
+    return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
+
+
 def _group(places: tuple[int, ...], timeout_s: float) -> Any:
     """Only its members make it, all with the same limit for that."""
     group: Any = dist.new_group(list(places), timeout=datetime.timedelta(seconds=GROUP_S_MAX),

@@ -7,7 +7,8 @@ its role (`dp`, `tp`, ...); in the next generation that role's new group is put 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -44,6 +45,17 @@ class Handles:
         for container, key, role in self._slots:
             container[key] = groups[role]
         self._slots.clear()
+
+    @contextmanager
+    def lent(self, groups: dict[str, Any]) -> Generator[None]:
+        """For a while, though the generation's layout may be another one: nobody is to be met."""
+        try:
+            for container, key, role in self._slots:
+                container[key] = groups[role]
+            yield
+        finally:
+            for container, key, _ in self._slots:
+                container[key] = None
 
     def _walk(self, root: Any, roles: dict[int, str], seen: set[int]) -> None:
         todo: list[Any] = [root]

@@ -1,7 +1,8 @@
 """Which events of an iteration are marks of the rank's pulse, and what it is in from there on.
 
 Without overlap a member waits in each collective that it enters. With overlap it only starts them
-in its last backward, and waits for all of them together when that is over.
+in its last backward, and waits for all of them together when that is over. Where its replica is
+more than one member, it may wait for them anywhere in its passes: nothing there is its own alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..monitor import Kind
 from ..pulse import COLLECTIVE_CODE, OWN_CODE, Phase, Pulse
 from .trace import Event
 
-_ENTERS = {"stats", "bucket"}
+_ENTERS = {"stats", "bucket", "gate"}
+_PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid"}
 
 
 class Marks:
@@ -22,6 +24,8 @@ class Marks:
 
     def __init__(self, pulse: Pulse, *, overlap: bool) -> None:
         self.pulse = pulse
+        self.passes: Phase = OWN_CODE
+        """What it is in during its passes."""
         self._on_entry: Phase = OWN_CODE if overlap else COLLECTIVE_CODE
         self._between: Phase = COLLECTIVE_CODE if overlap else OWN_CODE
         self._mine = threading.get_ident()
@@ -38,6 +42,8 @@ class Marks:
             self.pulse.enter(event, self._on_entry)
         elif event == "bucket_done":
             self.pulse.mark(event, self._between)
+        elif event in _PASSES:
+            self.pulse.mark(event, self.passes)
         else:
             self.pulse.mark(event, OWN_CODE)
 

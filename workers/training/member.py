@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 import structlog
 import torch
-import torch.distributed as dist
 
+from ...events.model_spec import Axes
 from ...events.orders import Keeper, Quiesce, Reconfigure, Resume, StartRank
+from ...events.parallel import whole_on_each
+from ...events.places import coordinates, num_places, replica
 from ...events.reports import (
     CollectiveFailed,
-    Origin,
     Quiesced,
     RankFinished,
     RankReady,
@@ -37,6 +38,7 @@ from .ledger import Share, settle
 from .recorder import Recorder
 from .reduction import Outcome, poisoned
 from .saving import Saver
+from .supply import Supply, seen
 from .trace import Event, Trace
 
 PROGRESS_S = 1.0
@@ -45,20 +47,6 @@ WHY_CHARS_MAX = 1000
 """Characters of what made a collective fail that are told."""
 
 log = structlog.get_logger()
-
-
-class Found(NamedTuple):
-    """Where a member's state came from: Reconfigured tells it so."""
-
-    step_version: int
-    origin: Origin
-    node: str
-    received_bytes: int
-    source: int
-
-
-class Spoilt(Exception):
-    """Half of a peer's state was received, no peer is left, and there is no checkpoint."""
 
 
 class Member:
@@ -83,6 +71,8 @@ class Member:
         self.generation = 0
         self.inside = False
         self.members: tuple[int, ...] = ()
+        self.nodes: tuple[str, ...] = ()
+        self.axes = Axes()
         self.keepers: tuple[Keeper, ...] = ()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
@@ -95,17 +85,20 @@ class Member:
         words = text.load(self.train.data, self.train.model.sequence)
         self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
         self.communicators.up()
-        self.trainee = model.build(self.train, device, self.communicators.groups)
-        self.communicators.down(self.trainee.roots)
+        trainee = seen(model.build(self.train, device, self.communicators.groups))
+        self.communicators.down(trainee.roots)
         self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
-        self.iteration = Iteration(self.trainee, words, self.trace, pulse)
-        self.secret = environment.get(keeping.SECRET, "")
-        self.copier = copies.Copier(start, self.secret, spare=self.communicators.spare,
+        self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
+        secret = environment.get(keeping.SECRET, "")
+        self.supply = Supply(start, self.communicators, self.iteration, secret, self.sparing,
+                             self._note)
+        self.copier = copies.Copier(start, secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
         self.saver = Saver(start, sparing=self.sparing, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
-        self.spoilt = False
+        self.waits: Callable[[], None] | None = None
+        """How its iteration goes on once all members have their parts of the model."""
         self.told_to = 0
         self.told_s = 0.0
         # Everything built by now stays: without this, a collection costs 100 to 500 ms.
@@ -115,6 +108,15 @@ class Member:
     @property
     def step_version(self) -> int:
         return self.iteration.step_version
+
+    @property
+    def trainee(self) -> model.Trainee:
+        return self.iteration.trainee
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is in the generation only to give what it has."""
+        return self.communicators.place >= num_places(self.axes)
 
     def live(self) -> None:
         """Say RankReady, then carry out orders until all iterations are done."""
@@ -150,10 +152,13 @@ class Member:
         if self.start.rank not in ranks:
             return
         if self.inside:
-            self.communicators.down(self.trainee.roots)
+            self._down()
             self.inside = False
         self.generation = order.generation
+        self.waits = None
         self.members, self.keepers = ranks, order.keepers
+        self.nodes = tuple(member.node for member in order.members)
+        self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
         why, told = "", None
         try:
@@ -172,7 +177,7 @@ class Member:
             self.control.tell(told)
             return
         log.warning("generation did not come up", generation=order.generation, why=why)
-        self.communicators.down(self.trainee.roots)
+        self._down()
         self.control.tell(ReconfigureFailed(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=order.generation, error=why[:1000],
@@ -184,115 +189,64 @@ class Member:
         began_s = clock()
         self._note("meet")
         news = self.communicators.meet(order.generation, place, len(order.members), order.store,
-                                       msgspec.msgpack.encode(self.iteration.claim()))
+                                       msgspec.msgpack.encode(self.supply.claim()))
         claims = [msgspec.msgpack.decode(told, type=Claim) for told in news]
-        self.communicators.up()
+        self.communicators.up(self.axes, self._replica(place))
         up_s = clock()
         self._note("settle")
-        settlement = settle(claims, self.train.num_micro_batches,
-                            nodes=[member.node for member in order.members])
+        settlement = settle(claims, self.train.num_micro_batches, self.axes, self.nodes)
         share = settlement.shares[place]
-        if settlement.step_version == NO_STATE:
-            found = self._without_state(order, place)
-        else:
-            takers = [other for other, part in enumerate(settlement.shares)
-                      if part.source == place and other != place]
-            if takers:
-                self._give(takers, settlement.step_version)
-            found = self._from_member(order, place, share.source)
+        with self.communicators.lent():
+            self.iteration.go_through(settlement, share)
+        found = self.supply.bring(order, place, claims, settlement)
         step_version = found.step_version
         if step_version >= self.train.iterations:
             share = Share(kept=(), todo=(), dealt=(), source=share.source)
         if not self.communicators.woken:
-            self.iteration.take(step_version, share, order.generation, begun=settlement.begun)
+            take = partial(self.iteration.take, step_version, share, order.generation,
+                           begun=settlement.begun)
+            if self.supply.waits:
+                self.waits = take
+            else:
+                take()
         return Reconfigured(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             generation=order.generation, step_version=step_version, kept=share.kept,
             todo=share.todo, dealt=share.dealt, source=found.source,
             received_bytes=found.received_bytes, down_s=self.communicators.down_s,
             up_s=up_s - began_s, settle_s=clock() - up_s, origin=found.origin,
-            origin_node=found.node,
+            origin_node=found.node, taken=found.taken,
         )
 
-    def _from_member(self, order: Reconfigure, place: int, source: int) -> Found:
-        """The state of the member at place `source`, which may be this one's own."""
-        giver = order.members[source]
-        if source == place:
-            return Found(self.step_version, "own", giver.node, 0, giver.rank)
-        received_bytes = self._receive(source)
-        return Found(self.step_version, "peer", giver.node, received_bytes, giver.rank)
-
-    def _without_state(self, order: Reconfigure, place: int) -> Found:
-        """Nobody has state: the first member finds it, the others take it from there."""
-        found = self._restore(order) if place == 0 else None
-        told = torch.tensor([found.step_version if found is not None else 0],
-                            device=self.trainee.device)
-        dist.broadcast(told, 0)
-        step_version = int(told.item())
-        if step_version == 0:
-            if self.spoilt:
-                raise Spoilt("what this process built from the seed has been written over")
-            return Found(0, "seed", "", 0, NO_STATE)
-        if found is None:
-            return self._from_member(order, place, 0)
-        self._give(list(range(1, len(order.members))), step_version)
-        return found
-
-    def _restore(self, order: Reconfigure) -> Found:
-        """A copy of the order, else its checkpoint, else what the seed gave (step version 0)."""
-        copied = copies.restore(self.trainee, self.history, self.start.task, order.copies,
-                                self.secret, lambda: self.communicators.woken)
-        self.spoilt = self.spoilt or copied is not None
-        if self.communicators.woken:
-            raise RuntimeError("while it looked for its state")
-        if copied is not None:
-            step_version, copy, copy_bytes = copied
-            return Found(step_version, "copy", copy.node, copy_bytes, NO_STATE)
-        if not order.checkpoint:
-            return Found(0, "seed", "", 0, NO_STATE)
-        self.spoilt = True
-        folder = checkpoint.within(self.train.output, order.checkpoint)
-        with self.sparing():
-            step_version = checkpoint.load(folder, self.trainee, self.history)
-        return Found(step_version, "checkpoint", "", state.num_bytes(self.trainee), NO_STATE)
-
-    def _give(self, takers: list[int], step_version: int) -> None:
-        told = state.numbers(self.trainee, step_version, self.history)
-        for taker in takers:
-            self._note("give")
-            state.give(self.trainee, told, taker)
-
-    def _receive(self, giver: int) -> int:
-        worthless = self.step_version == NO_STATE
-        self.spoilt = self.spoilt or worthless
-        self._note("receive")
-        told, put_in_force, received_bytes = state.receive(self.trainee, giver,
-                                                           staged=not worthless)
-        if not self.communicators.woken:
-            # From here on it is this member's state, also if the rest of the meeting comes to
-            # nothing: what it says of itself must never be of another step than its tensors.
-            put_in_force()
-            self.iteration.replaced(state.adopt(self.trainee, told, self.history))
-        return received_bytes
+    def _replica(self, place: int) -> frozenset[int]:
+        """The ranks that are one replica with this one."""
+        if self.is_beside:
+            return frozenset((self.start.rank,))
+        dp = coordinates(self.axes, place).dp
+        return frozenset(self.members[other] for other in replica(self.axes, dp))
 
     # --- training -------------------------------------------------------------------------------
     def _train(self, order: Resume) -> bool:
         """Train until told to stop, until something fails, or to the end; whether to the end."""
+        self.supply.commit()
+        if self.waits is not None:
+            self.waits()
+            self.waits = None
         self.told_to, self.told_s = order.progress_from, 0.0
         outcome: Outcome = "stepped"
-        while outcome == "stepped" and self.step_version < self.train.iterations:
-            outcome = self.iteration.run(self.control, self.communicators)
+        at = self.step_version
+        while outcome == "stepped" and at < self.train.iterations:
+            outcome = (self.iteration.attend if self.is_beside else self.iteration.run)(
+                self.control, self.communicators)
             if outcome in ("stepped", "boundary"):
-                self.history.add(self.step_version - 1, self.iteration.loss, self.iteration.step_s)
+                at += 1
                 if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:
                     self._tell_progress()
-                self.iteration.after_boundary = (self._is_due(self.train.copy_every)
-                                                 or self._is_due(self.train.checkpoint_every))
-                self._copy_when_due()
-                self._save_when_due()
-                self._end_when_worn(outcome)
+                outcome = self._after(at, outcome)
         self.pulse.mark("boundary", OUTSIDE_CODE)
         self._tell_progress()
+        if outcome == "stepped":
+            outcome = self._gather(at, 0, outcome)
         if outcome == "stepped":
             if self.communicators.place == 0:
                 self._save(final=True)
@@ -304,6 +258,32 @@ class Member:
             self._tell_failed(self.iteration.reduction.why, self.iteration.reduction.verdict)
         self._leave()
         return False
+
+    def _after(self, at: int, outcome: Outcome) -> Outcome:
+        """What is to be done after iteration `at - 1`: copies and checkpoints."""
+        copies_due = self._is_due(at, self.train.copy_every)
+        save_due = self._is_due(at, self.train.checkpoint_every)
+        self.iteration.after_boundary = copies_due or save_due
+        if copies_due or save_due:
+            outcome = self._gather(at, 0, outcome)
+        if self.communicators.place == 0 and self.supply.has_whole:
+            if copies_due:
+                self._copy()
+            if save_due:
+                self.saver.begin(self.supply.whole(), at, self.history, self.generation)
+        if outcome == "boundary" and 0 <= self.iteration.saver < len(self.members):
+            outcome = self._gather(at, self.iteration.saver, outcome)
+        self._end_when_worn(outcome)
+        return outcome
+
+    def _gather(self, at: int, to: int, outcome: Outcome) -> Outcome:
+        """The whole state to one member, where none has it; how the iteration has ended by that."""
+        if whole_on_each(self.axes, self.train.parallel):
+            return outcome
+        found = self.iteration.reduction.together(
+            self.control, self.communicators,
+            partial(self.supply.gather, at, self.nodes, to))
+        return outcome if found is None else found
 
     def _tell_failed(self, why: str, verdict: Verdict) -> None:
         self.control.tell(CollectiveFailed(
@@ -318,7 +298,7 @@ class Member:
         the step before it. Nobody ends who is alone, has been told to stop, or is done."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
-                and num_members > 1 and self.step_version % num_members == self.communicators.place
+                and self.axes.dp > 1 and self.step_version % num_members == self.communicators.place
                 and self.control.is_worn):
             self.control.end_worn()
 
@@ -337,28 +317,21 @@ class Member:
             self.told_to = max(self.told_to, self.history.end)
         self.told_s = clock()
 
-    def _copy_when_due(self) -> None:
-        """By the first member alone."""
-        if self._is_due(self.train.copy_every) and self.communicators.place == 0:
-            told = self.control.keep
-            keepers = (told.keepers if told is not None and told.generation == self.generation
-                       else self.keepers)
-            self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
-                             keepers)
+    def _copy(self) -> None:
+        told = self.control.keep
+        keepers = (told.keepers if told is not None and told.generation == self.generation
+                   else self.keepers)
+        self.copier.copy(self.supply.whole(), self.step_version, self.history, self.generation,
+                         keepers)
 
-    def _is_due(self, every: int) -> bool:
+    def _is_due(self, at: int, every: int) -> bool:
         """Whether this boundary is one of those, of which the last is none."""
-        return (every > 0 and self.step_version % every == 0
-                and self.step_version < self.train.iterations)
-
-    def _save_when_due(self) -> None:
-        """By the first member alone."""
-        if self._is_due(self.train.checkpoint_every) and self.communicators.place == 0:
-            self.saver.begin(self.trainee, self.step_version, self.history, self.generation)
+        return every > 0 and at % every == 0 and at < self.train.iterations
 
     def _save(self, *, final: bool) -> None:
         """At once; told when this returns."""
-        self.saver.save(self.trainee, self.step_version, self.history, self.generation, final=final)
+        self.saver.save(self.supply.whole(), self.step_version, self.history, self.generation,
+                        final=final)
 
     def _finish(self) -> None:
         # A second meeting, whose outcome does not matter: a member that ends while another still
@@ -376,14 +349,18 @@ class Member:
         """Out of the generation, if in it; say what is held, and hold."""
         if self.inside:
             self.inside = False
-            self.communicators.down(self.trainee.roots)
+            self._down()
         self._say_quiesced(order)
+
+    def _down(self) -> None:
+        self.supply.leave()
+        self.communicators.down(self.trainee.roots)
 
     def _say_quiesced(self, order: Quiesce | None = None) -> None:
         """`order` is the one that is answered; one that came since says better what is wanted."""
         order = self.control.settle(self.generation) or order
         if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
-                and self.step_version != NO_STATE):
+                and self.supply.has_whole):
             self._save(final=False)
         self.control.tell(Quiesced(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from ...events.model_spec import Axes
+from ...events.parallel import whole_on_each
 from ...events.places import Coordinates, coordinates
 from ...events.spec import Model, Train
 from .attention import CoreAttention
@@ -49,6 +50,18 @@ class Trainee:
     optimizer: Any
     scheduler: Any
     positions: Tensor
+    pieces: Any = None
+    """What pieces.py has found of it, once: it cannot be asked while no generation is up."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many members one replica is."""
+        return self.axes.tp * self.axes.pp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a whole replica, with the whole optimizer."""
+        return whole_on_each(self.axes, self.train.parallel)
 
     @property
     def at(self) -> Coordinates:
@@ -93,6 +106,21 @@ class Trainee:
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def release(self) -> None:
+        """It is of no use any more: give its memory back, whoever still holds it."""
+        for part in parts(self.optimizer):
+            part.state.clear()
+            for group in part.param_groups:
+                for main in group["params"]:
+                    main.data, main.grad = main.data.new_empty(0), None
+        for _, param in self.named_parameters():
+            param.data = param.data.new_empty(0)
+            param.grad = param.main_grad = None
+        for buffer in self.buffers:
+            buffer.grad_data = buffer.param_data = None
+            for bucket in buffer.buckets:
+                bucket.grad_data = bucket.param_data = None
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
@@ -306,7 +334,7 @@ def shards(optimizer: Any) -> dict[int, Any]:
 def ranges(optimizer: Any) -> dict[int, slice]:
     """id of a parameter -> which of its elements this member steps, as `shards` has them."""
     found: dict[int, slice] = {}
-    for part in _chained(optimizer):
+    for part in chained(optimizer):
         if isinstance(part, DistributedOptimizer):
             for param in part.model_param_gbuf_map:
                 own = part._get_model_param_range_map(param)["param"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .model import Trainee
 from .trace import Note
 from .watched import Watched
 
+T = TypeVar("T")
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
 """`boundary`: stepped, and all members stop here. `quiesced`: told to stop. `failed`: see why."""
 
@@ -39,6 +40,15 @@ class Stats(NamedTuple):
     num_tokens: float
     num_stopping: float = 0.0
     """How many were told to stop at this boundary."""
+    saver: float = 0.0
+    """Place + 1 of who was told to save before it leaves, at this boundary; 0: nobody."""
+
+
+class Gate(NamedTuple):
+    """What a step has to know of all gradients, where a member has but a part: see `gate`."""
+
+    norm_square: float
+    num_not_finite: float = 0.0
 
 
 class Reduction:
@@ -54,6 +64,8 @@ class Reduction:
         self.why = ""
         self.verdict = NOTHING
         self.num_complete = 0
+        self.was_abandoned = False
+        """Whether what waited last waits on, in a thread that may still hold the trainee."""
         self._trainee = trainee
         self._note = note
         self._marks = marks
@@ -98,11 +110,33 @@ class Reduction:
         else:
             found = self._run_overlapped(self._buckets, control, communicators, mine)
         if isinstance(found, str):
-            self._kept.put_back()
-        else:
-            self._kept.drop()
-            self.num_complete = 0
+            self.undo()
+        elif self._trainee.is_plain:
+            self.done()
         return found
+
+    def undo(self) -> None:
+        """The reduction comes to nothing: the local sum is what it was before."""
+        self._kept.put_back()
+
+    def done(self) -> None:
+        """Its result counts: the local sum before it is of no use any more."""
+        self._kept.drop()
+        self.num_complete = 0
+
+    def gate(self, control: Control, communicators: Communicators, mine: Gate) -> Gate | Outcome:
+        """What all members, of which each has a part of the gradients, have to know before a step.
+
+        Who comes out of it steps, whatever becomes of the others: it ends for nobody before all
+        have entered it, with their parts reduced.
+        """
+        def through() -> Gate:
+            told = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
+            dist.all_reduce(told)
+            return Gate(*told.tolist())
+
+        self._note("gate")
+        return self.together(control, communicators, through)
 
     def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
                      ) -> Stats | Outcome:
@@ -110,7 +144,7 @@ class Reduction:
         for group in self._trainee.bucket_groups:
             self._kept.keep(group)
         complete: list[bool] = []
-        found = self._together(control, communicators, partial(
+        found = self.together(control, communicators, partial(
             self._reduce, self._told(control, communicators, mine), communicators.groups,
             dist.group.WORLD, complete, _going_on(communicators)))
         self.num_complete = sum(complete)
@@ -132,7 +166,7 @@ class Reduction:
             self._marks.lands()
             return Stats(*flight.land(self._note, goes_on))
 
-        found = self._together(control, communicators, land)
+        found = self.together(control, communicators, land)
         self.num_complete = flight.num_complete
         if isinstance(found, str):
             if buckets.flight is not None and (left := flight.end(communicators.wake)) is not None:
@@ -147,20 +181,23 @@ class Reduction:
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """The stats alone: every member has come this far."""
-        return self._together(control, communicators, partial(
+        return self.together(control, communicators, partial(
             self._stats, self._told(control, communicators, mine), dist.group.WORLD))
 
-    def _together(self, control: Control, communicators: Communicators,
-                  collective: Callable[[], Stats]) -> Stats | Outcome:
-        """Run what needs all members."""
-        found: Stats | Outcome = "failed"
+    def together(self, control: Control, communicators: Communicators,
+                 collective: Callable[[], T], replica: frozenset[int] = frozenset()
+                 ) -> T | Outcome:
+        """Run what needs all members, or all of `replica`: its answer, or why there is none."""
+        found: T | Outcome = "failed"
+        self.was_abandoned = False
         self.why, self.verdict = "", NOTHING
         try:
             with self._marks.together():
-                found = self._call(control, communicators, collective)
+                found = self._call(control, communicators, collective, replica)
         except Interrupted:
             return "quiesced"
         except Abandoned:
+            self.was_abandoned = True
             if self._buckets is not None:
                 self._buckets.flight = None  # the thread that waits for it sees to its end
             return "quiesced"
@@ -174,23 +211,25 @@ class Reduction:
         return found
 
     def _call(self, control: Control, communicators: Communicators,
-              collective: Callable[[], Stats]) -> Stats:
+              collective: Callable[[], T], replica: frozenset[int]) -> T:
         """gloo has waits that nothing ends, so it waits in a thread of its own; NCCL is aborted."""
         if communicators.backend == "nccl":
-            with control.waiting_for_others(communicators.generation, communicators.wake):
+            with control.waiting_for_others(communicators.generation, communicators.wake,
+                                            replica):
                 return collective()
 
-        def call() -> Stats:
+        def call() -> T:
             with cpu.stand_in_here():
                 return collective()
 
-        return control.apart(communicators.generation, communicators.wake, call)
+        return control.apart(communicators.generation, communicators.wake, call, replica)
 
     def _told(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
-        """What this member has to say: its stats, and whether it was told to stop."""
-        stopping = control.asked(communicators.generation) is not None
-        return torch.tensor(mine._replace(num_stopping=float(stopping)), dtype=torch.float64,
-                            device=self._trainee.device)
+        """What this member has to say: its stats, whether it was told to stop, and to save."""
+        generation = communicators.generation
+        mine = mine._replace(num_stopping=float(control.asked(generation) is not None),
+                             saver=(communicators.place + 1.0) * control.saves(generation))
+        return torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
 
     def _stats(self, told: Tensor, world: Any) -> Stats:
         dist.all_reduce(told, group=world)

@@ -13,12 +13,11 @@ generator (draw.py), learning rate and weight decay (the schedule's position).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
@@ -124,48 +123,6 @@ def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
     trainee.scheduler.step(0)
     history.replace(told.first_loss, told.losses, told.step_s)
     return told.step_version
-
-
-def give(trainee: Trainee, told: Numbers, place: int) -> None:
-    """Send the numbers, then every tensor, to the member at `place`, out of live memory."""
-    # Not through the store: it refuses values above 8 MiB, which is half a million losses.
-    data = torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8).to(trainee.device)
-    dist.send(torch.tensor([data.numel()], device=trainee.device), place)
-    dist.send(data, place)
-    for tensor in tensors(trainee).values():
-        dist.send(tensor, place)
-
-
-def receive(trainee: Trainee, place: int, *, staged: bool
-            ) -> tuple[Numbers, Callable[[], None], int]:
-    """Receive the numbers and every tensor from the member at `place`.
-
-    Returns the numbers, what puts the tensors in force, and the tensors' bytes. `staged` keeps the
-    own state whole until then, for a member whose own state would still be worth something if this
-    failed; it costs that much memory. Raises RuntimeError.
-    """
-    size = torch.zeros(1, dtype=torch.int64, device=trainee.device)
-    dist.recv(size, place)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=trainee.device)
-    dist.recv(data, place)
-    try:
-        told = decode(data.cpu().numpy().tobytes())
-    except msgspec.MsgspecError as error:
-        raise RuntimeError(f"what rank {place} sent is cut off: {error}") from None
-    pairs: list[tuple[Tensor, Tensor]] = []
-    received_bytes = 0
-    for tensor in tensors(trainee).values():
-        target = torch.empty_like(tensor) if staged else tensor
-        dist.recv(target, place)
-        received_bytes += tensor.numel() * tensor.element_size()
-        if staged:
-            pairs.append((tensor, target))
-
-    def put_in_force() -> None:
-        for live, new in pairs:
-            live.copy_(new)
-
-    return told, put_in_force, received_bytes
 
 
 def encode(told: Numbers) -> bytes:
