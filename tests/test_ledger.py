@@ -168,6 +168,8 @@ def test_who_was_in_the_gate_steps_with_the_others_and_only_with_them() -> None:
         assert settlement.gate == ((2.5, 0.0) if steps else ())
         assert settlement.step_version == (6 if steps else NO_STATE)
         assert settlement.beyond == (NO_STATE if steps else 6)
+    taken = settle([_part(0, version=6), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
+    assert taken.step_version == NO_STATE, "it has that state from elsewhere, and no word of a gate"
     without = settle([_part(0, ready=True), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
     assert without.step_version == 5
     assert not any(share.steps for share in without.shares), "nobody has stepped"
@@ -194,3 +196,10 @@ def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
     assert settlement.holders == (0, 1, 2)
     assert [share.source for share in settlement.shares] == [MANY] * 3
     assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]
+
+
+def test_of_two_layouts_that_are_whole_the_wanted_goes_on_else_the_one_that_most_hold() -> None:
+    whole = Claim(step_version=5, held=Held(axes=Axes(dp=1)))
+    told = [whole, *(_part(place) for place in range(4))]
+    assert settle(told, 4, Axes(dp=5)).holders == (0,)
+    assert settle(told, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)

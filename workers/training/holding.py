@@ -142,8 +142,7 @@ def find(claims: Sequence[Claim], axes: Axes) -> Holding:
         if whole:
             holders = found[min(whole, key=lambda each: (
                 each.shape != shape(axes), each.dp not in (0, axes.dp), -len(found[each]), each))]
-            steps = any(holder.steps for holder in holders.values())
-            return Holding(version, holders, gate if steps else ())
+            return Holding(version, holders, gate)
     return NOBODY
 
 
