@@ -27,7 +27,7 @@ FP16 = replace(TRAIN, precision="fp16",
 PER_MICRO_BATCH = replace(TRAIN, loss="per_micro_batch")
 TP2, PP2, PP2_CHUNKS = Axes(tp=2), Axes(pp=2), Axes(pp=2, chunks=2)
 TP2_DP2, PP2_DP2, TP2_PP2 = Axes(tp=2, dp=2), Axes(pp=2, dp=2), Axes(tp=2, pp=2)
-EXACT, BIT, ROUNDED = 1e-5, 5e-4, 5e-3
+EXACT, BIT, ROUNDED = 1e-5, 5e-4, 2e-3
 """Relative. With 16 bits, a rounding may fall otherwise, and tensor-parallel members that add up
 parts of one sum round each."""
 CASES: dict[str, tuple[Train, Axes, float]] = {
@@ -60,20 +60,27 @@ def twin_of(train: Train, twins: dict[int, Twin]) -> Twin:
     return twins[id(train)]
 
 
+def gap(parts: dict[str, Any], end: dict[str, Any], num_tp: int, tp: int) -> float:
+    """Between a place's parameters and the same of the whole model, each as one vector."""
+    gaps, norms = [], []
+    for name, array in parts.items():
+        if name.startswith("model."):
+            whole = end[name]
+            for dim, size in enumerate(array.shape):
+                if size != whole.shape[dim]:
+                    whole = np.split(whole, num_tp, dim)[tp]
+            gaps.append(np.linalg.norm(array - whole))
+            norms.append(np.linalg.norm(whole))
+    return float(np.linalg.norm(gaps) / np.linalg.norm(norms))
+
+
 def check(train: Train, axes: Axes, rel: float, twin: Twin) -> list[list[tuple[str, int]]]:
     told = worlds.run(axes.tp * axes.pp * axes.dp, world_work.trained, train, axes, NUM_ITERATIONS)
     losses, norms, end = twin
     for place, (mine, own_norms, parts, _) in enumerate(told):
         assert mine == pytest.approx(losses, rel=rel)
         assert own_norms == pytest.approx(norms, rel=10 * rel), "the same gradient, and clipping"
-        for name, array in parts.items():
-            if name.startswith("model."):
-                whole = end[name]
-                for dim, size in enumerate(array.shape):
-                    if size != whole.shape[dim]:
-                        whole = np.split(whole, axes.tp, dim)[place % axes.tp]
-                gap = np.linalg.norm(array - whole)
-                assert gap <= rel * max(np.linalg.norm(whole), 1.0), (place, name, gap)
+        assert gap(parts, end, axes.tp, place % axes.tp) <= rel
     return [noted for *_, noted in told]
 
 
