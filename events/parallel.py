@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from .model_spec import Axes
 
 AXIS_NUM_MAX = 1024
+VOCABULARY = 256
+"""Of a trainee: a token is a byte."""
 Need = Callable[..., None]
 Kept = Literal["whole", "sharded", "mirrored"]
 """What each rank has of the optimizer's state."""
@@ -62,6 +64,8 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
     for size in parallel.tensor:
         need(num_heads % size == 0, "train.parallel.tensor",
              f"{size} does not divide train.model.num_heads {num_heads}")
+        need(VOCABULARY % size == 0, "train.parallel.tensor",
+             f"{size} does not divide the vocabulary, the {VOCABULARY} bytes")
     for axes in parallel.shapes():
         stages = axes.pp * axes.chunks
         chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""

@@ -118,6 +118,15 @@ REFUSED: list[tuple[Any, str]] = [
     (optimizer(decay="step"), "train.optimizer.decay"),
     *((optimizer(warmup_iterations=value), "train.optimizer.warmup_iterations")
       for value in (-1, 10)),
+    *((train(parallel=sizes, model={"num_layers": 4, "num_heads": 6, "hidden": 96}), path)
+      for sizes, path in (
+        ({"tensor": [4]}, "train.parallel.tensor"),  # no share of the heads
+        ({"tensor": [3]}, "train.parallel.tensor"),  # of the vocabulary
+        ({"tensor": []}, "train.parallel.tensor"), ({"tensor": [2, 2]}, "train.parallel.tensor"),
+        ({"pipeline": [3]}, "train.parallel.pipeline"), ({"chunks": 2}, "train.parallel.chunks"),
+        ({"pipeline": [2], "chunks": 4}, "train.parallel.pipeline"),
+        ({"optimizer": "split"}, "train.parallel.optimizer"))),
+    (train(parallel={"optimizer": "sharded"}, overlap=True), "train.overlap"),
 ]
 
 

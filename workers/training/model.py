@@ -24,12 +24,12 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from ...events.model_spec import Axes
-from ...events.parallel import whole_on_each
+from ...events.parallel import VOCABULARY, whole_on_each
 from ...events.places import Coordinates, coordinates
 from ...events.spec import Model, Train
 from .attention import CoreAttention
 from .draw import Draw, seed_of
-from .text import VOCABULARY, carries_loss
+from .text import carries_loss
 from .weights import global_name, redraw
 
 Parts = tuple[Any, ...]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .boxes import Box, Dims, Piece, flat_range, intersection
-from .model import Trainee, chained, parts, shards
+from .model import Trainee, parts, ranges, shards
 from .state import MOMENTS
 from .weights import global_name
 
@@ -158,18 +158,9 @@ def _optimized(trainee: Trainee) -> Iterator[tuple[Any, int, Tensor, dict[str, T
     optimizer, and with what moments."""
     states = {id(main): found for part in parts(trainee.optimizer)
               for main, found in part.state.items()}
-    owned, begins = shards(trainee.optimizer), _begins(trainee.optimizer)
+    owned, own = shards(trainee.optimizer), ranges(trainee.optimizer)
     is_whole = trainee.train.parallel.optimizer == "whole"
     for _, param in trainee.named_parameters():
         main = getattr(param, "main_param", param) if is_whole else owned.get(id(param))
         if main is not None:
-            yield param, begins.get(id(param), 0), main, states[id(main)]
-
-
-def _begins(optimizer: Any) -> dict[int, int]:
-    """id of a parameter -> the first of its elements that Megatron's distributed optimizer steps
-    at this place. Empty where the optimizer is whole."""
-    return {id(param): at["param"].start
-            for part in chained(optimizer) for buffer in getattr(part, "gbuf_ranges", ())
-            for buckets in buffer.values() for bucket in buckets
-            for param, at in bucket["param_map"].items()}
+            yield param, 0 if is_whole else own[id(param)].start, main, states[id(main)]

@@ -11,7 +11,6 @@ import torch
 from ...events.errors import UsageError
 from .draw import seed_of
 
-VOCABULARY = 256
 END_CODE = 0
 """The byte that ends a document. What follows it is of another document."""
 
