@@ -128,7 +128,7 @@ def exchange(have: State, want: State | None, told: state.Numbers | None, *, ste
     if told is None or told.step_version != step_version:
         told = _read(letter)
     return Exchanged(told, into, put_in_force,
-                     {place: sum(tensor.nbytes for tensor in tensors)
+                     {place: sum(tensor.nbytes for tensor in tensors if tensor is not letter)
                       for place, tensors in sorted(side.take.items())})
 
 

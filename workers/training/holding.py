@@ -44,6 +44,11 @@ class Held(Struct, frozen=True, kw_only=True):
         return at.tp, at.pp
 
     @property
+    def part_of_model(self) -> tuple[int, ...]:
+        """Gradients of members for whom this is the same add up."""
+        return (*self.shape, *self.part)
+
+    @property
     def dp_of_shards(self) -> int:
         """Into how many shards the optimizer of a part is split; 0: it is not."""
         return 0 if self.optimizer == "whole" else self.axes.dp

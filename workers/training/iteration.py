@@ -76,11 +76,30 @@ class Iteration:
 
     def train_with(self, trainee: Trainee) -> None:
         """From now on with this one, of which nothing has been summed up."""
+        self._change(trainee)
+        self._clear()
+
+    def carry_on_with(self, trainee: Trainee) -> None:
+        """From now on with this one, of the same state; the sum goes with it, if it is of the same
+        part of the model."""
+        before, is_stuck = self.trainee, self.is_stuck
+        self._change(trainee)
+        if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
+            self._clear()
+            return
+        for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
+                                      strict=True):
+            new.main_grad.copy_(old.main_grad)
+
+    def forget(self) -> None:
+        """It stays beside the layout: what it has is left behind by the others' next step."""
+        self.replaced(NO_STATE)
+
+    def _change(self, trainee: Trainee) -> None:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.num_parts > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
-        self._clear()
 
     def claim(self) -> Claim:
         """What this member brings into a settlement."""
@@ -130,9 +149,9 @@ class Iteration:
                    self._pass_together(control, communicators, todo))
         return outcome or self._reduce_and_step(control, communicators)
 
-    def attend(self, control: Control, communicators: Communicators) -> Outcome:
+    def attend(self, control: Control, communicators: Communicators, iteration: int) -> Outcome:
         """Beside the layout: this iteration is the others', up to what needs everybody."""
-        self.marks.begin(communicators.generation, self.step_version, "first")
+        self.marks.begin(communicators.generation, iteration, "first")
         stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
         if isinstance(stats, str):
             return stats

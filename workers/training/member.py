@@ -97,6 +97,8 @@ class Member:
                                     tell=control.tell_unless_behind, note=self.trace.note)
         self.saver = Saver(start, sparing=self.sparing, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
+        self.settled = 0
+        """The step version from which the generation that is up goes on."""
         self.waits: Callable[[], None] | None = None
         """How its iteration goes on once all members have their parts of the model."""
         self.told_to = 0
@@ -199,7 +201,7 @@ class Member:
         with self.communicators.lent():
             self.iteration.go_through(settlement, share)
         found = self.supply.bring(order, place, claims, settlement)
-        step_version = found.step_version
+        step_version = self.settled = found.step_version
         if step_version >= self.train.iterations:
             share = Share(kept=(), todo=(), dealt=(), source=share.source)
         if not self.communicators.woken:
@@ -234,10 +236,13 @@ class Member:
             self.waits = None
         self.told_to, self.told_s = order.progress_from, 0.0
         outcome: Outcome = "stepped"
-        at = self.step_version
+        at = self.settled
+        if self.is_beside:
+            self.supply.stay_beside()
         while outcome == "stepped" and at < self.train.iterations:
-            outcome = (self.iteration.attend if self.is_beside else self.iteration.run)(
-                self.control, self.communicators)
+            outcome = (self.iteration.attend(self.control, self.communicators, at)
+                       if self.is_beside else
+                       self.iteration.run(self.control, self.communicators))
             if outcome in ("stepped", "boundary"):
                 at += 1
                 if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:

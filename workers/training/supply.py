@@ -115,6 +115,11 @@ class Supply:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)
 
+    def stay_beside(self) -> None:
+        """The others go on, and what this member has given is of no use to anybody any more."""
+        self._is_spoilt = True
+        self._iteration.forget()
+
     def leave(self) -> None:
         """The generation is left: what is staged goes into none."""
         if self._staged is not None:
@@ -213,10 +218,13 @@ class Supply:
     def _take_over(self, trainee: Trainee, told: state.Numbers | None) -> None:
         iteration = self._iteration
         mine, history = iteration.trainee, iteration.history
+        step_version = state.adopt(trainee, told, history) if told is not None else 0
         if trainee is self._staged:
             self._staged = None
-        iteration.train_with(trainee)
-        iteration.replaced(state.adopt(trainee, told, history) if told is not None else 0)
+            iteration.carry_on_with(trainee)
+        else:
+            iteration.train_with(trainee)
+            iteration.replaced(step_version)
         self._drop_staged()
         self._communicators.rebound()
         mine.release()
