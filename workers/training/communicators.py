@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -81,6 +81,9 @@ class Communicators:
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
+        self.on_groups: Callable[[Any], None] = _nothing
+        """Told of every generation's groups once they are up, and of None before they go down:
+        whoever has made groups of its own has to drop them then."""
 
     @property
     def is_up(self) -> bool:
@@ -124,6 +127,7 @@ class Communicators:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
         self.axes = axes or Axes(dp=self.num_members)
         self.replica = replica
+        self.on_groups(self.groups)
 
     def bind(self) -> None:
         """Put the groups where `down` took the last ones out: into a trainee that is for the same
@@ -170,6 +174,7 @@ class Communicators:
         self.wake()
         if self.backend == "nccl":
             torch.cuda.synchronize()
+        self.on_groups(None)
         if self.groups is not None:
             self._handles.take(roots, groups.by_role(self.groups))
             vars(self.groups).clear()
@@ -231,3 +236,7 @@ class Communicators:
         if self._is_building and self.backend == "gloo":
             sockets.knock(mine, self._server_port, self.num_members)
         sockets.shut_down(mine, self._server_port)
+
+
+def _nothing(groups: Any) -> None:
+    """Nobody has groups of its own."""

@@ -30,8 +30,8 @@ from .marks import Marks
 from .model import Trainee
 from .reduction import Gate, Outcome, Reduction, Stats
 from .stepping import has_inf, norm_square, step
-from .text import Text
 from .trace import Event, Trace
+from .work import Samples
 
 
 class Iteration:
@@ -43,7 +43,7 @@ class Iteration:
     `after_boundary`: a checkpoint or a copy was due since the last one, on whichever member.
     """
 
-    def __init__(self, trainee: Trainee, text: Text, trace: Trace, pulse: Pulse,
+    def __init__(self, trainee: Trainee, text: Samples, trace: Trace, pulse: Pulse,
                  history: History) -> None:
         self.text = text
         self.history = history
@@ -221,8 +221,9 @@ class Iteration:
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
-        return self.text.sample(train.seed, self.step_version, item, rows=train.batch.micro,
-                                sequence=train.model.sequence)
+        found: Tensor = self.text.sample(train.seed, self.step_version, item,
+                                         rows=train.batch.micro, sequence=train.model.sequence)
+        return found
 
     def _note_of(self, event: Event, item: int) -> None:
         self._item = item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -27,7 +27,7 @@ from ...events.spec import is_url
 from .. import keeping
 from ..classify import Verdict
 from ..pulse import OUTSIDE_CODE, Pulse
-from . import checkpoint, copies, cpu, model, state, text
+from . import checkpoint, copies, cpu, model, state
 from .communicators import ABORTED, Communicators
 from .control import Control, Interrupted
 from .history import History
@@ -40,6 +40,7 @@ from .reduction import Outcome, poisoned
 from .saving import Saver
 from .supply import Supply, seen
 from .trace import Event, Trace
+from .work import Work
 
 PROGRESS_S = 1.0
 """How often the first member tells its progress."""
@@ -57,11 +58,11 @@ class Member:
     """
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
-                 pulse: Pulse) -> None:
-        assert start.spec.train is not None, "a command task has no training rank"
+                 pulse: Pulse, work: Work) -> None:
         self.control = control
         self.start = start
-        self.train = start.spec.train
+        self.work = work
+        self.train = work.train
         self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
                            start.attempt)
         self.trace.note("start", 0, NO_STATE)
@@ -79,19 +80,19 @@ class Member:
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
         device = cpu.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
+        self.communicators.on_groups = work.on_groups
         self.sparing = self.communicators.sparing if is_url(self.train.output) else nullcontext
         with self.sparing():
             checkpoint.check_output(self.train.output)
-        words = text.load(self.train.data, self.train.model.sequence)
+        words = work.load()
         self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
         self.communicators.up()
-        trainee = seen(model.build(self.train, device, self.communicators.groups))
+        trainee = seen(work.build(device, self.communicators.groups, Axes(), 0))
         self.communicators.down(trainee.roots)
-        self.flops = model.iteration_flops(self.train.model, self.train.batch.global_)
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(keeping.SECRET, "")
-        self.supply = Supply(start, self.communicators, self.iteration, secret, self.sparing,
+        self.supply = Supply(start, work, self.communicators, self.iteration, secret, self.sparing,
                              self._note)
         self.copier = copies.Copier(start, secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
@@ -122,11 +123,17 @@ class Member:
 
     def live(self) -> None:
         """Say RankReady, then carry out orders until all iterations are done."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Generator[int | None]:
+        """The same, seen from between the steps: None where a generation begins to train, then each
+        iteration that all have stepped. `together` may use its communicators there."""
         self.control.tell(RankReady(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             endpoint=self.communicators.endpoint,
             num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
-            state_bytes=state.num_bytes(self.trainee), iteration_flops=self.flops,
+            state_bytes=state.num_bytes(self.trainee), iteration_flops=self.work.flops,
             data_digest=self.digest,
         ))
         self._note("ready")
@@ -136,7 +143,7 @@ class Member:
                 case Reconfigure() as order if order.generation > self.generation:
                     self._join(order)
                 case Resume() as order if self.inside and order.generation == self.generation:
-                    finished = self._train(order)
+                    finished = yield from self._train(order)
                 case Quiesce() as order if order.generation >= self.generation:
                     self.generation = order.generation
                     self._leave(order)
@@ -228,7 +235,7 @@ class Member:
         return frozenset(self.members[other] for other in replica(self.axes, dp))
 
     # --- training -------------------------------------------------------------------------------
-    def _train(self, order: Resume) -> bool:
+    def _train(self, order: Resume) -> Generator[int | None, None, bool]:
         """Train until told to stop, until something fails, or to the end; whether to the end."""
         self.supply.commit()
         if self.waits is not None:
@@ -239,6 +246,7 @@ class Member:
         at = self.settled
         if self.is_beside:
             self.supply.stay_beside()
+        yield None
         while outcome == "stepped" and at < self.train.iterations:
             outcome = (self.iteration.attend(self.control, self.communicators, at)
                        if self.is_beside else
@@ -248,6 +256,10 @@ class Member:
                 if clock() - self.told_s >= PROGRESS_S and not self.control.is_behind:
                     self._tell_progress()
                 outcome = self._after(at, outcome)
+                if outcome in ("stepped", "boundary"):
+                    yield at - 1
+                if not self.inside:  # it was left meanwhile
+                    return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
         self._tell_progress()
         if outcome == "stepped":
@@ -290,6 +302,17 @@ class Member:
             partial(self.supply.gather, at, self.nodes, to))
         return outcome if found is None else found
 
+    def together(self, call: Callable[[], None]) -> bool:
+        """Between two steps: what needs all members, beside training; whether it was done. Else
+        this member has left its generation, and the next of `steps` is in another one."""
+        found = self.iteration.reduction.together(self.control, self.communicators, call)
+        if found is None:
+            return True
+        if found == "failed":
+            self._tell_failed(self.iteration.reduction.why, self.iteration.reduction.verdict)
+        self._leave()
+        return False
+
     def _tell_failed(self, why: str, verdict: Verdict) -> None:
         self.control.tell(CollectiveFailed(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
@@ -312,7 +335,7 @@ class Member:
         if self.communicators.place == 0:
             for report in self.history.tell(
                     self.told_to, task=self.start.task, generation=self.generation,
-                    micro_batches=self.train.num_micro_batches, flops=self.flops,
+                    micro_batches=self.train.num_micro_batches, flops=self.work.flops,
                     skipped=state.num_skipped(self.trainee, self.step_version)):
                 self.control.tell(report)
             if self.history.end > self.told_to:

@@ -257,18 +257,18 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
         # A step asks nobody: what it would ask of a whole replica is told before (stepping.py).
         groups = copy.copy(groups)
         groups.mp = groups.intra_dist_opt
-    with _asking_nobody():
+    with asking_nobody():
         optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
                                                 pg_collection=groups)
     if shards:
         for ddp in ddps:  # parameters are gathered after the step, not in it
             ddp.overlap_param_gather_with_optimizer_step = True
-    _materialise(optimizer)
+    materialise(optimizer)
     return optimizer
 
 
 @contextmanager
-def _asking_nobody() -> Generator[None]:
+def asking_nobody() -> Generator[None]:
     """Megatron asks the world for its groups of parameters, in case a stage lacks one.
 
     None does: each has a layer, with weights that decay and biases that do not. And whoever builds
@@ -284,7 +284,7 @@ def _asking_nobody() -> Generator[None]:
         dist.all_gather_object = right
 
 
-def _materialise(optimizer: Any) -> None:
+def materialise(optimizer: Any) -> None:
     """Give Adam its moments and steps now, so that a newcomer has where to receive them.
 
     Megatron's own init_state_fn leaves out `step`, which torch's AdamW needs.

@@ -53,10 +53,28 @@ def be(fd: int, pulse: int = -1) -> NoReturn:
 
     Marks are written to the page of file `pulse` (workers/pulse.py), or nowhere.
     """
-    connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control, order, last_words = meet_agent(fd)
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
+
+    load()
+    from .member import Member
+    from .work import House
+
+    assert order.spec.train is not None, "a command has no rank of ours"
+    member = Member(control, order, os.environ, Pulse(pulse), House(order.spec.train))
+    last_words.member = member
+    member.live()
+    end(control, 0)
+
+
+def meet_agent(fd: int) -> tuple[Control, StartRank, LastWords]:
+    """Read the first order from socket `fd`, and listen from now on; what ends this process, in
+    whichever thread, is told first."""
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
     unpacker = Unpacker()
     order, early = _first(connection, unpacker)
     control = Control(connection, order.rank, unpacker)
@@ -65,16 +83,7 @@ def be(fd: int, pulse: int = -1) -> NoReturn:
     sys.excepthook = last_words.say
     threading.excepthook = last_words.say_of_thread
     _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
-
-    load()
-    from .member import Member
-
-    member = Member(control, order, os.environ, Pulse(pulse))
-    last_words.member = member
-    member.live()
-    end(control, 0)
+    return control, order, last_words
 
 
 def load() -> None:

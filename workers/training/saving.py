@@ -36,8 +36,8 @@ class Saver:
     def __init__(self, start: StartRank, *,
                  sparing: Callable[[], AbstractContextManager[None]], tell: Callable[[Body], None],
                  note: Callable[[Event, int, int], None]) -> None:
-        assert start.spec.train is not None, "a command task saves nothing"
-        self._output = start.spec.train.output
+        assert start.spec.training is not None, "a command task saves nothing"
+        self._output = start.spec.training.output
         self._task = start.task
         self._sparing, self._tell, self._note = sparing, tell, note
         self._snapshot = Snapshot()

@@ -22,7 +22,7 @@ from ...events.orders import Reconfigure, StartRank
 from ...events.parallel import whole_on_each
 from ...events.places import num_places
 from ...events.taken import Origin, Taken
-from . import checkpoint, copies, model, pieces, state
+from . import checkpoint, copies, pieces, state
 from .boxes import Missing
 from .communicators import Communicators
 from .exchange import Exchanged, exchange
@@ -32,6 +32,7 @@ from .iteration import Iteration, held_by
 from .ledger import Settlement
 from .model import Trainee
 from .trace import Event
+from .work import Work
 
 
 class Found(NamedTuple):
@@ -51,11 +52,11 @@ SEED = Found(0, "seed", "", 0, NO_STATE)
 class Supply:
     """Brings a member its state. What it has is the trainee of `iteration`."""
 
-    def __init__(self, start: StartRank, communicators: Communicators, iteration: Iteration,
-                 secret: str, sparing: Callable[[], AbstractContextManager[None]],
+    def __init__(self, start: StartRank, work: Work, communicators: Communicators,
+                 iteration: Iteration, secret: str,
+                 sparing: Callable[[], AbstractContextManager[None]],
                  note: Callable[[Event], None]) -> None:
-        assert start.spec.train is not None
-        self._start, self._train = start, start.spec.train
+        self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._secret, self._sparing, self._note = secret, sparing, note
         self._whole: Trainee | None = None
@@ -160,7 +161,7 @@ class Supply:
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine
-        return seen(model.build(self._train, mine.device, self._communicators.groups, axes, place))
+        return seen(self._work.build(mine.device, self._communicators.groups, axes, place))
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: Trainee | None, target: Trainee | None
@@ -281,7 +282,8 @@ class Supply:
         if mine.is_plain:
             return mine
         if self._whole is None:
-            self._whole = seen(model.build(self._train, mine.device, self._communicators.alone()))
+            alone = self._communicators.alone()
+            self._whole = seen(self._work.build(mine.device, alone, Axes(), 0))
             self._communicators.unbind(self._whole.roots)
         return self._whole
 

@@ -1,0 +1,60 @@
+"""What a member trains: what its spec says, or what a loop of somebody's own does (own.py)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ...events.model_spec import Axes
+from ...events.spec import Train
+from . import model, text
+from .model import Trainee
+
+
+class Samples(Protocol):
+    """The data, by random access. `digest` names it."""
+
+    digest: str
+
+    def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
+               ) -> Any:
+        """A micro-batch, the same whoever asks."""
+        ...
+
+
+class Work(Protocol):
+    """What is trained. `train` says how many iterations and micro-batches, and where state goes;
+    `flops` are those of one iteration."""
+
+    train: Train
+    flops: float
+
+    def on_groups(self, groups: Any) -> None:
+        """A generation's groups are up; None: they go down."""
+        ...
+
+    def load(self) -> Samples:
+        """The data. Raises UsageError."""
+        ...
+
+    def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
+        """What stands at a place of a layout, the same whoever builds it; nobody else is asked."""
+        ...
+
+
+class House:
+    """The GPT of a spec's `train:`."""
+
+    def __init__(self, train: Train) -> None:
+        self.train = train
+        self.flops = model.iteration_flops(train.model, train.batch.global_)
+
+    def on_groups(self, groups: Any) -> None:
+        pass
+
+    def load(self) -> Samples:
+        return text.load(self.train.data, self.train.model.sequence)
+
+    def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
+        return model.build(self.train, device, groups, axes, place)
