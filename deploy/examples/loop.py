@@ -1,0 +1,99 @@
+"""A training loop on megatron-core that has adopted Unicron: a small GPT, on a CPU or a GPU.
+
+`unicron submit deploy/examples/loop.yaml` heals it in memory. `python deploy/examples/loop.py` and
+`torchrun --nproc-per-node 2 deploy/examples/loop.py` run the same without an agent.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from unicron.workers.training.adopt import adopt  # before megatron  # isort: skip
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+VOCABULARY, SEQUENCE, ROWS = 64, 16, 2
+LR, EVALUATE_EVERY = 1e-3, 5
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=20)
+parser.add_argument("--micro-batches", type=int, default=8)
+parser.add_argument("--losses", type=Path, help="a file for a line of JSON for each iteration")
+asked = parser.parse_args()
+
+
+def build(groups, axes, place):
+    """The model at a place of the layout, all with the same weights; whatever is drawn in here is
+    the same on every rank. Nothing in here may ask another rank."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,
+        attention_dropout=0.0, use_cpu_initialization=True, calculate_per_token_loss=True,
+        bias_dropout_fusion=False)
+    module = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
+                      max_sequence_length=SEQUENCE, pg_collection=groups)
+    module.to("cuda" if torch.cuda.is_available() else "cpu")
+    ddp = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module,
+        pg_collection=groups)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR / 10, clip_grad=1.0), [ddp],
+        use_gloo_process_groups=False, pg_collection=groups)
+    samples = asked.iterations * asked.micro_batches * ROWS
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=LR, min_lr=LR / 10, lr_warmup_steps=samples // 10,
+        lr_decay_steps=samples, lr_decay_style="cosine", start_wd=0.01, end_wd=0.01,
+        wd_incr_steps=samples, wd_incr_style="constant")
+    return [ddp], optimizer, scheduler
+
+
+def tokens(seed):
+    """Runs of numbers, each with a stride of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    start, stride = torch.randint(VOCABULARY, (2, ROWS, 1), generator=draw)
+    return (start + stride * torch.arange(SEQUENCE + 1)) % VOCABULARY
+
+
+def sample(iteration, micro_batch):
+    """By random access: the same batch whichever rank asks, and whenever."""
+    return tokens(iteration * asked.micro_batches + micro_batch)
+
+
+def forward(model, batch):
+    """The sum of the loss of its tokens, and their number."""
+    batch = batch.to("cuda" if torch.cuda.is_available() else "cpu")
+    positions = torch.arange(SEQUENCE, device=batch.device).expand(ROWS, -1)
+    losses = model(batch[:, :-1].contiguous(), positions, None, labels=batch[:, 1:].contiguous())
+    return losses.float().sum(), losses.numel()
+
+
+def validate(job):
+    """The mean loss of what is never trained on: a part on each rank, added up over all."""
+    job.model.eval()
+    with torch.no_grad():
+        loss_sum, num = forward(job.model, tokens(-1 - job.place))
+    job.model.train()
+    told = torch.tensor([loss_sum.item(), num], device=loss_sum.device)
+    dist.all_reduce(told, group=job.own)
+    return (told[0] / told[1]).item()
+
+
+with adopt(build=build, sample=sample, forward=forward, iterations=asked.iterations,
+           micro_batches=asked.micro_batches, samples=ROWS,
+           on_rebuild=lambda groups: dist.new_group()) as job:
+    for iteration in job:
+        job.step()
+        line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}
+        if (iteration + 1) % EVALUATE_EVERY == 0:
+            line["validation"] = job.evaluate(lambda: validate(job))
+        if job.is_last:
+            print(json.dumps(line), flush=True)
+            if asked.losses is not None:
+                with asked.losses.open("a") as file:
+                    file.write(json.dumps(line) + "\n")

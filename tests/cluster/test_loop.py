@@ -1,0 +1,76 @@
+"""The example of a loop of one's own, under real agents: a rank of it is killed, and it heals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_cluster import RealCluster
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
+ITERATIONS, MICRO_BATCHES = 12, 6
+VICTIM, STRUCK, GROWN = 1, 3, 8
+LOOP_S = 200.0
+
+
+def words(losses: Path) -> list[str]:
+    return [str(EXAMPLE), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
+            "--losses", str(losses)]
+
+
+def lines(file: Path) -> dict[int, dict[str, Any]]:
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["iteration"]: line for line in told}
+
+
+def test_a_killed_rank_of_a_loop_changes_nothing(cluster: RealCluster, tmp_path: Path) -> None:
+    undisturbed = subprocess.Popen([sys.executable, *words(tmp_path / "alone")],
+                                   stdin=subprocess.DEVNULL)
+    try:
+        after = cluster.seq()
+        # a shell around it, which lives on when that is killed: what counts is who adopted
+        task = cluster.submit({
+            "apiVersion": "unicron/v1", "name": "loop", "slots": {"min": 1, "max": 3},
+            "command": ["sh", "-c", '"$0" "$@" && exit; sleep 300', sys.executable,
+                        *words(tmp_path / "struck")],
+            "heal": "in-memory",
+            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
+                     "output": str(tmp_path / "out")}})
+        cluster.hold(task, VICTIM, event="backward", iteration=STRUCK)
+        held = cluster.hold(task, 0, event="forward", iteration=GROWN)
+        line = cluster.wait_held(task, VICTIM, 0.0)
+        before = {one["rank"]: one["pid"] for one in cluster.traced(task)}
+        cluster.hold(task, VICTIM, event="forward", iteration=-1)
+        os.kill(line["pid"], signal.SIGKILL)
+        cluster.wait_told(after, "Quiesce", task=task, mode="boundary")  # the newcomer is ready
+        held.unlink()
+        cluster.wait_told(after, "RankFinished", task=task)
+        ended = cluster.wait_ended(task)
+        assert ended["state"] == "finished", (ended, cluster.endings(task))
+        assert undisturbed.wait(LOOP_S) == 0
+    finally:
+        if undisturbed.poll() is None:
+            undisturbed.kill()
+            undisturbed.wait()
+
+    pids: dict[int, set[int]] = {}
+    for traced in cluster.traced(task):
+        pids.setdefault(traced["rank"], set()).add(traced["pid"])
+    assert {rank for rank, found in pids.items() if found == {before[rank]}} == {0, 2}
+    (closed,) = [record.body for record in cluster.told(after, "IncidentClosed")]
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (  # type: ignore[attr-defined]
+        "healed", 0, False)
+
+    alone, struck = lines(tmp_path / "alone"), lines(tmp_path / "struck")
+    assert sorted(struck) == sorted(alone) == list(range(ITERATIONS))
+    for iteration, one in struck.items():
+        assert one["loss"] == pytest.approx(alone[iteration]["loss"], rel=1e-6)
+    assert {struck[0]["ranks"], struck[STRUCK]["ranks"], struck[ITERATIONS - 1]["ranks"]} == {2, 3}
+    assert struck[STRUCK]["ranks"] == 2
+    assert struck[4]["validation"] is not None

@@ -1,0 +1,167 @@
+"""A loop of one's own: what it may be, how it is driven, and that it needs no agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from unicron.events.spec import Train
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
+TRAIN = Train(iterations=4, output="/tmp/none")
+LIMIT_S = 120.0
+
+
+# --- what it may be -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("change", "why"), [
+    ("none", ""),
+    ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
+    ("scaled", "gradients scaled by the number of replicas: the number changes"),
+    ("sums", "gradients summed in 16 bits: such a sum depends on its order"),
+    ("sgd", "the state of torch.optim.sgd.SGD is not known"),
+    ("sharded", "the optimizer is whole, and loop.parallel.optimizer says that it is not"),
+    ("schedule", "its schedule is a SimpleNamespace"),
+])
+def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> None:
+    import torch
+    from msgspec.structs import replace
+    from unicron.workers.training import model, own
+
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    (ddp,), scheduler, train = trainee.ddps, trainee.scheduler, TRAIN
+    if change == "bare":
+        ddp = trainee.modules[0]
+    elif change == "scaled":
+        ddp.config.calculate_per_token_loss = False
+    elif change == "sums":
+        ddp.config.bf16, ddp.ddp_config.grad_reduce_in_fp32 = True, False
+    elif change == "sgd":
+        model.chained(trainee.optimizer)[0].optimizer = torch.optim.SGD(ddp.parameters())
+    elif change == "sharded":
+        train = replace(train, parallel=replace(train.parallel, optimizer="sharded"))
+    elif change == "schedule":
+        scheduler = SimpleNamespace()
+    if not why:
+        own.check([ddp], trainee.optimizer, scheduler, train)
+        return
+    with pytest.raises(own.Unfit) as unfit:
+        own.check([ddp], trainee.optimizer, scheduler, train)
+    assert str(unfit.value).startswith(why)
+
+
+# --- how it is driven -----------------------------------------------------------------------------
+class Others(dict[str, bytes]):
+    """The store of a generation, in which the other member has said what it is in."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+class Script:
+    """A driver whose steps are written down: None is a generation, a number an iteration."""
+
+    def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
+        self.iteration = SimpleNamespace(step_version=0)
+        self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
+        self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, wake=None,
+                                             store=Others())
+        self._script, self._fails, self._others = steps, fails, others
+
+    def steps(self) -> Generator[int | None]:
+        for step in self._script:
+            if step is None:
+                self.communicators.store["between/1"] = self._others.pop(0).encode()
+            else:
+                self.iteration.step_version = step + 1
+            yield step
+
+    def together(self, call: Any) -> bool:
+        if self._fails.pop(0):
+            return False
+        call()
+        return True
+
+
+def job(script: Script, iterations: int = 4) -> Any:
+    from unicron.workers.training.adopt import Job
+
+    return Job(script, SimpleNamespace(  # type: ignore[arg-type]
+        train=SimpleNamespace(iterations=iterations), made=None))
+
+
+def test_a_loop_sees_each_iteration_once_whatever_is_healed_in_it() -> None:
+    made = job(Script([None, 0, None, None, 1, 2, 3], [], [""] * 3))
+    assert [(iteration, made.step()) for iteration in made] == [(n, n) for n in range(4)]
+    made.finish()
+
+
+def test_one_who_comes_later_begins_where_the_others_are() -> None:
+    script = Script([None, 2, 3], [], [""])
+    made = job(script)
+    script.iteration.step_version = 2
+    assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
+
+
+def test_an_evaluation_that_all_were_in_is_done_again() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], ["", "1.1"]))
+    for _ in made:
+        made.step()
+        break
+    assert made.evaluate(lambda: 7) == 7
+
+
+def test_one_that_a_newcomer_knows_nothing_of_is_skipped_and_all_others_until_the_step() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], ["", ""]))
+    called: list[int] = []
+    for _ in made:
+        made.step()
+        break
+    assert made.evaluate(lambda: called.append(1)) is None
+    assert made.evaluate(lambda: called.append(2)) is None
+    assert called == []
+    made.step()
+    assert made.evaluate(lambda: 3) == 3
+
+
+# --- without an agent -----------------------------------------------------------------------------
+def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
+    """The example, by `num` processes as a launcher starts them; its lines."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num):
+            many = {"RANK": str(rank), "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port)} if num > 1 else {}
+            started.append(subprocess.Popen(
+                [sys.executable, str(EXAMPLE), "--iterations", "5", "--micro-batches", "4",
+                 "--losses", str(folder / name)], env={**os.environ, **many,
+                                                       "OMP_NUM_THREADS": "1"}))
+        assert [one.wait(LIMIT_S) for one in started] == [0] * num
+    finally:
+        for one in started:
+            if one.poll() is None:
+                one.kill()
+                one.wait()
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_same_script_trains_without_an_agent(tmp_path: Path) -> None:
+    one, two = run(tmp_path, "one", 1), run(tmp_path, "two", 2)
+    assert [line["iteration"] for line in two] == list(range(5))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-6)
+    assert {line["ranks"] for line in two} == {2}
+    assert "validation" in one[4]
+    assert "validation" in two[4]

@@ -1,0 +1,299 @@
+"""A training loop of one's own on megatron-core adopts Unicron: `adopt`.
+
+Import this before megatron. A whole example is deploy/examples/loop.py; what may be in such a loop,
+and what not, is in docs/guides/scripts.md.
+
+    with adopt(build=build, sample=sample, forward=forward) as job:
+        for iteration in job:
+            job.step()
+            if iteration % 100 == 0:
+                job.evaluate(lambda: validate(job.model))
+
+`job.step()` returns when all members have stepped. If one of them is lost meanwhile, the others
+keep what they have of the iteration, build communicators anew, and finish it; who takes the place
+of the lost one begins in the same script, and is given the state before its first `job.step()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import structlog
+
+from ...events.detected import HealingDeclined
+from ...events.errors import UsageError
+from ...events.loop import Loop
+from ...events.model_spec import Axes
+from ..pulse import Pulse
+from ..wire import FD, PULSE, Adopted
+from .control import Interrupted
+from .rank import load, meet_agent
+
+load()  # before anybody imports Megatron: without CUDA that would load a compiler for nothing
+
+from .driven import Driver, Unhealed  # noqa: E402
+from .member import Member  # noqa: E402
+from .own import Build, Forward, OnRebuild, OwnWork, Sample, Unfit  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import device
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Declined(UsageError):
+    """What was built cannot be healed in memory; the message says why. The control plane has been
+    told: from here on the script is on its own, and restarted as any command."""
+
+
+class Job:
+    """A loop's way to its task. Everything here is of the generation that is up now."""
+
+    def __init__(self, driver: Driver, work: OwnWork) -> None:
+        self._driver = driver
+        self._work = work
+        self._steps = driver.steps()
+        self._began = self._ended = self._is_void = False
+        self._num_evaluated = 0
+        self._evaluating = ""
+
+    # --- what there is ----------------------------------------------------------------------------
+    @property
+    def chunks(self) -> list[Any]:
+        """The chunks of the model that this rank has, as `build` has wrapped them. Another layout
+        has other ones: ask again after each step."""
+        return self._driver.iteration.trainee.ddps
+
+    @property
+    def model(self) -> Any:
+        """The first of them: all there is without interleaving."""
+        return self.chunks[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """As `build` has made it."""
+        return self._driver.iteration.trainee.optimizer
+
+    @property
+    def device(self) -> device:
+        """Where it trains."""
+        return self._driver.iteration.trainee.device
+
+    @property
+    def groups(self) -> Any:
+        """The generation's ProcessGroupCollection. Never keep it, or a group of it: what is kept
+        keeps dead connections open."""
+        return self._driver.communicators.groups
+
+    @property
+    def own(self) -> Any:
+        """What `on_rebuild` has returned for this generation."""
+        return self._work.made
+
+    @property
+    def num_members(self) -> int:
+        """How many processes there are now: a world size that somebody has cached goes stale."""
+        return self._driver.communicators.num_members
+
+    @property
+    def place(self) -> int:
+        """This one's torch.distributed rank, from 0. It may be another in the next generation."""
+        return self._driver.communicators.place
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes what is written once."""
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The same, for whoever writes on the last rank, as Megatron-LM does."""
+        return self.place == self.num_members - 1
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations have been stepped: the number of the next one."""
+        return self._driver.iteration.step_version
+
+    @property
+    def loss(self) -> float:
+        """Of the whole batch, in the last iteration that was stepped; the same on every rank."""
+        return self._driver.iteration.loss
+
+    @property
+    def step_s(self) -> float:
+        """How long that took, with what had to be healed in it."""
+        return self._driver.iteration.step_s
+
+    # --- what it does -----------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[int]:
+        """The iterations that are left, from the one that the task is at. `step` each of them.
+
+        Where all was lost and the task was set back, it goes on from there.
+        """
+        if not self._began:
+            self._advance()
+        while not self._ended and self.iteration < self._work.train.iterations:
+            yield self.iteration
+
+    def step(self) -> int:
+        """Take the next step, whatever has to be healed for that; the iteration that was stepped.
+
+        -1: there was none left, as the others had taken the last one.
+        """
+        self._is_void, self._num_evaluated = False, 0
+        stepped = self._advance()
+        while stepped is None and not self._ended:
+            stepped = self._advance()
+        return -1 if stepped is None else stepped
+
+    def evaluate(self, call: Callable[[], T]) -> T | None:
+        """Between two steps: do `call` with all members, collectives and all; its result.
+
+        It runs in a thread of its own where the backend is gloo. If a member is lost in it, it is
+        done again where all members of the next generation had come to it; else it is skipped, on
+        this rank and on all that had not come to its end: None. So are all others before the next
+        step then. `call` must change nothing that is trained.
+        """
+        if self._is_void:
+            return None
+        self._num_evaluated += 1
+        found: list[T] = []
+        while True:
+            self._evaluating = f"{self.iteration}.{self._num_evaluated}"
+            if self._driver.together(lambda: found.append(call())):
+                self._evaluating = ""
+                return found[-1]
+            found.clear()
+            again = self._advance_to_generation()
+            if not again:
+                self._evaluating, self._is_void = "", True
+                log.warning("evaluation skipped: a member was lost in it",
+                            iteration=self.iteration)
+                return None
+
+    def finish(self) -> None:
+        """Take all steps that are left; the final checkpoint is written and published."""
+        while not self._ended:
+            self._advance()
+
+    # --- inside -----------------------------------------------------------------------------------
+    def _advance(self) -> int | None:
+        """To the next step, or to the next generation: None. Sets `_ended` where all is done."""
+        try:
+            found = next(self._steps)
+        except StopIteration:
+            self._ended = True
+            return None
+        if found is None:
+            self._began = True
+            self._is_agreed = self._agree()
+        return found
+
+    def _advance_to_generation(self) -> bool:
+        """Healed; whether all members were in the same evaluation."""
+        stepped = self._advance()
+        return stepped is None and not self._ended and self._is_agreed
+
+    def _agree(self) -> bool:
+        """All members tell each other what they are in, once in a generation."""
+        communicators, mine = self._driver.communicators, self._evaluating
+        others = [f"between/{place}" for place in range(communicators.num_members)]
+        try:
+            with self._driver.control.waiting_for_others(communicators.generation,
+                                                         communicators.wake):
+                communicators.store.set(others[communicators.place], mine)
+                told = {communicators.store.get(name).decode() for name in others}
+        except (Interrupted, RuntimeError):
+            return False  # whoever trains on finds out why
+        return told == {mine} and mine != ""
+
+
+@contextmanager
+def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
+          micro_batches: int = 0, samples: int = 1,
+          loss: Literal["per_token", "per_micro_batch"] = "per_token", seed: int = 1234,
+          flops: float = 0.0, on_rebuild: OnRebuild | None = None,
+          axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
+          environment: Mapping[str, str] = os.environ) -> Generator[Job]:
+    """Train what `build` builds, healing in memory where an agent has started this process.
+
+    `build(groups, axes, place)` returns the chunks of the model at this place of a layout, wrapped
+    in Megatron's DistributedDataParallel, Megatron's optimizer and its OptimizerParamScheduler. It
+    is given a ProcessGroupCollection, draws the same weights on every rank, and asks no other one:
+    it is called for each layout that this process is to be in. `sample(iteration, micro_batch)` is
+    the data, by random access: `micro_batch` counts over all ranks. `forward(chunk, batch)` returns
+    the sum of its tokens' loss, and their number; or an output and a function of it that returns
+    these two, as Megatron's forward_step.
+
+    `iterations` and `micro_batches` (of one iteration, over all ranks) are the job's `loop:`; what
+    is given here must be the same, and is what counts where there is no agent. `samples` are those
+    of one micro-batch: what the schedule counts. `loss`: as `train.loss` of a job file. `seed`: the
+    generators are seeded anew for each micro-batch, by it and by which that is. `flops`: of one
+    iteration; 0 counts 6 for each parameter and micro-batch. `on_rebuild(groups)` is called in
+    each generation, by all members alike: it makes groups of one's own; what it returns is
+    `job.own` until that generation ends. `axes` is the layout where there is no agent. `check` are
+    asked at the start: a reason, other than "", is why this loop cannot heal in memory.
+
+    Raises Declined for what cannot be healed, before anything is trained; UsageError where the
+    job's `loop:` says otherwise. Whatever else is raised in it is told as this rank's error.
+    """
+    def work(loop: Loop) -> OwnWork:
+        return OwnWork(loop, build, sample, forward, samples_num=samples, loss=loss, seed=seed,
+                       flops=flops, on_rebuild=on_rebuild)
+
+    driver: Driver
+    if FD in environment:
+        driver, made = _healed(work, iterations, micro_batches, check, environment)
+    else:
+        made = work(Loop(iterations=_given("iterations", iterations), output="",
+                         micro_batches=_given("micro_batches", micro_batches)))
+        driver = Unhealed(made, axes, environment)
+    job = Job(driver, made)
+    yield job
+    job.finish()
+    driver.control.flush()
+    # Or torch would wait for peers when the process ends.
+    driver.communicators.down(driver.iteration.trainee.roots)
+
+
+def _healed(work: Callable[[Loop], OwnWork], iterations: int, micro_batches: int,
+            check: Sequence[Callable[[], str]], environment: Mapping[str, str]
+            ) -> tuple[Member, OwnWork]:
+    """The member of this process's task. Raises Declined."""
+    control, start, last_words = meet_agent(int(environment[FD]))
+    control.tell(Adopted(pid=os.getpid()))
+    loop = start.spec.loop
+    assert loop is not None, "an agent gives its way to a loop alone"
+    for name, told, given in (("iterations", loop.iterations, iterations),
+                              ("micro_batches", loop.micro_batches, micro_batches)):
+        if given not in (0, told):
+            raise UsageError(f"loop.{name} is {told} in the job file, and {given} in the script",
+                             "write the same, or leave it out of the script")
+    made = work(loop)
+    try:
+        for ask in check:
+            if why := ask():
+                raise Unfit(why)
+        member = Member(control, start, environment, Pulse(int(environment.get(PULSE, "-1"))),
+                        made)
+    except Unfit as unfit:
+        why = str(unfit)
+    else:
+        last_words.member = member
+        return member, made
+    control.tell(HealingDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
+                                 why=why))
+    control.flush()
+    raise Declined(f"this loop cannot heal in memory: {why}",
+                   "docs/guides/scripts.md says what can")
+
+
+def _given(name: str, value: int) -> int:
+    if value < 1:
+        raise UsageError(f"{name} is not given", "without an agent nobody else says it")
+    return value
