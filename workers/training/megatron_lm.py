@@ -1,0 +1,214 @@
+"""Megatron-LM's `pretrain`, healing in memory: what deploy/megatron/pretrain_gpt.patch calls.
+
+Written against core_v0.16.1. Of `megatron.training` it uses: `initialize_megatron` (arguments and
+globals, no communicators), `setup_model_and_optimizer`, `get_args`, and the script's own providers
+and `forward_step`. In place of its `train` and `evaluate` stand the loops below:
+
+- the data is taken from the dataset by index, so a sample is the same whichever rank asks for it,
+  in the order in which Megatron-LM's sequential sampler deals it;
+- the arguments say that there is one replica: `get_num_microbatches()` is the whole batch's, and
+  no divisibility by the number of ranks is asked for. `args.rank`, `args.world_size` and
+  `args.data_parallel_size` follow each generation, and so does `parallel_state`;
+- evaluation deals its micro-batches to whoever is there, and adds up over all of them;
+- the line of progress and the writer of TensorBoard are those of whichever rank is the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from ..wire import FD
+
+from .adopt import Declined, Job, adopt  # before megatron  # isort: skip
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+REFUSED: Mapping[str, str] = {
+    "rampup_batch_size": "the batch grows (--rampup-batch-size)",
+    "use_torch_fsdp2": "FSDP (--use-torch-fsdp2)",
+    "use_megatron_fsdp": "FSDP (--use-megatron-fsdp)",
+    "fp8": "FP8 scales are no state that is known (--fp8-format)",
+    "enable_cuda_graph": "CUDA graphs keep their communicators (--enable-cuda-graph)",
+    "num_experts": "experts couple the ranks (--num-experts)",
+    "overlap_param_gather": "parameters are gathered in the next forward (--overlap-param-gather)",
+}
+"""Arguments that cannot be healed in memory where they are set, and why."""
+
+
+class Plan:
+    """What the arguments of one script come to."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.rows = int(args.micro_batch_size)
+        self.micro_batches = int(args.global_batch_size) // self.rows
+        self.iterations = int(args.train_iters or args.train_samples // args.global_batch_size)
+        self.is_per_token = bool(args.calculate_per_token_loss)
+
+    def why_not(self) -> str:
+        """Why it cannot be healed in memory; empty where it can."""
+        args = self.args
+        for name, why in REFUSED.items():
+            if getattr(args, name, None):
+                return why
+        if getattr(args, "context_parallel_size", 1) > 1:
+            return "context parallelism couples the ranks (--context-parallel-size)"
+        if getattr(args, "dataloader_type", "single") not in (None, "single"):
+            return f"its data has no random access (--dataloader-type {args.dataloader_type})"
+        if getattr(args, "load", None):
+            return "it begins from a checkpoint of Megatron-LM's (--load)"
+        return ""
+
+
+def healing(pretrain: Callable[..., None], on_rebuild: Callable[[Any], Any] | None = None
+            ) -> Callable[..., None]:
+    """In place of Megatron-LM's `pretrain`, which it falls back to: without an agent as it is, and
+    in a process of its own, restarted as any command, where this one cannot be healed in memory."""
+    if FD not in os.environ:
+        return pretrain
+
+    def adopted(datasets: Callable[..., Any], model_provider: Any, model_type: Any,
+                forward_step: Any, *rest: Any, extra_args_provider: Any = None,
+                args_defaults: Any = None, **more: Any) -> None:
+        # One replica: the number of micro-batches is the batch's, whoever runs them.
+        real = dict(os.environ)
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        _megatron("initialize").initialize_megatron(
+            extra_args_provider=extra_args_provider, args_defaults=args_defaults or {},
+            allow_no_cuda=True, skip_mpu_initialization=True)
+        plan = Plan(_megatron("global_vars").get_args())
+        try:
+            _train(plan, datasets, model_provider, model_type, forward_step, on_rebuild)
+        except Declined as why:
+            sys.stderr.write(f"{why}; it is restarted as any command\n")
+            _begin_again(real)
+
+    return adopted
+
+
+def _megatron(name: str) -> Any:
+    """A module of megatron.training, which is in Megatron-LM alone."""
+    return import_module(f"megatron.training.{name}")
+
+
+def _begin_again(environment: Mapping[str, str]) -> NoReturn:
+    """The same script in the same process, from its first line, without Unicron."""
+    sys.stderr.flush()
+    sys.stdout.flush()
+    plain = {name: value for name, value in environment.items() if name != FD}
+    os.execve(sys.executable, [sys.executable, *sys.argv], plain)
+
+
+def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_type: Any,
+           forward_step: Any, on_rebuild: Callable[[Any], Any] | None) -> None:
+    args, rows = plan.args, plan.rows
+    # So that a gradient is not scaled by the number of replicas; what the loss is divided by is
+    # seen to where it is added up.
+    args.calculate_per_token_loss = True
+    args.enable_gloo_process_groups = False
+    eval_iters = int(args.eval_iters or 0)
+    num_evaluations = plan.iterations // args.eval_interval if args.eval_interval else 0
+    per_evaluation = eval_iters * plan.micro_batches * rows
+    train_set, valid_set, _ = datasets([plan.iterations * args.global_batch_size,
+                                        num_evaluations * per_evaluation, 0])
+
+    def rebuilt(groups: Any) -> Any:
+        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+        args.data_parallel_size = groups.dp.size()
+        return on_rebuild(groups) if on_rebuild is not None else None
+
+    def build(groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
+        args.tensor_model_parallel_size = axes.tp
+        args.pipeline_model_parallel_size = axes.pp
+        model, optimizer, scheduler = _megatron("training").setup_model_and_optimizer(
+            model_provider, model_type)
+        return model, optimizer, scheduler
+
+    def batch_of(dataset: Any, first: int) -> Any:
+        return default_collate([dataset[first + row] for row in range(rows)])
+
+    def sample(iteration: int, micro_batch: int) -> Any:
+        return batch_of(train_set, (iteration * plan.micro_batches + micro_batch) * rows)
+
+    def forward(chunk: Any, batch: Any) -> tuple[Any, Any]:
+        out, loss_func = forward_step(iter([copy.copy(batch)]), chunk)
+        return out, loss_func
+
+    with adopt(build=build, sample=sample, forward=forward, iterations=plan.iterations,
+               micro_batches=plan.micro_batches, samples=rows, seed=int(args.seed),
+               loss="per_token" if plan.is_per_token else "per_micro_batch",
+               on_rebuild=rebuilt, check=[plan.why_not]) as job:
+        for iteration in job:
+            job.step()
+            args.curr_iteration = args.iteration = iteration + 1
+            args.consumed_train_samples = args.iteration * args.global_batch_size
+            if args.iteration % args.log_interval == 0:
+                _tell(plan, job)
+            if args.eval_interval and args.iteration % args.eval_interval == 0 and eval_iters:
+                first = (args.iteration // args.eval_interval - 1) * per_evaluation
+
+                def mean(first: int = first) -> float:
+                    return _evaluate(plan, job, forward, lambda item: batch_of(
+                        valid_set, first + item * rows), eval_iters)
+
+                found = job.evaluate(mean)
+                if found is not None:
+                    _tell_evaluated(plan, job, found)
+
+
+def _evaluate(plan: Plan, job: Job, forward: Callable[[Any, Any], tuple[Any, Any]],
+              batch_of: Callable[[int], Any], num: int) -> float:
+    """The mean loss over `num` batches, whoever is there to run them; on every rank."""
+    told = torch.zeros(2, dtype=torch.float64, device=job.device)
+    job.model.eval()
+    with torch.no_grad():
+        for item in range(job.place, num * plan.micro_batches, job.num_members):
+            out, loss_func = forward(job.model, batch_of(item))
+            loss, num_tokens, *_ = loss_func(out)
+            if not plan.is_per_token:
+                loss, num_tokens = loss / max(int(num_tokens), 1), 1
+            told += torch.tensor([float(loss), float(num_tokens)], dtype=torch.float64)
+    job.model.train()
+    dist.all_reduce(told)
+    return float(told[0] / told[1].clamp(min=1))
+
+
+def _tell(plan: Plan, job: Job) -> None:
+    """Megatron-LM's line of progress, by whoever is the last rank now."""
+    args = plan.args
+    if not job.is_last:
+        return
+    rate = job.optimizer.param_groups[0]["lr"]
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    sys.stdout.write(
+        f" [{now}] iteration {args.iteration:8d}/{plan.iterations:8d} | consumed samples: "
+        f"{args.consumed_train_samples:12d} | elapsed time per iteration (ms): "
+        f"{job.step_s * 1000:.1f} | learning rate: {rate:.6E} | global batch size: "
+        f"{args.global_batch_size:5d} | lm loss: {job.loss:.6E} |\n")
+    sys.stdout.flush()
+    _write({"lm loss": job.loss, "learning-rate": rate}, args.iteration)
+
+
+def _tell_evaluated(plan: Plan, job: Job, loss: float) -> None:
+    if job.is_last:
+        sys.stdout.write(f" validation loss at iteration {plan.args.iteration} | lm loss value: "
+                         f"{loss:.6E} | lm loss PPL: {math.exp(min(20.0, loss)):.6E} |\n")
+        sys.stdout.flush()
+        _write({"lm loss validation": loss}, plan.args.iteration)
+
+
+def _write(values: Mapping[str, float], iteration: int) -> None:
+    """Every rank has a writer, since any may become the last; TensorBoard reads them as one."""
+    writer = _megatron("global_vars").get_tensorboard_writer()
+    if writer is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
