@@ -82,7 +82,8 @@ class Claim(Struct, frozen=True, kw_only=True):
     state at another place, whole too, but perhaps not on all members, received in generation
     `staged_in`. `ready`: it has the reduced sum of all and entered the gate of this step, and did
     not see whether all had. `gate` is what the gate told those who passed it, until they train on
-    or take another's state.
+    or take another's state. `stale`: it has stepped its shard of the optimizer, but
+    its parameters are not gathered from those who stepped the others.
     """
 
     step_version: int = NO_STATE
@@ -96,6 +97,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     staged_in: int = 0
     ready: bool = False
     gate: tuple[float, ...] = ()
+    stale: bool = False
 
 
 class Holder(NamedTuple):

@@ -29,7 +29,7 @@ from .ledger import Settlement, Share, deal
 from .marks import Marks
 from .model import Trainee
 from .reduction import Gate, Outcome, Reduction, Stats
-from .stepping import has_inf, norm_square, step
+from .stepping import gather, has_inf, norm_square, step
 from .trace import Event, Trace
 from .work import Samples
 
@@ -72,6 +72,7 @@ class Iteration:
         self.marks = Marks(pulse, overlap=trainee.train.overlap)
         self._began_s: float | None = None
         self._item = -1
+        self.trainee = trainee
         self.train_with(trainee)
 
     def train_with(self, trainee: Trainee) -> None:
@@ -106,7 +107,7 @@ class Iteration:
         return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
                      owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
-                     held=held_by(self.trainee))
+                     held=held_by(self.trainee), stale=not self.trainee.is_gathered)
 
     def replaced(self, step_version: int) -> None:
         """The member's state is another's now, `step_version` steps old; no sum is of it."""
@@ -119,6 +120,7 @@ class Iteration:
         """Step as others have that came through the gate, where the settlement says so."""
         if share.steps:
             self._step(Gate(*settlement.gate))
+            self.marks.pulse.finish()
         else:
             self._undo()
         return share.steps
@@ -254,8 +256,9 @@ class Iteration:
         self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
-        self.trace.note(event, self.trained_in, self.step_version, micro_batch=self._item,
-                        bucket=bucket)
+        # The step that the gathering belongs to has been counted.
+        iteration = self.step_version - (event == "gather")
+        self.trace.note(event, self.trained_in, iteration, micro_batch=self._item, bucket=bucket)
         self.marks.note(event)
 
     # --- the end of it ----------------------------------------------------------------------------
@@ -273,7 +276,25 @@ class Iteration:
         self._step(gate)
         self.owned = self._dealt(communicators)
         self.dealt_in = communicators.generation
+        if not self.trainee.is_gathered:
+            failed = self._gather(control, communicators)
+            if failed is not None:
+                return failed
+        self.marks.pulse.finish()
         return self._boundary(stats)
+
+    def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
+        """The parameters that the other replicas have stepped; None when all are there.
+
+        Else the step is taken all the same: the next settlement has them brought (supply.py).
+        """
+        self._note("gather")
+        found = self.reduction.together(control, communicators, partial(gather, self.trainee))
+        if isinstance(found, str):
+            self.is_stuck = self.reduction.was_abandoned
+            return found
+        self.trainee.is_gathered = True
+        return None
 
     def _go_to_gate(self, control: Control, communicators: Communicators) -> Gate | Outcome:
         mine = Gate(norm_square(self.trainee), float(has_inf(self.trainee)))
@@ -295,7 +316,6 @@ class Iteration:
         self.step_version += 1
         self.step_s = clock() - (self._began_s or clock())
         self.history.add(self.step_version - 1, self.loss, self.step_s)
-        self.marks.pulse.finish()
         self._clear()
         self.owned, self.begun = (), False
 

@@ -21,6 +21,7 @@ class Kept:
 
     def __init__(self, trainee: Trainee) -> None:
         self._buffers = trainee.buffers
+        self._groups = trainee.bucket_groups
         self._home = {id(bucket): number for number, buffer in enumerate(self._buffers)
                       for bucket in buffer.buckets}
         self._copies: list[Tensor] = []
@@ -51,6 +52,8 @@ class Kept:
             for param in buffer.params:
                 start, _, _ = buffer.param_index_map[param]
                 param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
+        for group in self._groups:  # where Megatron keeps views of the old memory
+            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
         self._copies = []
         self._kept.clear()
 

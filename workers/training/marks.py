@@ -15,7 +15,7 @@ from ..monitor import Kind
 from ..pulse import COLLECTIVE_CODE, OWN_CODE, Phase, Pulse
 from .trace import Event
 
-_ENTERS = {"stats", "bucket", "gate"}
+_ENTERS = {"stats", "bucket", "gate", "gather"}
 _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid"}
 
 

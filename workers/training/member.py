@@ -326,7 +326,8 @@ class Member:
         the step before it. Nobody ends who is alone, has been told to stop, or is done."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
-                and self.axes.dp > 1 and self.step_version % num_members == self.communicators.place
+                and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
+                and self.step_version % num_members == self.communicators.place
                 and self.control.is_worn):
             self.control.end_worn()
 

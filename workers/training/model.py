@@ -52,6 +52,8 @@ class Trainee:
     positions: Tensor
     pieces: Any = None
     """What pieces.py has found of it, once: it cannot be asked while no generation is up."""
+    is_gathered: bool = True
+    """Else it has stepped its shard, and of the parameters only what it has stepped is right."""
 
     @property
     def num_parts(self) -> int:
@@ -62,6 +64,11 @@ class Trainee:
     def is_plain(self) -> bool:
         """Whether it is a whole replica, with the whole optimizer."""
         return whole_on_each(self.axes, self.train.parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it steps but a shard of its parameters (Megatron's distributed optimizer)."""
+        return self.train.parallel.optimizer != "whole"
 
     @property
     def at(self) -> Coordinates:
@@ -114,9 +121,16 @@ class Trainee:
             for group in part.param_groups:
                 for main in group["params"]:
                     main.data, main.grad = main.data.new_empty(0), None
+        for part in chained(self.optimizer):
+            for group in getattr(part, "shard_float16_groups", ()):
+                for shard in group:
+                    shard.data = shard.data.new_empty(0)
         for _, param in self.named_parameters():
             param.data = param.data.new_empty(0)
             param.grad = param.main_grad = None
+        for bucket_group in self.bucket_groups:
+            bucket_group.cached_param_buffer_shard_list = []
+            bucket_group.cached_grad_buffer_shard_list = []
         for buffer in self.buffers:
             buffer.grad_data = buffer.param_data = None
             for bucket in buffer.buckets:

@@ -125,6 +125,9 @@ class OwnWork:
         return OwnTrainee(train, device, draw, axes, place, modules, ddps, optimizer, scheduler,
                           torch.empty(0), call=self._forward)
 
+    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+        return self.build(device, groups, Axes(), 0)
+
 
 def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train) -> None:
     """Raises Unfit for what cannot be kept, redone or handed over exactly."""

@@ -66,6 +66,24 @@ def of(trainee: Trainee) -> State:
     return found
 
 
+def stepped(trainee: Trainee) -> State:
+    """Of a trainee that is not gathered: what it has of the state after its step."""
+    found: State = {}
+    params: dict[str, list[Piece]] = {}
+    for piece, tensor in trainee.pieces.items():
+        kind, _, key = piece.key.partition(".")
+        if kind == "model":
+            params.setdefault(key, []).append(piece)
+        else:
+            found[piece] = tensor
+    moment = f"optimizer.{MOMENTS[0]}."
+    for own in [piece for piece in found if piece.key.startswith(moment)]:
+        for param in params[own.key.removeprefix(moment)]:
+            if (box := intersection(param.box, own.box)) is not None:
+                found[param._replace(box=box)] = cut(trainee.pieces[param], param.box, box)
+    return found
+
+
 def of_whole(tensors: Mapping[str, Tensor]) -> State:
     """Pieces of tensors that are whole, each by the name of its key."""
     return {whole(Piece(key, kind_of(tensor, tuple(tensor.shape)), Box((), ()))): tensor
@@ -159,8 +177,9 @@ def _optimized(trainee: Trainee) -> Iterator[tuple[Any, int, Tensor, dict[str, T
     states = {id(main): found for part in parts(trainee.optimizer)
               for main, found in part.state.items()}
     owned, own = shards(trainee.optimizer), ranges(trainee.optimizer)
-    is_whole = trainee.train.parallel.optimizer == "whole"
     for _, param in trainee.named_parameters():
-        main = getattr(param, "main_param", param) if is_whole else owned.get(id(param))
+        main = (owned.get(id(param)) if trainee.is_sharded else
+                getattr(param, "main_param", param))
         if main is not None:
-            yield param, 0 if is_whole else own[id(param)].start, main, states[id(main)]
+            begin = own[id(param)].start if trainee.is_sharded else 0
+            yield param, begin, main, states[id(main)]

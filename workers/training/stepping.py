@@ -56,6 +56,7 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
     if norm_square is not None:
         _hand_over(trainee, math.sqrt(norm_square) / divisor)
     stepped: bool = trainee.optimizer.step()[0]
+    trainee.is_gathered = not stepped or trainee.axes.dp == 1 or not trainee.is_sharded
     note("schedule")
     if stepped:
         trainee.scheduler.step(trainee.train.batch.global_)
@@ -71,9 +72,8 @@ def gather(trainee: Trainee) -> None:
 
     Waits for them. Raises RuntimeError; each has stepped its own by then, and it can be repeated.
     """
-    if trainee.train.parallel.optimizer != "whole":
-        for ddp in trainee.ddps:
-            ddp.start_param_sync(force_dispatch=True)
+    for ddp in trainee.ddps:
+        ddp.start_param_sync(force_dispatch=True)
 
 
 def _hand_over(trainee: Trainee, scaled_norm: float) -> None:
@@ -86,7 +86,7 @@ def _hand_over(trainee: Trainee, scaled_norm: float) -> None:
 def _counted(trainee: Trainee) -> Iterator[Tensor]:
     """The gradients that are this member's to count, as Megatron chooses them for its norm."""
     owned = ranges(trainee.optimizer)
-    shards = trainee.train.parallel.optimizer != "whole"
+    shards = trainee.is_sharded
     if trainee.at.dp and not shards:
         return
     for _, param in trainee.named_parameters():

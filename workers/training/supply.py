@@ -89,7 +89,8 @@ class Supply:
         else:
             takers = self._takers(axes, settlement, claims)
             source = self._held(settlement, place)
-        trainee = self._fitting(axes, place, anew=step_version == 0 and self._is_spoilt)
+        is_spoilt = self._is_spoilt or self._iteration.step_version > 0
+        trainee = self._fitting(axes, place, anew=step_version == 0 and is_spoilt)
         told, taken = None, tuple[Taken, ...]()
         try:
             if takers and step_version:
@@ -140,11 +141,17 @@ class Supply:
         return staged or self._iteration.trainee
 
     def _takers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
-        """Places of those who do not have their own part of what was settled on."""
+        """Places of those who do not have all of their own part of what was settled on."""
         optimizer = self._train.parallel.optimizer
-        return [place for place in range(num_places(axes)) if place not in settlement.holders
-                or not _same_part(claims[place].held, Held(axes=axes, optimizer=optimizer,
-                                                           place=place))]
+
+        def has(place: int) -> bool:
+            share, claim = settlement.shares[place], claims[place]
+            # Who steps at a settlement has its shard alone.
+            is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
+            return is_gathered and place in settlement.holders and _same_part(
+                claim.held, Held(axes=axes, optimizer=optimizer, place=place))
+
+        return [place for place in range(num_places(axes)) if not has(place)]
 
     def _fitting(self, axes: Axes, place: int, *, anew: bool) -> Trainee:
         """What this member is to train: what it has, where that is the same part, else a new one.
@@ -168,7 +175,9 @@ class Supply:
                   ) -> tuple[state.Numbers | None, tuple[Taken, ...]]:
         """Give and take what is wanted; what is taken is in force in `target` with its numbers."""
         mine = self._iteration
-        in_place = target is not mine.trainee or mine.step_version == NO_STATE
+        # What it overwrites is worth nothing, or what it has itself.
+        in_place = (target is not mine.trainee or target is source
+                    or mine.step_version == NO_STATE)
         self._is_spoilt = self._is_spoilt or (in_place and target is mine.trainee)
         told = state.numbers(source, step_version, mine.history) if source else None
         found = self._run(source, target, told, [member.node for member in order.members],
@@ -176,6 +185,7 @@ class Supply:
         if target is None or self._communicators.woken:
             return None, ()
         found.put_in_force()
+        target.is_gathered = True
         return found.told, tuple(
             Taken(order.members[giver].rank, order.members[giver].node, taken_bytes)
             for giver, taken_bytes in found.taken.items())
@@ -183,7 +193,9 @@ class Supply:
     def _run(self, source: Trainee | None, target: Trainee | None, told: state.Numbers | None,
              nodes: Sequence[str], step_version: int, holders: Sequence[int], *, staged: bool
              ) -> Exchanged:
-        have = seen(source).pieces if source is not None else {}
+        have: pieces.State = {}
+        if source is not None:
+            have = seen(source).pieces if source.is_gathered else pieces.stepped(seen(source))
         try:
             return exchange(
                 have, seen(target).pieces if target is not None else have, told,
@@ -222,6 +234,7 @@ class Supply:
         step_version = state.adopt(trainee, told, history) if told is not None else 0
         if trainee is self._staged:
             self._staged = None
+        if iteration.step_version == step_version:
             iteration.carry_on_with(trainee)
         else:
             iteration.train_with(trainee)
@@ -283,7 +296,7 @@ class Supply:
             return mine
         if self._whole is None:
             alone = self._communicators.alone()
-            self._whole = seen(self._work.build(mine.device, alone, Axes(), 0))
+            self._whole = seen(self._work.build_whole(mine.device, alone))
             self._communicators.unbind(self._whole.roots)
         return self._whole
 

@@ -33,8 +33,9 @@ from typing import Any, Literal, NoReturn, Protocol
 Event = Literal[
     "start", "ready", "meet", "settle", "give", "receive",
     "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
-    "reduce", "stats", "bucket", "bucket_done", "reduced", "gate", "gathered",
+    "reduce", "stats", "bucket", "bucket_done", "reduced", "gate",
     "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
+    "gather",
     "copy", "copy_mid", "copied", "save", "saving", "save_mid", "saved",
 ]
 HOLD_S = 0.002

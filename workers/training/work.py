@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from ...events.model_spec import Axes
+from ...events.parallel import Parallel
 from ...events.spec import Train
 from . import model, text
 from .model import Trainee
@@ -42,6 +44,10 @@ class Work(Protocol):
         """What stands at a place of a layout, the same whoever builds it; nobody else is asked."""
         ...
 
+    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+        """A whole replica, which copies and checkpoints are of; `groups` are of one member."""
+        ...
+
 
 class House:
     """The GPT of a spec's `train:`."""
@@ -58,3 +64,6 @@ class House:
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
         return model.build(self.train, device, groups, axes, place)
+
+    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+        return model.build(replace(self.train, parallel=Parallel()), device, groups)
