@@ -1,4 +1,4 @@
-"""Tasks of several layouts on a running cluster: a rank is killed, the plan's next layout goes on."""
+"""Tasks of several layouts on a running cluster: one rank is killed, the next layout goes on."""
 
 from __future__ import annotations
 
