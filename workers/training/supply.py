@@ -97,7 +97,9 @@ class Supply:
                 told, taken = self._exchange(order, step_version, holders, source,
                                              trainee if place in takers else None)
             if told is None and step_version and trainee is not self._iteration.trainee:
-                told = self._copy(trainee)  # a pass that waits on holds the old one
+                # What was restored, or its own: a pass that waits on holds the old one.
+                told = self._copy(
+                    trainee, source if restored is not SEED else None, step_version)
             if not self._communicators.woken:
                 self._keep(trainee, told, step_version)
         finally:
@@ -205,13 +207,16 @@ class Supply:
             # All find this alike: who held it a moment ago is refused by its peers.
             raise RuntimeError(str(missing)) from None
 
-    def _copy(self, trainee: Trainee) -> state.Numbers:
-        """This member's own state, in the memory of `trainee`, which is for the same part."""
+    def _copy(self, trainee: Trainee, found: Trainee | None, step_version: int
+              ) -> state.Numbers:
+        """What it has `found`, else this member's own state, in the memory of `trainee`, which is
+        for the same part."""
         iteration = self._iteration
-        live = state.tensors(iteration.trainee)
+        source = found or iteration.trainee
+        live = state.tensors(source)
         for name, tensor in state.tensors(trainee).items():
             tensor.copy_(live[name])
-        return state.numbers(iteration.trainee, iteration.step_version, iteration.history)
+        return state.numbers(source, step_version, iteration.history)
 
     def _keep(self, trainee: Trainee, told: state.Numbers | None, step_version: int) -> None:
         """From here on it is this member's state, also if the rest of the meeting comes to nothing:
