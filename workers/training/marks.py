@@ -15,8 +15,8 @@ from ..monitor import Kind
 from ..pulse import COLLECTIVE_CODE, OWN_CODE, Phase, Pulse
 from .trace import Event
 
-_ENTERS = {"stats", "bucket", "gate", "gather"}
-_PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid"}
+_ENTERS = {"stats", "bucket", "embedding", "gate", "gather"}
+_PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage"}
 
 
 class Marks:

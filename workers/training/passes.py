@@ -21,8 +21,8 @@ PADDING = -1
 """A micro-batch of no tokens: it adds zeros."""
 Sample = Callable[[int], Tensor]
 """A micro-batch's tokens [rows, sequence + 1], by its number."""
-Note = Callable[[Literal["forward", "backward"], int], None]
-"""Tells that a pass of a micro-batch begins."""
+Note = Callable[[Literal["forward", "backward", "stage"], int], None]
+"""Tells that a pass of a micro-batch begins, or that a stage turns to another."""
 
 
 def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
@@ -74,9 +74,21 @@ def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], s
         data_iterator=[iter(items) for _ in trainee.ddps] if several else iter(items),
         model=trainee.ddps, num_microbatches=len(items), seq_length=train.model.sequence,
         micro_batch_size=train.batch.micro, forward_only=False,
-        p2p_communicator=P2PCommunicator(groups.pp, config), pg_collection=groups,
+        p2p_communicator=_Stages(groups.pp, config, note), pg_collection=groups,
     )
     return told
+
+
+class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
+    """Megatron's sends and receives between stages, told of as each begins."""
+
+    def __init__(self, group: Any, config: Any, note: Note) -> None:
+        super().__init__(group, config)
+        self._note = note
+
+    def _communicate(self, **asked: Any) -> Any:
+        self._note("stage", PADDING)
+        return super()._communicate(**asked)
 
 
 def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items: Iterator[int],

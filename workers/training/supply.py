@@ -132,6 +132,7 @@ class Supply:
     def commit(self) -> None:
         """All members have their parts: what is staged is in force from here on, or of no use."""
         if self._staged is not None and self._is_next:
+            self._note("commit")
             self._take_over(self._staged, self._staged_told)
         self._drop_staged()
 
@@ -230,6 +231,7 @@ class Supply:
             self._drop_staged()
             self._staged, self._staged_told, self._is_next = trainee, told, True
             self._staged_in = self._communicators.generation
+            self._note("staged")
         else:
             self._take_over(trainee, told)
 

@@ -10,6 +10,12 @@ is launched: in the middle of that backward, with its micro-batch's number, or a
 first iteration and where nothing was left to run. `bucket_done` comes after the backward, as each
 is seen whole, in order, and `reduced` when all are. Without overlap there is one bucket.
 
+Where a replica is several ranks: `tensor` comes before a layer's last part is computed, which its
+tensor-parallel ranks then add up, `stage` before a stage sends to another or waits for what it
+sends, `embedding` before the gradients of a tied embedding's two copies are added up. All that a
+rank in the `gate` has come out of it is `passed`. A rank that has its part of another layout says
+`staged`, and `commit` before it puts that in force.
+
 A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
 `hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
 they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
@@ -32,8 +38,9 @@ from typing import Any, Literal, NoReturn, Protocol
 
 Event = Literal[
     "start", "ready", "meet", "settle", "give", "receive",
-    "micro_batch", "forward", "forward_mid", "backward", "backward_mid",
-    "reduce", "stats", "bucket", "bucket_done", "reduced", "gate",
+    "micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage",
+    "reduce", "stats", "bucket", "bucket_done", "embedding", "reduced", "gate", "passed",
+    "staged", "commit",
     "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
     "gather",
     "copy", "copy_mid", "copied", "save", "saving", "save_mid", "saved",

@@ -39,9 +39,15 @@ class Watched:
             _around(scaler, "update", lambda: note("scaler"))
         _around(optimizer, "get_grad_norm", lambda: note("norm"), lambda: note("clip"))
         _around(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
+        for module in {trainee.modules[0], trainee.modules[-1]} if trainee.axes.pp > 1 else ():
+            if getattr(module, "share_embeddings_and_output_weights", False):
+                _around(module, "shared_embedding_or_output_weight", self._embedding)
         if closely:
             layers = trainee.modules[0].decoder.layers
-            layers[len(layers) // 2].register_forward_hook(self._middle)
+            middle = layers[len(layers) // 2]
+            middle.register_forward_hook(self._middle)
+            if trainee.axes.tp > 1:
+                middle.mlp.linear_fc2.register_forward_pre_hook(self._tensor)
             for part in parts(optimizer):
                 # AdamW begins each of its groups of parameters with this.
                 _around(part, "_init_group",
@@ -55,7 +61,11 @@ class Watched:
         """
         self._mine.complete = complete
         self._mine.goes_on = goes_on
-        yield
+        self._mine.is_in = True
+        try:
+            yield
+        finally:
+            self._mine.is_in = False
 
     def _enter(self, bucket: int) -> None:
         self._note("bucket", bucket)
@@ -67,9 +77,18 @@ class Watched:
         self._mine.goes_on()
         self._mine.complete[-1] = True
 
+    def _embedding(self) -> None:
+        """Megatron asks for the tied weight whose two gradients it then adds up; passes ask too."""
+        if getattr(self._mine, "is_in", False):
+            self._note("embedding")
+            self._mine.goes_on()
+
     def _begin_group(self, turns: Iterator[int]) -> None:
         if next(turns):  # the groups before this one have been stepped
             self._note("step_mid")
+
+    def _tensor(self, module: Any, given: Any) -> None:
+        self._note("tensor")
 
     def _middle(self, module: Any, given: Any, made: Any) -> None:
         self._note("forward_mid")
