@@ -1,7 +1,7 @@
 """Every cell of the fault matrix: at which point, which fault, under which variant of training.
 
-Not the whole product. Every point meets every fault on the base variant (a point that only one
-variant has, on that one), and every point meets SIGKILL on every other variant.
+Not the whole product. Every point meets every fault on the base variant (a point that only some
+variants have, on the first of them), and every point meets SIGKILL on every other variant.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
+from unicron.events.model_spec import Axes
 from unicron.events.spec import Train
 from unicron.workers.training.trace import Event
 
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready", "receive",
-                "joined", "beside"]
+                "joined", "beside", "passed"]
 """How a point is come to, see scenes.py."""
 
-RANKS = (0, 1, 2, 3)
 NEWCOMER = 4
 ITERATIONS = 8
 STRUCK = 3
@@ -35,19 +35,38 @@ that three survivors of four are dealt 3, 3 and 2."""
 
 
 class Variant(NamedTuple):
-    """What its spec has that the base's has not, within `train`."""
+    """What its spec has that the base's has not, within `train`; and its layouts.
+
+    It trains in `axes` until it is struck, then in that of `after` for as many as are left, else
+    data-parallel. There may be more left than it has places: those with an intact replica go first.
+    """
 
     name: str
     train: dict[str, Any]
+    axes: Axes = Axes(dp=4)
+    after: dict[int, Axes] = {}  # noqa: RUF012
+
+    @property
+    def is_plain(self) -> bool:
+        return "parallel" not in self.train
+
+    @property
+    def loses(self) -> bool:
+        """Whether what it loses with a rank nobody else has: then it goes back to a copy."""
+        return self.axes.dp == 1
+
+    def left(self, num_ranks: int) -> Axes:
+        """How so few go on."""
+        return self.after.get(num_ranks, Axes(dp=num_ranks))
 
 
 class Point(NamedTuple):
     """Where in the life of a task a fault strikes: the rank `victim` begins `event`.
 
     `nth` is which of the victim's own micro-batches; -1: none. `mate` is the second victim, who
-    is struck at the point too if all ranks come to it, else wherever it is then. `only` is the
-    one variant that has this point. `train` is added to the spec. `skips`: found-inf says that the
-    struck iteration takes no step.
+    is struck at the point too if all ranks come to it, else wherever it is then. `only` are the
+    variants that have this point, if not all do. `train` is added to the spec. `skips`: found-inf
+    says that the struck iteration takes no step.
     """
 
     name: str
@@ -58,13 +77,21 @@ class Point(NamedTuple):
     nth: int = -1
     bucket: int = -1
     all_come: bool = True
-    only: str = ""
+    only: tuple[str, ...] = ()
     train: dict[str, Any] = {}  # noqa: RUF012
     skips: bool = False
     absent: str = ""
 
+    @property
+    def home(self) -> str:
+        """The variant on which it meets every fault."""
+        return self.only[0] if self.only else BASE.name
 
-SINGLE = "a task is data-parallel: this is between pipeline or tensor ranks"
+
+PARTS = "Megatron adds these up in sequence parallelism alone, which support.py refuses on the CPU"
+TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2")
+PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2")
+LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED)))
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
@@ -78,19 +105,24 @@ POINTS = (
     Point("inside forward", event="forward_mid", nth=1),
     Point("before a backward", event="backward", nth=1),
     Point("inside backward", event="backward_mid", nth=1),
+    Point("between tensor-parallel ranks", event="tensor", only=TENSORED),
+    Point("between stages", event="stage", only=PIPELINED),
     Point("before the reduction"),
     Point("token count", event="stats"),
     Point("entering a bucket", event="bucket", bucket=0),
-    Point("entering the third bucket of four", event="bucket", bucket=2, only="overlapped"),
+    Point("entering the third bucket of four", event="bucket", bucket=2, only=("overlapped",)),
     Point("buckets whole on some ranks", "partial", "bucket_done", bucket=0),
-    Point("some buckets whole, on some ranks", "partly", "bucket", bucket=2, only="overlapped"),
-    Point("embedding gradients", absent=SINGLE),
-    Point("layer-norm gradients", absent=SINGLE),
+    Point("some buckets whole, on some ranks", "partly", "bucket", bucket=2, only=("overlapped",)),
+    Point("embedding gradients", event="embedding", victim=0, mate=1, only=PIPELINED),
+    Point("layer-norm gradients", absent=PARTS),
     Point("reduction whole", "step", "reduced"),
+    Point("entering the gate", "step", "gate", only=LAYOUTS),
+    Point("through the gate", "step", "passed", only=LAYOUTS),
+    Point("through the gate on some ranks", "passed", "scale", only=LAYOUTS),
     Point("scaling", "step", "scale"),
     Point("unscale, found-inf", "step", "unscale"),
-    Point("scaler update", "step", "scaler", only="fp16"),
-    Point("scaler update, step skipped", "step", "scaler", only="fp16", train=OVERFLOWS,
+    Point("scaler update", "step", "scaler", only=("fp16",)),
+    Point("scaler update, step skipped", "step", "scaler", only=("fp16",), train=OVERFLOWS,
           skips=True),
     Point("norm", "step", "norm"),
     Point("clip", "step", "clip"),
@@ -113,8 +145,15 @@ POINTS = (
           all_come=False),
     Point("join: newcomer ready", "ready", "ready", victim=NEWCOMER, all_come=False),
     Point("join: newcomer takes state", "receive", "receive", victim=NEWCOMER, all_come=False),
+    Point("join: staged by who was there", "receive", "staged", victim=0, mate=1, only=LAYOUTS),
+    Point("join: put in force", "joined", "commit", victim=0, mate=1, only=LAYOUTS),
     Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0),
 )
+TENSOR = {"parallel": {"tensor": [1, 2]}}
+PIPELINE = {"parallel": {"pipeline": [1, 2]}}
+CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers": 4}}
+BOTH = {"parallel": {"tensor": [1, 2], "pipeline": [1, 2]}}
+OFTEN = {"copy_every": 1}
 BASE = Variant("base", {})
 VARIANTS = (
     BASE,
@@ -126,7 +165,28 @@ VARIANTS = (
     Variant("dropout", {"model": {"dropout": 0.1}}),
     Variant("untied", {"model": {"tie_embeddings": False}}),
     Variant("even", {"batch": {"global": 24, "micro": 2}}),
+    Variant("tp2dp2", TENSOR, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
+    Variant("tp2dp2 to tp2", TENSOR, Axes(tp=2, dp=2), {3: Axes(tp=2), 2: Axes(tp=2)}),
+    Variant("pp2dp2", PIPELINE, Axes(pp=2, dp=2), {2: Axes(pp=2)}),
+    Variant("pp2dp2 to pp2", PIPELINE, Axes(pp=2, dp=2), {3: Axes(pp=2), 2: Axes(pp=2)}),
+    Variant("pp2dp2, 2 chunks", CHUNKS, Axes(pp=2, dp=2, chunks=2), {2: Axes(pp=2, chunks=2)}),
+    Variant("tp2", TENSOR, Axes(tp=2)),
+    Variant("pp2", PIPELINE, Axes(pp=2)),
+    Variant("tp2pp2", BOTH, Axes(tp=2, pp=2), {3: Axes(dp=3)}),
 )
+
+
+ONCE = {
+    "tp2dp2": "inside backward",
+    "tp2dp2 to tp2": "through the gate on some ranks",
+    "pp2dp2": "embedding gradients",
+    "pp2dp2 to pp2": "between stages",
+    "pp2dp2, 2 chunks": "inside the optimizer step",
+    "tp2": "between tensor-parallel ranks",
+    "pp2": "join: staged by who was there",
+    "tp2pp2": "join: put in force",
+}
+"""What `make test` strikes of each layout."""
 
 
 class Cell(NamedTuple):
@@ -144,24 +204,28 @@ class Cell(NamedTuple):
     def train(self) -> dict[str, Any]:
         """The `train` of its spec."""
         model = TRAIN["model"] | self.variant.train.get("model", {})
-        return TRAIN | self.variant.train | self.point.train | {"model": model}
+        often = OFTEN if self.variant.loses else {}
+        return TRAIN | self.variant.train | self.point.train | often | {"model": model}
 
 
 def cells() -> Iterator[Cell]:
     """All there are, those that cannot be run too."""
     for point in POINTS:
         for variant in VARIANTS:
-            home = variant.name == (point.only or BASE.name)
+            home = variant.name == point.home
             for fault in FAULTS if home else FAULTS[:1]:
                 yield Cell(point, fault, variant, _absent(point, variant))
 
 
 def once() -> Iterator[Cell]:
-    """Every point that the base has, once: the faults in turn."""
-    there = [cell for cell in cells() if cell.variant is BASE and not cell.absent]
-    for number, point in enumerate(dict.fromkeys(cell.point.name for cell in there)):
+    """Every point that the base has, once: the faults in turn. Then every layout once."""
+    there = [cell for cell in cells() if not cell.absent]
+    own = [cell for cell in there if cell.variant is BASE]
+    for number, point in enumerate(dict.fromkeys(cell.point.name for cell in own)):
         fault = FAULTS[number % len(FAULTS)]
-        yield next(cell for cell in there if (cell.point.name, cell.fault) == (point, fault))
+        yield next(cell for cell in own if (cell.point.name, cell.fault) == (point, fault))
+    for name, point in ONCE.items():
+        yield next(cell for cell in there if (cell.variant.name, cell.point.name) == (name, point))
 
 
 def _absent(point: Point, variant: Variant) -> str:
@@ -170,6 +234,6 @@ def _absent(point: Point, variant: Variant) -> str:
         return point.absent
     if unknown:
         return f"a job spec has no train.{unknown[0]}"
-    if point.only not in ("", variant.name):
-        return f"there is one in {point.only} alone"
+    if point.only and variant.name not in point.only:
+        return f"there is one in {', '.join(point.only)} alone"
     return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from rank_twin import Twin
+from unicron.events.places import coordinates, replica, shape
 from unicron.events.reports import CheckpointSaved, TaskProgressed
 from unicron.workers.training.reference import read
 
@@ -51,30 +53,70 @@ def _agreement(play: Play) -> Iterator[str]:
     settled = play.settled
     versions = {told.step_version for told in settled.values()}
     newest = max((claim.step_version for claim in play.claims.values()), default=0)
-    if versions != {max(newest, 0)}:
-        yield f"settled on steps {versions}, and had {newest}"
-    shares = sorted(item for told in settled.values() for item in (*told.kept, *told.todo))
+    wanted = play.copied or {max(newest, 0)}
+    if len(versions) != 1 or not versions <= wanted:
+        yield f"settled on steps {versions}, and had {wanted}"
+    replicas = [[settled[play.members[place]] for place in replica(play.axes, dp)]
+                for dp in range(play.axes.dp)]
+    for members in replicas:
+        if len({(told.kept, told.todo) for told in members}) != 1:
+            yield f"of one replica, and not to do the same: {members}"
+    shares = sorted(item for first, *_ in replicas for item in (*first.kept, *first.todo))
     if shares != list(range(_num(play))):
         yield f"their shares are {shares}"
-    for rank, claim in play.claims.items():
-        if claim.step_version == newest and settled[rank].kept != claim.micro_batches:
-            yield f"rank {rank} held {claim.micro_batches} and kept {settled[rank].kept}"
+    for rank, told in settled.items():
+        kept = _whole_sum(play, rank, newest) if not play.copied else ()
+        if kept is not None and told.kept != kept:
+            yield f"rank {rank} and its replica held {kept} and kept {told.kept}"
+
+
+def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
+    """What all of its replica had done of the iteration; nothing where another part had of it.
+
+    None: it does not say, for it has not yet taken the step that the others have.
+    """
+    if rank not in play.claims or play.claims[rank].step_version != newest:
+        return None
+    if rank not in play.struck or shape(play.struck_in) != shape(play.axes):
+        return ()
+    dp = coordinates(play.axes, play.members.index(rank)).dp
+    sums = set[tuple[int, ...]]()
+    for place in replica(play.axes, dp):
+        other, at = play.members[place], coordinates(play.axes, place)
+        if other not in play.struck or other not in play.claims:
+            return ()
+        was = coordinates(play.struck_in, play.struck.index(other))
+        claim = play.claims[other]
+        sums.add(claim.micro_batches if (was.tp, was.pp) == (at.tp, at.pp)
+                 and claim.step_version == newest else ())
+    return sums.pop() if len(sums) == 1 else ()
 
 
 def _work(play: Play) -> Iterator[str]:
-    """Forward calls. What was stepped with the victims, they did a part of; else none counts."""
+    """Forward passes: those that were stepped are of every micro-batch, by all of one replica.
+
+    Of what was interrupted only those after it count, and what was kept.
+    """
     (struck,) = {told.step_version for told in play.settled.values()}
-    calls = {rank: [(line["iteration"], line["micro_batch"]) for line in play.driver.trace(rank)
-                    if line["event"] == "forward"] for rank in (*play.members, *play.victims)}
+    now = play.driver.generation
+    traces = {rank: [line for line in play.driver.trace(rank) if line["event"] == "forward"]
+              for rank in {process.rank for process in play.driver.started}}
+    kept = {item for told in play.settled.values() for item in told.kept}
     for iteration in range(ITERATIONS):
-        who = calls if iteration < struck else play.survivors
-        done = sorted(item for rank in who for at, item in calls[rank] if at == iteration)
+        passes = Counter(
+            (line["micro_batch"], line["generation"]) for lines in traces.values() for line in lines
+            if line["iteration"] == iteration and (iteration < struck or line["generation"] == now))
+        done = sorted([item for item, _ in passes] + (list(kept) if iteration == struck else []))
         if done != list(range(_num(play))):
             yield f"iteration {iteration} was made of {done}"
-    for rank in play.survivors:
+        for (item, generation), num in passes.items():
+            axes = play.layouts[generation]
+            if num != axes.tp * axes.pp * axes.chunks:
+                yield f"micro-batch {item} of iteration {iteration}: {num} forward passes"
+    for rank in play.survivors if play.variant.is_plain else ():
         told = play.finished[rank].forward_calls
-        if told != len(calls[rank]):
-            yield f"rank {rank} counts {told} forward calls, its trace {len(calls[rank])}"
+        if told != len(traces[rank]):
+            yield f"rank {rank} counts {told} forward calls, its trace {len(traces[rank])}"
 
 
 def _skip(play: Play) -> Iterator[str]:
@@ -89,7 +131,9 @@ def _saves(play: Play) -> Iterator[str]:
     """Nothing is told of the checkpoint that was struck; the next one that is due is whole."""
     told = {(one.generation, one.step_version): one for one in play.driver.told(CheckpointSaved)}
     now = play.driver.generation
-    if set(told) != {(now, 2 * STRUCK), (now, ITERATIONS)}:
+    (settled,) = {one.step_version for one in play.settled.values()}
+    due = [at for at in (STRUCK, 2 * STRUCK, ITERATIONS) if at > settled]
+    if set(told) != {(now, at) for at in due}:
         yield f"checkpoints told: {sorted(told)}"
         return
     output = final(play).parent.parent

@@ -1,34 +1,64 @@
 """How each cell is played: real ranks come to the point, are struck there, and the rest heals.
 
 The driver plays the agents and the control plane, by the orders that these give. Nothing here is
-a race: who is to be struck, or to be late, is held where it is.
+a race: who is to be struck, or to be late, is held where it is. Where a replica is several ranks,
+the others of a replica that somebody is held in come only as far as they can without.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rank_driver import START_S, Driver
-from unicron.events.reports import Quiesced, RankErrored, RankFinished, RankReady, Reconfigured
+from unicron.control_plane.seating import order
+from unicron.control_plane.state import Held, Rank
+from unicron.events.model_spec import Axes
+from unicron.events.orders import Slot
+from unicron.events.places import coordinates, covers, num_places
+from unicron.events.reports import (
+    CopyKept,
+    Quiesced,
+    RankErrored,
+    RankFinished,
+    RankReady,
+    Reconfigured,
+)
 
-from .cells import NEWCOMER, RANKS, STRUCK, Cell
+from .cells import NEWCOMER, STRUCK, Cell
+from .copied import newest, steps
 
 LATE = 0
 """Who is late where some ranks are further than others."""
+BEFORE_GATE = ("reduced", "gate")
+"""Nobody comes through the gate while one member is held at these."""
+AFTER_STEP = ("give", "receive")
+"""In a meeting: who was in the gate has stepped as its peers have before it comes to these."""
 
 
 class Play:
-    """One cell's run. `claims` is what the survivors held, `settled` what they agreed on."""
+    """One cell's run. `claims` is what the survivors held, `settled` what they agreed on.
+
+    `members` are those of the newest generation, by place in `axes`; `trained` those of the last
+    that has trained, in `trained_in`; `struck`, in `struck_in`, those of the last that had before
+    the fault; `layouts` are those of all generations. `copied`: where the survivors lack a part of
+    the state, the steps of the newest copies.
+    """
 
     def __init__(self, driver: Driver, cell: Cell) -> None:
         self.driver, self.cell = driver, cell
-        self.point, self.fault = cell.point, cell.fault
+        self.point, self.fault, self.variant = cell.point, cell.fault, cell.variant
         self.victims = [self.point.victim]
         if self.fault in ("lost agent", "two at once", "two in turn"):
             self.victims.append(self.point.mate)
-        self.members = list(RANKS)
+        self.there = list(range(num_places(self.variant.axes)))
+        self.members: list[int] = []
+        self.trained: list[int] = []
+        self.struck: list[int] = []
+        self.axes = self.trained_in = self.struck_in = Axes()
+        self.layouts: dict[int, Axes] = {}
+        self.copied: set[int] = set()
         self.claims: dict[int, Quiesced] = {}
         self.settled: dict[int, Reconfigured] = {}
         self._at_point = self.victims[:1]
@@ -37,9 +67,11 @@ class Play:
         self.finished: dict[int, RankFinished] = {}
         self._armed: dict[int, int] = {}
         self._late: list[Path] = []
+        self._seat(self.variant.axes)
 
     @property
     def survivors(self) -> list[int]:
+        """Of the newest generation, by place."""
         return [rank for rank in self.members if rank not in self.victims]
 
     def run(self) -> None:
@@ -51,85 +83,111 @@ class Play:
     def _play_start(self) -> None:
         """Nobody is in a generation yet; the others begin without."""
         self._arm(dict.fromkeys(self._at_point, -1))
-        self.driver.launch(*RANKS)
+        self.driver.launch(*self.there)
         self._come()
         for rank in self._others:
             self.driver.processes[rank].ready = self.driver.wait(RankReady, rank, limit_s=START_S)
         self._strike()
         self._heal()
 
-    def _play_sum(self, others_in: int = STRUCK) -> None:
+    def _play_sum(self) -> None:
         """In an iteration; the others come as far as they can without."""
-        self.driver.start(*RANKS)
-        self._arm(dict.fromkeys(self._at_point, STRUCK))
-        self.driver.form(self.members)
-        self._come()
-        self._others_come("reduce", others_in)
+        self._begin_armed()
+        self._come_to(self._free, "reduce", STRUCK)
         self._strike()
         self._heal()
 
     def _play_beside(self) -> None:
         """While a thread of the victim's is at it, and all train; nobody leaves the iteration."""
-        self.driver.start(*RANKS)
-        late = self.driver.hold(RANKS[-1], "reduce", STRUCK)
+        last = self.there[-1]
+        self.driver.start(*self.there)
+        late = self.driver.hold(last, "reduce", STRUCK)
         self._arm(dict.fromkeys(self._at_point, STRUCK))
-        self.driver.form(self.members)
-        self.driver.held(RANKS[-1], STRUCK)
+        self._form()
+        self.driver.held(last, STRUCK)
         self._come()
-        self._others_come("reduce", STRUCK)
+        self._come_to(self._others, "reduce", STRUCK)
         self._strike()
         late.unlink()
         self._heal()
 
     def _play_step(self) -> None:
         """When the reduction is whole everywhere: the others step, and miss it in the next."""
-        self._play_sum(others_in=STRUCK + 1)
+        self._begin_armed()
+        self._step_without()
+        self._strike()
+        self._heal()
+
+    def _play_passed(self) -> None:
+        """When some have come out of the gate, and one that is late has not seen that all were in.
+        """
+        self._strike_late("passed", self._step_without)
 
     def _play_partial(self) -> None:
         """When the reduction is whole on some ranks, and on one that is late no bucket is."""
-        self._strike_late(lambda: self._others_come("reduce", STRUCK + 1))
+        def others_come() -> None:
+            if self.variant.is_plain:
+                self._come_to(self._free, "reduce", STRUCK + 1)
+                return
+            self._come_to(self._free, "gate", STRUCK)
+            waits_in = "embedding" if self.axes.pp > 1 else "gate"
+            self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
+                          STRUCK)
+
+        self._strike_late("bucket_done", others_come, bucket=0)
 
     def _play_partly(self) -> None:
         """When some buckets are whole on some ranks, none on one that is late, and nowhere all."""
-        self._strike_late(lambda: self._others_come("bucket_done", STRUCK, nth=self.point.bucket))
+        self._strike_late("bucket_done", lambda: self._come_to(
+            self._free, "bucket_done", STRUCK, nth=self.point.bucket), bucket=0)
 
-    def _strike_late(self, others_come: Callable[[], None]) -> None:
-        self.driver.start(*RANKS)
-        self._late = [self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0)]
-        self._arm(dict.fromkeys(self._at_point, STRUCK))
-        self.driver.form(self.members)
+    def _strike_late(self, event: str, others_come: Callable[[], None], **where: int) -> None:
+        self._late = [self.driver.hold(LATE, event, STRUCK, **where)]
+        self._begin_armed()
         self.driver.held(LATE, STRUCK)
-        self._come()
         others_come()
         self._strike()
         self._heal()
-        assert len({(told.step_version, told.buckets_reduced)
-                    for told in self.claims.values()}) > 1, "the survivors held the same"
+        assert len(self.claims) == 1 or len({(told.step_version, told.buckets_reduced)
+                                             for told in self.claims.values()}) > 1, \
+            "the survivors held the same"
 
     def _play_meeting(self) -> None:
-        """While a new generation is built of members of which one is a step behind."""
-        self.driver.start(*RANKS)
-        late = self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0)
-        self.driver.form(self.members)
+        """While a new generation is built of members of which one is a step behind.
+
+        Where there is a gate that one has entered it, so that it may still step; there the new
+        generation is in another layout, so that there is state to give.
+        """
+        self.driver.start(*self.there)
+        plain = self.variant.is_plain
+        late = (self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0) if plain
+                else self.driver.hold(LATE, "passed", STRUCK))
+        self._form()
         self.driver.held(LATE, STRUCK)
-        for rank in self.members:
-            if rank != LATE:
-                self.driver.strike(rank, iteration=STRUCK + 1, event="reduce")
+        others = [rank for rank in self.members if rank != LATE]
+        self._come_to(others, "done", STRUCK)
+        self._come_to([rank for rank in others if not self._is_with(rank, LATE)], "reduce",
+                      STRUCK + 1)
         held = self.driver.quiesce(self.members, "now")
+        newest = max(told.step_version for told in held.values())
         assert {held[rank].step_version - held[LATE].step_version
                 for rank in self.members} == {0, 1}
         late.unlink()
-        self._arm({rank: held[rank].step_version for rank in self._at_point})
-        self.driver.reconfigure(self.members)
+        has_stepped = not plain and self.point.event in AFTER_STEP
+        self._arm({rank: newest if has_stepped else held[rank].step_version
+                   for rank in self._at_point})
+        if not plain:
+            self._seat(Axes(dp=len(self.there)))
+        self._meet()
         self._come()
         self._strike()
         self._heal()
 
     def _play_ready(self) -> None:
         """A newcomer that nobody has met yet."""
-        self.driver.start(*RANKS)
+        self.driver.start(*self.there)
         waits = self.driver.hold(LATE, "micro_batch", STRUCK)
-        self.settled = self.driver.form(self.members)
+        self.settled = self._form()
         self.driver.held(LATE, STRUCK)
         self._arm({NEWCOMER: -1})
         self.driver.launch(NEWCOMER)
@@ -142,10 +200,10 @@ class Play:
             self.driver.kill(NEWCOMER)
 
     def _play_receive(self) -> None:
-        """A newcomer that takes its state."""
-        self._newcomer_is_met()
-        self._arm({NEWCOMER: -1})
-        self.driver.reconfigure(self.members)
+        """A newcomer, or who is given another part of the model, takes its state."""
+        version = self._newcomer_is_met()
+        self._arm({rank: -1 if rank == NEWCOMER else version for rank in self._at_point})
+        self._meet()
         self._come()
         self._strike()
         self._heal()
@@ -154,30 +212,94 @@ class Play:
         """A newcomer in its first iteration."""
         version = self._newcomer_is_met()
         self._arm(dict.fromkeys(self._at_point, version))
-        self.driver.form(self.members)
+        self._form()
         self._come()
-        self._others_come("reduce", version)
+        self._come_to(self._free, "reduce", version)
         self._strike()
         self._heal()
 
     # --- their parts ----------------------------------------------------------------------------
+    def _begin_armed(self) -> None:
+        """All train, until those that are to be struck are where they are to be."""
+        self.driver.start(*self.there)
+        self._arm(dict.fromkeys(self._at_point, STRUCK))
+        self._form()
+        self._come()
+
+    def _step_without(self) -> None:
+        """The others step if they can, and come as far into the next iteration as they can."""
+        if not self.variant.is_plain and self.point.event in BEFORE_GATE:
+            self._come_to(self._others, "gate", STRUCK)
+            return
+        self._come_to(self._others, "done", STRUCK)
+        self._come_to(self._free, "reduce", STRUCK + 1)
+
     def _newcomer_is_met(self) -> int:
-        """All have left for a generation with a newcomer; the step that they have come to."""
-        self.driver.start(*RANKS)
+        """All have left for a generation with a newcomer; the step that they have come to.
+
+        It is in the variant's layout: without a newcomer they were one too few for that.
+        """
+        if not self.variant.is_plain:
+            self.there.pop()
+            self._seat(self.variant.left(len(self.there)))
+        self.driver.start(*self.there)
         waits = self.driver.hold(LATE, "micro_batch", STRUCK)
-        self.driver.form(self.members)
+        self._form()
         self.driver.held(LATE, STRUCK)
         self.driver.start(NEWCOMER)
         self.driver.ask_to_leave(self.members, "boundary")
         waits.unlink()
         (version,) = {told.step_version for told in self.driver.quiesced(self.members).values()}
-        self.members.append(NEWCOMER)
+        self.there.append(NEWCOMER)
+        self._seat(Axes(dp=len(self.there)) if self.variant.is_plain else self.variant.axes)
         return version
+
+    # --- generations ----------------------------------------------------------------------------
+    def _seat(self, axes: Axes) -> None:
+        """Who of those that are there is in the next generation, as the control plane has it."""
+        self.axes = axes
+        if self.variant.is_plain:
+            self.members = self.there[:]
+            return
+        held = {rank: Held(generation=1, axes=self.trained_in, place=place)
+                for place, rank in enumerate(self.trained)}
+        ranks = [Rank(rank=rank, attempt=1, slot=Slot("n1", rank), held=held.get(rank))
+                 for rank in self.there]
+        self.members = [rank.rank for rank in order(axes, ranks)[:num_places(axes)]]
+
+    def _meet(self) -> None:
+        copies = newest(self.driver) if self.copied else ()
+        generation = self.driver.reconfigure(
+            self.members, copies=copies, axes=None if self.variant.is_plain else self.axes)
+        self.layouts[generation] = self.axes
+
+    def _form(self) -> dict[int, Reconfigured]:
+        """A generation of who is seated, up and training."""
+        self._meet()
+        told = self.driver.reconfigured(self.members)
+        self.driver.resume(self.members)
+        self.trained, self.trained_in = self.members[:], self.axes
+        return told
+
+    def _is_with(self, one: int, other: int) -> bool:
+        """Whether these are of one replica."""
+        return len({coordinates(self.axes, self.members.index(rank)).dp
+                    for rank in (one, other)}) == 1
 
     @property
     def _others(self) -> list[int]:
-        return [rank for rank in self.members if rank not in self._at_point]
+        """Who is neither struck at the point nor late."""
+        return [rank for rank in self.members if rank not in self._at_point
+                and not (self._late and rank == LATE)]
 
+    @property
+    def _free(self) -> list[int]:
+        """The others whose replica is theirs."""
+        return [rank for rank in self._others
+                if not any(self._is_with(rank, held) for held in self.members
+                           if held not in self._others)]
+
+    # --- the fault ------------------------------------------------------------------------------
     def _arm(self, iterations: dict[int, int]) -> None:
         """Each of these is stopped at the point in that iteration."""
         for rank, iteration in iterations.items():
@@ -186,8 +308,10 @@ class Play:
 
     def _hold(self, rank: int, iteration: int, then: str = "wait") -> None:
         where = {}
-        if self.point.nth >= 0:
-            where["micro_batch"] = rank + self.point.nth * len(self.members)
+        # Where a replica is several ranks, the middle of a pass does not say of which micro-batch.
+        if self.point.nth >= 0 and (self.variant.is_plain or not self.point.event.endswith("_mid")):
+            dp = coordinates(self.axes, self.members.index(rank)).dp
+            where["micro_batch"] = dp + self.point.nth * self.axes.dp
         if self.point.bucket >= 0:
             where["bucket"] = self.point.bucket
         self.driver.hold(rank, self.point.event, iteration, then=then, **where)
@@ -197,14 +321,15 @@ class Play:
         for rank, iteration in self._armed.items():
             self.driver.held(rank, iteration)
 
-    def _others_come(self, event: str, iteration: int, nth: int = 1) -> None:
-        """Wait until all others begin this, but who is late."""
-        for rank in self._others:
-            if not (self._late and rank == LATE):
-                self.driver.strike(rank, iteration=iteration, event=event, nth=nth)
+    def _come_to(self, ranks: Iterable[int], event: str, iteration: int, nth: int = 1) -> None:
+        """Wait until all of these begin this."""
+        for rank in ranks:
+            self.driver.strike(rank, iteration=iteration, event=event, nth=nth)
 
     def _strike(self) -> None:
         victim = self.victims[0]
+        if self.variant.loses and self.driver.generation:
+            self.driver.wait(CopyKept, self.trained[0])
         if self.fault == "lost agent":
             self.driver.lose_agents(*self.victims)
         elif self.fault == "exception":
@@ -225,18 +350,30 @@ class Play:
         """As the control plane has it done: leave, end who is stopped, meet, settle, go on."""
         driver, victim = self.driver, self.victims[0]
         left = [rank for rank in self.members if rank in driver.processes and rank != victim]
+        self.there = [rank for rank in self.there if rank in driver.processes and rank != victim]
         if driver.generation:
             self.claims = driver.quiesce(left, "now")
         for file in self._late:
             file.unlink()
         if self.fault == "SIGSTOP":
             driver.kill(victim)
+        self.struck, self.struck_in = self.trained, self.trained_in
+        left_places = [place for place, rank in enumerate(self.struck) if rank in self.there]
+        if self.struck and not covers(self.struck_in, "whole", left_places):
+            self.copied = steps(driver)
+        self._seat(self.variant.left(len(self.there)))
         if self.fault == "two in turn":
-            mate = self.point.mate
-            version = self.claims[mate].step_version if mate in self.claims else -1
-            driver.hold(mate, "meet", version)
-            driver.reconfigure(left)
-            driver.held(mate, version)
-            driver.kill(mate)
-            self.claims = driver.quiesce(self.survivors, "now")
-        self.settled = driver.form(self.survivors)
+            self._lose_another()
+        self.settled = self._form()
+
+    def _lose_another(self) -> None:
+        """While they meet."""
+        driver, mate = self.driver, self.point.mate
+        version = self.claims[mate].step_version if mate in self.claims else -1
+        driver.hold(mate, "meet", version)
+        self._meet()
+        driver.held(mate, version)
+        driver.kill(mate)
+        self.claims = driver.quiesce(self.survivors, "now")
+        self.there.remove(mate)
+        self._seat(self.variant.left(len(self.there)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cells import BASE, FAULTS, POINTS, VARIANTS
+from .cells import FAULTS, POINTS, VARIANTS
 from .trial import Verdict
 
 BLANK = "."
@@ -20,7 +20,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
     faults = [["", *FAULTS]]
     variants = [[f"{FAULTS[0]} of", *(variant.name for variant in VARIANTS)]]
     for point in points:
-        home = point.only or BASE.name
+        home = point.home
         faults.append([point.name, *(words.get((point.name, fault, home), BLANK)
                                      for fault in FAULTS)])
         variants.append([point.name, *(words.get((point.name, FAULTS[0], variant.name), BLANK)

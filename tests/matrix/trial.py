@@ -45,7 +45,7 @@ class Trials:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         driver = Driver(small_spec(folder / "out", **cell.train()), folder, self.nursery)
-        if "copy_every" in cell.point.train:
+        if "copy_every" in cell.train():
             driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
         twin = self.twin(cell)
         began_s = time.monotonic()
@@ -68,8 +68,8 @@ class Trials:
     def twin(self, cell: Cell) -> Twin:
         """Of what is trained alike, trained once."""
         what = cell.train()
-        for saves in ("checkpoint_every", "copy_every"):
-            what.pop(saves, None)
+        for apart in ("checkpoint_every", "copy_every", "parallel"):
+            what.pop(apart, None)
         key = json.dumps(what, sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"

@@ -1,0 +1,21 @@
+"""The copies that a task may go back to, as the control plane would name them."""
+
+from __future__ import annotations
+
+from keepers import named
+from rank_driver import TASK, Driver
+from unicron.events.orders import Copy
+from unicron.events.reports import CopyKept
+
+
+def newest(driver: Driver) -> tuple[Copy, ...]:
+    """Those that were told of, the newest first. A keeper gives a newer one if it has one."""
+    by_node = {one.keeper.node: one for one in driver.keepers}
+    told = sorted(driver.told(CopyKept), key=lambda kept: (-kept.step_version, kept.node))
+    return tuple(named(by_node[kept.node], kept) for kept in told)
+
+
+def steps(driver: Driver) -> set[int]:
+    """Of the newest that each keeper has."""
+    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers
+            if one.stored(TASK)}
