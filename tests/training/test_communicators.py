@@ -75,6 +75,7 @@ def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
         ours.up()
+        ours.bind()
         assert handles(roots, set()) == num_handles, "each is back in its role"
     ours.down(roots)
 

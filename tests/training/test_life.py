@@ -220,9 +220,9 @@ def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
 ABORTS = """
 from unicron.workers.training.communicators import Communicators
 right_up, right_wake = Communicators.up, Communicators.wake
-def up(self):
+def up(self, *given):
     self.backend = "gloo"
-    right_up(self)
+    right_up(self, *given)
     self.backend = "nccl"
 def wake(self):
     right_wake(self)
