@@ -24,7 +24,7 @@ from unicron.events.spec import Model, Optimizer, Train
 from unicron.workers.training import cpu, rank
 
 with cpu.uncompiled():
-    from unicron.workers.training import chunks, exchange, groups, model, pieces, state
+    from unicron.workers.training import chunks, exchange, groups, mirror, model, pieces, state
     from unicron.workers.training.boxes import Box, Missing
     from unicron.workers.training.handles import Handles
     from unicron.workers.training.history import History
@@ -152,7 +152,9 @@ def _step(trainee: model.Trainee, held: pieces.State, step: int) -> None:
         param.main_grad.as_strided(tensor.shape, tensor.stride(),
                                    param.main_grad.storage_offset() + begin).copy_(
             pieces.cut(drawn, Box((0,) * len(shape), shape), piece.box))
-    assert trainee.optimizer.step()[0]
+    if trainee.mirror is not None:
+        mirror.follow(trainee.mirror, trainee.optimizer)
+    assert all(optimizer.step()[0] for optimizer in trainee.optimizers)
     trainee.scheduler.step(trainee.train.batch.global_)
     for ddp in trainee.ddps:
         if ddp.ddp_config.use_distributed_optimizer:

@@ -21,6 +21,9 @@ SHARDED = [Layout(Axes(dp=2), "sharded"), Layout(Axes(dp=3), "sharded"),
            Layout(Axes(tp=2, dp=2), "sharded"), Layout(Axes(dp=4)),
            Layout(Axes(pp=2, dp=2), "sharded"), Layout(Axes(tp=2, pp=2)),
            Layout(Axes(dp=4), "sharded")]
+MIRRORED = [Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=3), "mirrored"),
+            Layout(Axes(tp=2, dp=2), "mirrored"), Layout(Axes(dp=3), "sharded"),
+            Layout(Axes(dp=4), "mirrored")]
 
 
 def all_pairs(layouts: list[Layout]) -> list[Layout]:
@@ -40,7 +43,7 @@ def stops(path: list[Layout]) -> list[Stop]:
     """Now and then the members change places, and where there are replicas, one loses its all."""
     return [(path[0], 0, ())] + [
         (layout, int(number % 3 == 0), (number % last.axes.dp * last.axes.tp,)
-         if last.axes.dp > 1 and last.optimizer == "whole" else ())
+         if last.axes.dp > 1 and last.optimizer != "sharded" else ())
         for number, (last, layout) in enumerate(pairwise(path))]
 
 
@@ -57,6 +60,12 @@ def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_shards_of_the_optimizer_do_too(precision: Any) -> None:
     worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(SHARDED))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mirror_is_its_owner_bit_by_bit(precision: Any) -> None:
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision),
+               stops(MIRRORED))
 
 
 def test_a_gated_unit_keeps_its_halves_apart() -> None:

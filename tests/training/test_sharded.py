@@ -41,6 +41,14 @@ def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") 
     assert gap.param_rel < RELATIVE_MAX[precision]
 
 
+def stopped(driver: Any, held: int, iteration: int, ranks: list[int]) -> None:
+    """One is held in this iteration, and the others have passed all their micro-batches of it."""
+    driver.held(held, iteration)
+    for rank in ranks:
+        if rank != held:
+            driver.strike(rank, iteration=iteration, event="stats")
+
+
 def copied(driver: Any) -> tuple[Any, ...]:
     """The copy after EVERY iterations, as an order names it, as soon as a keeper has it."""
     (keeper,) = driver.keepers
@@ -65,7 +73,7 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
     driver = ready(drive, ranks, precision=precision)
     driver.form(ranks)
     hold = driver.hold(1, event, STRUCK)
-    driver.held(1, STRUCK)
+    stopped(driver, 1, STRUCK, ranks)
     driver.ask_to_leave(ranks, "now")
     driver.heard(*ranks)
     hold.unlink()
@@ -75,7 +83,7 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
     has_stepped = event in ("step_mid", "gather")
     assert {one.step_version for one in told.values()} == {STRUCK + has_stepped}
     assert {one.origin for one in told.values()} == {"peer" if has_stepped else "own"}
-    driver.held(1, STRUCK + 1)
+    stopped(driver, 1, STRUCK + 1, ranks)
     driver.ask_to_leave(ranks, "now")
     driver.heard(*ranks)
     hold.unlink()
@@ -112,3 +120,62 @@ def test_without_any_copy_it_begins_anew(drive: Drive, twin: Twins) -> None:
     (told,) = driver.form([0]).values()
     assert (told.origin, told.step_version) == ("seed", 0)
     finish(driver, [0], twin)
+
+
+MIRRORED = {"optimizer": "mirrored"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("event", ["backward", "gate", "step_mid", "gather"])
+def test_with_mirrors_a_lost_shard_costs_no_iteration(
+        drive: Drive, twin: Twins, precision: str, event: str) -> None:
+    """Twice: the second one is of the mirrors that were filled after the first."""
+    driver = ready(drive, [0, 1, 2, 3], parallel=MIRRORED, precision=precision)
+    ranks = [0, 1, 2, 3]
+    driver.form(ranks)
+    for struck, victim in ((2, 1), (STRUCK, 3)):
+        driver.hold(victim, event, struck)
+        stopped(driver, victim, struck, ranks)
+        driver.kill(victim)
+        ranks.remove(victim)
+        driver.quiesce(ranks, "now")
+        told = driver.form(ranks, axes=Axes(dp=len(ranks)))
+        has_stepped = event in ("step_mid", "gather")
+        assert {one.step_version for one in told.values()} == {struck + has_stepped}
+        assert any(one.kept for one in told.values()) == (not has_stepped)
+    finish(driver, ranks, twin, precision)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_mirror_is_there_of_each_tensor_parallel_part(
+        drive: Drive, twin: Twins, victim: int) -> None:
+    """The one who is left over is beside, and has what its own part's other member has lost."""
+    driver = ready(drive, [0, 1, 2, 3], parallel={**MIRRORED, "tensor": [1, 2]})
+    driver.form([0, 1, 2, 3], axes=Axes(tp=2, dp=2))
+    driver.hold(victim, "gather", 2)
+    driver.held(victim, 2)
+    driver.kill(victim)
+    left = [rank for rank in range(4) if rank != victim]
+    driver.quiesce(left, "now")
+    told = driver.form(left, axes=Axes(tp=2))
+    assert {one.step_version for one in told.values()} == {3}
+    driver.quiesce(left, "boundary")
+    driver.form(left, axes=Axes(dp=3))
+    finish(driver, left, twin)
+
+
+def test_a_shard_lost_with_its_mirror_sets_it_back_to_the_copy(drive: Drive, twin: Twins) -> None:
+    driver = drive(iterations=NUM_ITERATIONS, parallel=MIRRORED, copy_every=EVERY)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.start(0, 1, 2, 3)
+    driver.hold(1, "backward", STRUCK)
+    driver.form([0, 1, 2, 3])
+    driver.held(1, STRUCK)
+    copies = copied(driver)
+    driver.kill(1)
+    driver.kill(2)
+    driver.quiesce([0, 3], "now")
+    first, second = driver.form([0, 3], copies=copies).values()
+    assert (first.origin, first.step_version) == ("copy", EVERY)
+    assert (second.origin, second.step_version) == ("peer", EVERY)
+    finish(driver, [0, 3], twin)

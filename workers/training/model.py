@@ -9,6 +9,7 @@ import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ...events.places import Coordinates, coordinates
 from ...events.spec import Model, Train
 from .attention import CoreAttention
 from .draw import Draw, seed_of
+from .mirror import at_rank_before
 from .text import carries_loss
 from .weights import global_name, redraw
 
@@ -52,6 +54,8 @@ class Trainee:
     positions: Tensor
     pieces: Any = None
     """What pieces.py has found of it, once: it cannot be asked while no generation is up."""
+    mirror: Any = None
+    """The optimizer of the shard that it mirrors, if any."""
     is_gathered: bool = True
     """Else it has stepped its shard, and of the parameters only what it has stepped is right."""
 
@@ -78,7 +82,12 @@ class Trainee:
     @property
     def roots(self) -> Parts:
         """Where handles of communicators can hide."""
-        return (*self.ddps, self.optimizer, self.scheduler)
+        return (*self.ddps, *self.optimizers, self.scheduler)
+
+    @property
+    def optimizers(self) -> Parts:
+        """Its own, and that of the shard that it mirrors, if any."""
+        return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -112,16 +121,17 @@ class Trainee:
         """No gradients: an iteration begins."""
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def release(self) -> None:
         """It is of no use any more: give its memory back, whoever still holds it."""
-        for part in parts(self.optimizer):
+        for part in chain.from_iterable(map(parts, self.optimizers)):
             part.state.clear()
             for group in part.param_groups:
                 for main in group["params"]:
                     main.data, main.grad = main.data.new_empty(0), None
-        for part in chained(self.optimizer):
+        for part in chain.from_iterable(map(chained, self.optimizers)):
             for group in getattr(part, "shard_float16_groups", ()):
                 for shard in group:
                     shard.data = shard.data.new_empty(0)
@@ -188,9 +198,13 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
             for chunk, module in enumerate(modules)]
     optimizer = _optimizer(train, ddps, groups, shards=shards)
+    mirror = None
+    if train.parallel.optimizer == "mirrored" and axes.dp > 1:
+        with at_rank_before(ddps):
+            mirror = _optimizer(train, ddps, groups, shards=True)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
     return Trainee(train, device, draw, axes, place, modules, ddps, optimizer,
-                   _scheduler(train, optimizer), positions)
+                   _scheduler(train, optimizer), positions, mirror=mirror)
 
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,

@@ -57,12 +57,13 @@ def of(trainee: Trainee) -> State:
             locals_[id(tensor)] = local
             kind = "model" if isinstance(tensor, Parameter) else "buffer"
             _add(found, kind, tensor.data, 0, local)
-    for param, begin, main, moments in _optimized(trainee):
-        local = locals_[id(param)]
-        if main.dtype != param.dtype:
-            _add(found, "master", main.data, begin, local)
-        for moment in MOMENTS:
-            _add(found, f"optimizer.{moment}", moments[moment], begin, local)
+    for optimizer in trainee.optimizers:
+        for param, begin, main, moments in _optimized(trainee, optimizer):
+            local = locals_[id(param)]
+            if main.dtype != param.dtype:
+                _add(found, "master", main.data, begin, local)
+            for moment in MOMENTS:
+                _add(found, f"optimizer.{moment}", moments[moment], begin, local)
     return found
 
 
@@ -171,12 +172,13 @@ def cut(tensor: Tensor, held: Box, box: Box) -> Tensor:
     return tensor
 
 
-def _optimized(trainee: Trainee) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
+def _optimized(trainee: Trainee, optimizer: Any
+               ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
     """Each parameter that is stepped here, from which of its elements on, as what tensor of the
     optimizer, and with what moments."""
-    states = {id(main): found for part in parts(trainee.optimizer)
+    states = {id(main): found for part in parts(optimizer)
               for main, found in part.state.items()}
-    owned, own = shards(trainee.optimizer), ranges(trainee.optimizer)
+    owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():
         main = (owned.get(id(param)) if trainee.is_sharded else
                 getattr(param, "main_param", param))

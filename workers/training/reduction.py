@@ -251,7 +251,9 @@ class Reduction:
         self._marks.told()
         goes_on()
         with self._watched.reduction(complete, goes_on):
-            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
+            # Who mirrors a shard needs the gradients of two.
+            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups,
+                                 force_all_reduce=self._trainee.mirror is not None)
         if self._trainee.device.type == "cuda":
             self._marks.lands()  # there a collective's wait holds the stream, not the host
             torch.cuda.synchronize()

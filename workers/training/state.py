@@ -54,9 +54,9 @@ class Numbers(Struct, kw_only=True):
     step_s: list[float]
 
 
-def names(trainee: Trainee) -> dict[int, str]:
+def names(trainee: Trainee, optimizer: Any) -> dict[int, str]:
     """id of a parameter, as the optimizer has it -> its name, the same on every rank."""
-    owned = shards(trainee.optimizer)
+    owned = shards(optimizer)
     return {id(owned.get(id(param), getattr(param, "main_param", param))): name
             for name, param in trainee.named_parameters()}
 
@@ -75,9 +75,15 @@ def tensors(trainee: Trainee) -> dict[str, Tensor]:
             found[f"master.{name}"] = param.main_param.data
     for name, buffer in trainee.named_buffers():
         found[f"buffer.{name}"] = buffer
-    for name, moments in _moments(trainee):
+    for name, _, moments in _moments(trainee, trainee.optimizer):
         for moment in MOMENTS:
             found[f"optimizer.{moment}.{name}"] = moments[moment]
+    if trainee.mirror is not None:
+        for name, main, moments in _moments(trainee, trainee.mirror):
+            if trainee.train.precision != "fp32":
+                found[f"mirror.master.{name}"] = main.data
+            for moment in MOMENTS:
+                found[f"mirror.{moment}.{name}"] = moments[moment]
     return found
 
 
@@ -115,8 +121,9 @@ def check(trainee: Trainee, told: Numbers) -> None:
 def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
     """Take over the numbers; the step version. Raises ValueError before anything is changed."""
     check(trainee, told)
-    for _, moments in _moments(trainee):
-        moments["step"].fill_(told.adam_step)
+    for optimizer in trainee.optimizers:
+        for _, _, moments in _moments(trainee, optimizer):
+            moments["step"].fill_(told.adam_step)
     for scaler, scale in zip(_dynamic(trainee), told.loss_scales, strict=True):
         scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
     trainee.scheduler.num_steps = told.scheduled_samples
@@ -140,14 +147,16 @@ def _dynamic(trainee: Trainee) -> list[Any]:
 
 def _adam_step(trainee: Trainee) -> float:
     """All parameters have stepped together, so that one number is all of theirs."""
-    found = {float(moments["step"]) for _, moments in _moments(trainee)}
+    found = {float(moments["step"]) for optimizer in trainee.optimizers
+             for _, _, moments in _moments(trainee, optimizer)}
     assert len(found) == 1, f"parameters have stepped {sorted(found)} times"
     return found.pop()
 
 
-def _moments(trainee: Trainee) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    by_id = names(trainee)
-    for part in parts(trainee.optimizer):
+def _moments(trainee: Trainee, optimizer: Any) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    """Each parameter that this optimizer steps: its name, what is stepped, its moments."""
+    by_id = names(trainee, optimizer)
+    for part in parts(optimizer):
         for group in part.param_groups:
             for param in group["params"]:
-                yield by_id[id(param)], part.state[param]
+                yield by_id[id(param)], param, part.state[param]

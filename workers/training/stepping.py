@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from .mirror import follow
 from .model import Trainee, ranges, scalers
 from .trace import Event
 
@@ -55,6 +56,9 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
             gradient.fill_(math.inf)
     if norm_square is not None:
         _hand_over(trainee, math.sqrt(norm_square) / divisor)
+    if trainee.mirror is not None:
+        follow(trainee.mirror, trainee.optimizer)
+        trainee.mirror.step()
     stepped: bool = trainee.optimizer.step()[0]
     trainee.is_gathered = not stepped or trainee.axes.dp == 1 or not trainee.is_sharded
     note("schedule")
@@ -79,8 +83,9 @@ def gather(trainee: Trainee) -> None:
 def _hand_over(trainee: Trainee, scaled_norm: float) -> None:
     """Have Megatron clip by this norm, of gradients that still have the loss scale in them."""
     norm = scaled_norm / trainee.optimizer.get_loss_scale().item()
-    (part,) = trainee.optimizer.chained_optimizers
-    part.get_grad_norm = lambda: norm
+    for optimizer in trainee.optimizers:
+        (part,) = optimizer.chained_optimizers
+        part.get_grad_norm = lambda: norm
 
 
 def _counted(trainee: Trainee) -> Iterator[Tensor]:
