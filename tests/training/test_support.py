@@ -20,6 +20,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "context parallel": [{"config": {"context_parallel_size": 2}}],
     "experts": [{"config": {"num_moe_experts": 4}},
                 {"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
+    "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "overlapped reduction, other layouts": [
         {"ddp": {"overlap_grad_reduce": True}, "parallel": Parallel(tensor=(2,))},
         {"ddp": {"overlap_grad_reduce": True}, "parallel": Parallel(optimizer="sharded")}],
@@ -85,7 +86,7 @@ def test_what_does_not_heal_is_found(what: str, case: dict[str, Any]) -> None:
     {}, {"config": {"attention_dropout": 0.1, "hidden_dropout": 0.1}},
     {"ddp": {"overlap_grad_reduce": True}},
     {"ddp": {"use_distributed_optimizer": True}, "optimizer": {"use_distributed_optimizer": True},
-     "parallel": Parallel(optimizer="mirrored")},
+     "parallel": Parallel(optimizer="sharded")},
     {"config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
      "parallel": Parallel(tensor=(1, 2), pipeline=(1, 2))},
     {"config": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16,

@@ -135,8 +135,6 @@ def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train) -> 
         if not isinstance(ddp, DistributedDataParallel):
             raise Unfit(f"{type(ddp).__name__} is not megatron.core.distributed."
                         "DistributedDataParallel, whose buffers hold the local sum of gradients")
-    if train.parallel.optimizer == "mirrored":
-        raise Unfit("a mirror is the house's optimizer a second time, and theirs is built once")
     if train.parallel.pipeline != (1,):
         raise Unfit("a pipeline passes the house's own batches alone as yet")
     optimizers = model.chained(optimizer)
