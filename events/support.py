@@ -57,15 +57,17 @@ BY_BUILD = "`build` makes the part of each place; what is where comes from Megat
 
 ROWS: tuple[Row, ...] = (
     Row("tensor parallel",
-        _exact("who is left has all parts, or takes them; a change of the size splits them anew"),
+        _exact("who is left has all parts, or takes them; a change of the size splits them anew",
+               "tests/training/test_replicas.py"),
         _exact(BY_BUILD)),
     Row("pipeline parallel",
-        _exact("as tensor parallel; a schedule that was broken is redone"),
-        _exact(BY_BUILD)),
+        _exact("as tensor parallel; a schedule that was broken is redone",
+               "tests/training/test_replicas.py"),
+        _restart("passes through a pipeline take the batches of `train:` alone, as yet")),
     Row("interleaving",
         _exact("where the number of micro-batches does not fit Megatron's schedule, ones without "
-               "loss fill it up"),
-        _exact(BY_BUILD)),
+               "loss fill it up", "tests/training/test_points.py"),
+        _restart("as pipeline parallel")),
     Row("sequence parallel", NO_KEY,
         _exact("layer norms' gradients are added up over the tensor-parallel group in the "
                "reduction, which is redone as a whole; `build` leaves it out where tp is 1")),

@@ -38,8 +38,8 @@ def _any(found: Any, *names: str) -> bool:
 
 
 def _is_many(found: Any, name: str) -> bool:
-    num: int = getattr(found, name, 1)
-    return num > 1
+    num: int | None = getattr(found, name, 1)
+    return num is not None and num > 1
 
 
 def _parts(loop: Loop) -> list[Any]:
@@ -68,6 +68,11 @@ def _sums_in_16_bits(loop: Loop) -> bool:
 
 
 ASKED: Mapping[str, Callable[[Loop], bool]] = {
+    "pipeline parallel": lambda loop: (_is_many(loop.config, "pipeline_model_parallel_size")
+                                       or loop.parallel.pipeline != (1,)),
+    "interleaving": lambda loop: (
+        _is_many(loop.config, "virtual_pipeline_model_parallel_size")
+        or loop.parallel.chunks > 1),
     "context parallel": lambda loop: (_is_many(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
     "experts": lambda loop: (_is_many(loop.config, "expert_model_parallel_size")
