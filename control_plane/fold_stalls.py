@@ -73,11 +73,15 @@ def _member(task: Task | None, number: int, attempt: int, generation: int) -> Ra
 
 
 def passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Nobody stands in an iteration that is finished; `iteration` are. What was told late, of
-    earlier ones, says nothing of those that stand now."""
-    if task.stalls and any(stall.iteration < iteration for stall in task.stalls.values()):
+    """So many iterations are finished, for who told so.
+
+    Another may still stand at the end of the last of these: its collectives have ended for some
+    and not for all, or it hangs in a step of its own. That is told once and holds until the rank
+    says that it went on. In those before nobody stands: all have entered the next.
+    """
+    if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
-                       if stall.iteration >= iteration}
+                       if stall.iteration >= iteration - 1}
         await_hang(state, task, anew=True)
     for number in [one for one, crawl in task.crawls.items() if crawl.iteration < iteration]:
         del task.crawls[number]

@@ -103,18 +103,27 @@ def test_one_that_goes_on_ends_the_matter(d: Driver, rank: int) -> None:
     assert not d.state.incidents
 
 
-def test_progress_ends_the_matter_but_not_that_of_earlier_iterations(d: Driver) -> None:
+def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(d: Driver) -> None:
     task = d.running()
     hung(d, task, VICTIM)
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
                 collective=int(rank != VICTIM))
-    d.progress(task, 2)
-    assert d.steps[task] == 3
-    assert deadline(d, task) in d.state.deadlines, "the fourth is not finished"
+    d.progress(task, 3)
+    assert deadline(d, task) in d.state.deadlines, "the last of these may have an end for some only"
     d.progress(task)
-    assert not d.state.deadlines
     assert not task_of(d, task).stalls
+
+
+def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(d: Driver) -> None:
+    """Its iteration is told as done by one whose collective ended; it tells that it stands once."""
+    task = d.running()
+    stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
+    d.progress(task)
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=d.steps[task])
+    d.obey(d.due(deadline(d, task)))
+    assert the(o.IncidentOpened, d.log).ranks == (VICTIM,)
 
 
 def test_a_boundary_finds_it_too(d: Driver) -> None:
