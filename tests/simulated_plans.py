@@ -170,7 +170,9 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
             rate = rates.get(slots, 0.0)
             earned = times * _marginal(rate, state.policy.alpha)
             made = times * _utility(rate, state.policy.alpha)
-            lost = old * _stood_s(state, task, now, slots) if hurt or slots != now else 0.0
+            used = slots if slots == now else min(  # what is given beyond that idles
+                (size for size, other in rates.items() if other == rate), default=0)
+            lost = old * _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
             held = hurt or now == 0 or now not in rates or slots == now
             row.append(Option(slots, made - lost, earned, held,
                               now > 0 and not hurt and slots != now))
@@ -190,8 +192,8 @@ def _marginal(rate: float, alpha: float) -> float:
     return (rate / (RATE_FLOPS if alpha else 1.0))**(1 - alpha) if rate else 0.0
 
 
-def _stood_s(state: ClusterState, task: Task, now: int, slots: int) -> float:
-    """D_transition, from what the state keeps of this task's changes."""
+def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -> float:
+    """D_transition, from what the state keeps of this task's changes; of `slots`, `used` train."""
     def usual_s(kind: str) -> float:
         known = sorted(task.stood_s.get(kind, []))
         if len(known) < 3:
@@ -200,7 +202,7 @@ def _stood_s(state: ClusterState, task: Task, now: int, slots: int) -> float:
 
     train = task.spec.training
     before, after = (train_layouts.layout_within(train, num) if train is not None else None
-                     for num in (now, slots))
+                     for num in (now, used))
     reshapes = before is not None and after is not None and (
         (before.tp, before.pp, before.chunks) != (after.tp, after.pp, after.chunks))
     kind = ("reshape" if reshapes else

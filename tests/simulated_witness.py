@@ -154,14 +154,15 @@ class Witness:
             least_s = max(10 * crawl.normal_s, self.state.policy.hang_s_min)
             self._check(record, crawl.own_s >= least_s and crawl.iteration >= task.iteration,
                         "it may only be slow")
-        own = [number for number, stall in task.stalls.items() if stall.where == "own"]
+        stalls = {rank.rank: task.stalls[rank.rank] for rank in asked if rank.rank not in going}
+        own = [number for number, stall in stalls.items() if stall.where == "own"]
         self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
                     "who waits for others is blamed")
         if hang.kind == "silent":
             self._check(record, not own and all(task.ranks[x].slot.node in silent
                                                 for x in hang.ranks), "who is heard is blamed")
-        for stall in task.stalls.values() if hang.kind == "silent" else [
-                task.stalls[number] for number in hang.ranks if number not in going]:
+        for stall in stalls.values() if hang.kind == "silent" else [
+                stalls[number] for number in hang.ranks if number not in going]:
             least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
             self._check(record, record.at_s - stall.since_s >= least_s - 0.01, "too early")
         self.counts[f"hangs found: {hang.kind}"] += 1
