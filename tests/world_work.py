@@ -86,7 +86,8 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
         scale = trainee.optimizer.get_loss_scale().item()
         stepped = stepping.step(trainee, told[1].item(), lambda event: None,
                                 norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
-        stepping.gather(trainee)
+        if not trainee.is_gathered:
+            stepping.gather(trainee)
         losses.append(told[0].item() / divisor)
         norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
     end = {name: tensor.detach().float().numpy() for name, tensor in state.tensors(trainee).items()}
