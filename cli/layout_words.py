@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import convert
 
 from ..events.model_spec import Axes
-from ..events.places import briefly, coordinates, in_words, num_places
+from ..events.places import briefly, in_words, num_places, speaks
 
 Plain = dict[str, Any]
 
@@ -29,8 +29,8 @@ def layout_briefly(order: Plain) -> str:
 def speakers(order: Plain) -> set[int]:
     """Ranks that tell of micro-batches: the first of each replica; the others tell the same."""
     axes = _axes(order)
-    return {order["members"][place]["rank"] for place in range(num_places(axes))
-            if coordinates(axes, place)[:2] == (0, 0)}
+    return {member["rank"] for place, member in enumerate(order["members"])
+            if speaks(axes, place)}
 
 
 def _axes(order: Plain) -> Axes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..events.places import coordinates, covers, num_places
+from ..events import places
+from ..events.places import covers, num_places
 from .state import Held, Rank, Task
 
 
@@ -62,7 +63,4 @@ def is_beside(task: Task, rank: Rank) -> bool:
 
 def speaks(task: Task, rank: Rank) -> bool:
     """Whether the member tells of micro-batches: of a replica its first alone."""
-    if task.axes is None:
-        return True
-    place = place_of(task, rank)
-    return place < num_places(task.axes) and coordinates(task.axes, place)[:2] == (0, 0)
+    return task.axes is None or places.speaks(task.axes, place_of(task, rank))

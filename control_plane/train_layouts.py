@@ -11,12 +11,12 @@ from functools import lru_cache
 
 from ..events.loop import Loop
 from ..events.model_spec import Axes, MegatronModel
+from ..events.parallel import VOCABULARY
 from ..events.spec import Train
 from .layout_constants import constants_of
 from .layout_time import bubble, ending, parts
 from .layouts import Layout
 
-_VOCABULARY = 256
 _SPEEDS_NUM = 4096
 
 
@@ -25,7 +25,7 @@ def megatron_model(train: Train) -> MegatronModel:
     model = train.model
     return MegatronModel(
         num_layers=model.num_layers, hidden=model.hidden, num_heads=model.num_heads,
-        sequence=model.sequence, vocabulary=_VOCABULARY, tie_embeddings=model.tie_embeddings,
+        sequence=model.sequence, vocabulary=VOCABULARY, tie_embeddings=model.tie_embeddings,
         dropout=model.dropout, gpu="A100-80", global_batch=train.batch.global_,
         micro_batch=train.batch.micro, zero1=train.parallel.optimizer != "whole",
         overlap=train.overlap)

@@ -77,6 +77,11 @@ def mirror(axes: Axes, place: int) -> int:
     return place_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))
 
 
+def speaks(axes: Axes, place: int) -> bool:
+    """Whether the member at `place` tells of micro-batches: of a replica its first alone."""
+    return place < num_places(axes) and coordinates(axes, place)[:2] == (0, 0)
+
+
 def in_words(axes: Axes) -> str:
     """As a person would say it: `TP 2 x DP 2`."""
     sizes = [f"{name} {num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]

@@ -25,7 +25,7 @@ from unicron.workers.training import cpu, rank
 
 with cpu.uncompiled():
     from unicron.workers.training import chunks, exchange, groups, mirror, model, pieces, state
-    from unicron.workers.training.boxes import Box, Missing
+    from unicron.workers.training.boxes import Box, Missing, Piece
     from unicron.workers.training.handles import Handles
     from unicron.workers.training.history import History
 
@@ -61,7 +61,7 @@ class Walker:
         with self.up(Axes(dp=self.num_members)) as made:
             self.whole = self.build(Layout(Axes()), 0, made)
             _take_handles(self.whole, made)
-        self.expected = pieces.of_whole(state.tensors(self.whole))
+        self.expected = _pieces_of(state.tensors(self.whole))
         gc.freeze()  # what goes with a trainee is all that a collection has to look through
 
     @contextmanager
@@ -120,7 +120,7 @@ class Walker:
         gc.collect()
         return found.taken if holders else {}
 
-    def exchange(self, have: pieces.State, want: pieces.State | None, told: state.Numbers | None,
+    def exchange(self, have: pieces.State, want: pieces.State, told: state.Numbers | None,
                  holders: Collection[int], *, staged: bool = False) -> exchange.Exchanged:
         return exchange.exchange(have, want, told, step_version=self.step_version, holders=holders,
                                  nodes=["a"] * self.num_members, staged=staged)
@@ -144,7 +144,7 @@ def _step(trainee: model.Trainee, held: pieces.State, step: int) -> None:
         if piece.key not in params:
             continue
         param = params[piece.key]
-        shape = pieces.whole(piece).box.shape
+        shape = _whole(piece).box.shape
         generator = torch.Generator().manual_seed(int.from_bytes(
             hashlib.blake2b(f"{piece.key} {step}".encode(), digest_size=6).digest()))
         drawn = torch.randn(shape, generator=generator)
@@ -159,6 +159,18 @@ def _step(trainee: model.Trainee, held: pieces.State, step: int) -> None:
     for ddp in trainee.ddps:
         if ddp.ddp_config.use_distributed_optimizer:
             ddp.start_param_sync(force_sync=True)
+
+
+def _pieces_of(tensors: dict[str, torch.Tensor]) -> pieces.State:
+    """Each tensor, whole, by the name of its key."""
+    return {_whole(Piece(key, pieces.kind_of(tensor, tuple(tensor.shape)), Box((), ()))):
+            tensor for key, tensor in tensors.items()}
+
+
+def _whole(piece: Piece) -> Piece:
+    """The whole tensor that it is a piece of."""
+    shape = tuple(int(size) for size in piece.kind.partition(" ")[2].split("x") if size)
+    return piece._replace(box=Box((0,) * len(shape), shape))
 
 
 def _take_handles(trainee: model.Trainee, made: Any) -> None:
@@ -190,15 +202,16 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
     walker = Walker(number, train)
     walker.go(layout)
     with walker.up(layout.axes):
-        found = walker.exchange(walker.have, None if number == 0 else {}, walker.told,
-                                range(num_places(layout.axes)))
-        walker.check(found.got, "gathered")
+        want = {} if number else {piece: torch.empty_like(tensor)
+                                  for piece, tensor in walker.expected.items()}
+        walker.exchange(walker.have, want, walker.told, range(num_places(layout.axes)))
+        walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
-        told = walker.exchange(found.got, walker.have, walker.told if number == 0 else None, [0])
+        told = walker.exchange(want, walker.have, walker.told if number == 0 else None, [0])
         walker.check(walker.have, "given back")
         assert told.told.adam_step == 1
-    return sorted(piece.key for piece in found.got)
+    return sorted(piece.key for piece in want)
 
 
 def lose(number: int, train: Train, layout: Layout, lost: int) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from . import state
 from .boxes import Box, Missing, Move, Piece, plan
 from .chunks import CHUNK_BYTES, transfer, wire
 from .holding import NO_STATE
-from .pieces import State, cut, empty, whole
+from .pieces import State, cut
 
 LARGEST_NUM = CHUNK_BYTES // 4
 """Elements that move as one, at most: what is larger comes from several, where several have it."""
@@ -36,23 +36,22 @@ log = structlog.get_logger()
 
 
 class Exchanged(NamedTuple):
-    """What came: the numbers, `want` filled, and how many bytes from each place.
+    """What came: the numbers, and how many bytes from each place.
 
     `put_in_force` writes what was staged.
     """
 
     told: state.Numbers
-    got: State
     put_in_force: Callable[[], None]
     taken: dict[int, int]
 
 
 class Offer(Struct, frozen=True, array_like=True):
-    """What a member has, of which step, and what it wants: pieces, encoded. None: all, whole."""
+    """What a member has, of which step, and what it wants: pieces, encoded."""
 
     step_version: int
     have: bytes
-    want: bytes | None
+    want: bytes
     numbers_bytes: int
 
 
@@ -75,30 +74,28 @@ class _Side(NamedTuple):
     staged: list[tuple[Tensor, Tensor]]
 
 
-def exchange(have: State, want: State | None, told: state.Numbers | None, *, step_version: int,
+def exchange(have: State, want: State, told: state.Numbers | None, *, step_version: int,
              holders: Collection[int], nodes: Sequence[str], staged: bool,
              note: Note = lambda event: None, goes_on: Callable[[], bool] = lambda: True
              ) -> Exchanged:
     """Fill `want` with the state after `step_version` steps, which those at `holders` have.
 
     Every member of the world calls it, with the pieces that it has and its own numbers (`told`;
-    None: none of its state counts). `want` None is every tensor, whole, in memory of its own.
-    `nodes` by place. `staged`: `want` is in force, and stays what it is until `put_in_force`, at
-    the cost of as much memory as comes; else it is written at once. `goes_on` says whether this
-    exchange still matters: it is asked after each wait, before anything is written. Raises
-    boxes.Missing, on all members, where the holders have not all of it, and RuntimeError.
+    None: none of its state counts). `nodes` by place. `staged`: `want` is in force, and stays what
+    it is until `put_in_force`, at the cost of as much memory as comes; else it is written at once.
+    `goes_on` says whether this exchange still matters: it is asked after each wait, before anything
+    is written. Raises boxes.Missing, on all members, where the holders have not all of it, and
+    RuntimeError.
     """
     me = dist.get_rank()
     numbers = b"" if told is None else state.encode(told)
     offers = _meet(Offer(
         step_version=NO_STATE if told is None else told.step_version, have=_encoded(have),
-        want=None if want is None else _encoded(() if want is have else want),
+        want=_encoded(() if want is have else want),
         numbers_bytes=len(numbers)))
     held = [_decoded(offer.have) for offer in offers]
-    wanted = [_everything(held, holders) if offer.want is None else _decoded(offer.want)
-              for offer in offers]
-    into = {piece: empty(piece) for piece in wanted[me]} if want is None else want
-    targets = [] if want is have else list(into.values())
+    wanted = [_decoded(offer.want) for offer in offers]
+    targets = [] if want is have else list(want.values())
     givers = _givers(offers, held, wanted, step_version, holders)
     wanted = [pieces if offer.step_version == step_version else (*pieces, NUMBERS)
               for offer, pieces in zip(offers, wanted, strict=True)]
@@ -127,9 +124,9 @@ def exchange(have: State, want: State | None, told: state.Numbers | None, *, ste
 
     if told is None or told.step_version != step_version:
         told = _read(letter)
-    return Exchanged(told, into, put_in_force,
-                     {place: sum(tensor.nbytes for tensor in tensors if tensor is not letter)
-                      for place, tensors in sorted(side.take.items())})
+    return Exchanged(told, put_in_force, {
+        place: sum(tensor.nbytes for tensor in tensors if tensor is not letter)
+        for place, tensors in sorted(side.take.items())})
 
 
 def _meet(mine: Offer) -> list[Offer]:
@@ -149,11 +146,6 @@ def _agree(bad: Collection[int], num_members: int) -> set[int]:
     flags = torch.tensor([int(place in bad) for place in range(num_members)], device=wire())
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return {place for place, flag in enumerate(flags.tolist()) if flag}
-
-
-def _everything(held: Sequence[Sequence[Piece]], holders: Collection[int]) -> tuple[Piece, ...]:
-    """Each tensor that a holder has a piece of, whole."""
-    return tuple(dict.fromkeys(whole(piece) for place in sorted(holders) for piece in held[place]))
 
 
 def _givers(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],

@@ -6,14 +6,15 @@ Pure: what the members claim is all that counts. The rules are those of docs/ARC
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...events.model_spec import Axes
-from ...events.places import coordinates
+from ...events.parallel import Kept
+from ...events.places import coordinates, covers, place_of, shape
 
 NO_STATE = -1
 """Step version of a member that has only what it built from the seed."""
@@ -29,7 +30,7 @@ class Held(Struct, frozen=True, kw_only=True):
     """
 
     axes: Axes = Axes()
-    optimizer: Literal["whole", "sharded", "mirrored"] = "whole"
+    optimizer: Kept = "whole"
     place: int = 0
 
     @property
@@ -53,21 +54,11 @@ class Held(Struct, frozen=True, kw_only=True):
         """Into how many shards the optimizer of a part is split; 0: it is not."""
         return 0 if self.optimizer == "whole" else self.axes.dp
 
-    def pieces(self) -> Iterator[tuple[int, ...]]:
-        """What it has, of all()."""
-        at = coordinates(self.axes, self.place)
-        if self.optimizer == "whole":
-            yield at.tp, at.pp
-            return
-        yield at.tp, at.pp, at.dp
-        if self.optimizer == "mirrored":
-            yield at.tp, at.pp, (at.dp - 1) % self.axes.dp
-
-    def all(self) -> Iterator[tuple[int, ...]]:
-        """What members have to have between them, for the state to be whole."""
-        axes = self.axes
-        split = () if self.optimizer == "whole" else (range(axes.dp),)
-        yield from product(range(axes.tp), range(axes.pp), *split)
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Members for whom this is the same have the same pieces of the state."""
+        dp = coordinates(self.axes, self.place).dp if self.dp_of_shards else 0
+        return (*self.part_of_model, self.dp_of_shards, dp)
 
 
 class Claim(Struct, frozen=True, kw_only=True):
@@ -131,11 +122,6 @@ WHOLE = Held()
 NOBODY = Holding(NO_STATE, {}, ())
 
 
-def shape(axes: Axes) -> tuple[int, int, int]:
-    """What of a layout says how one replica is split."""
-    return axes.tp, axes.pp, axes.chunks
-
-
 def find(claims: Sequence[Claim], axes: Axes) -> Holding:
     """The highest step version whose state the members have whole, in one layout.
 
@@ -182,9 +168,14 @@ def _holders(claims: Sequence[Claim], version: int
 
 
 def _is_whole(holders: dict[int, Holder]) -> bool:
-    had = {piece for holder in holders.values() for piece in holder.held.pieces()}
-    first = next(iter(holders.values()))
-    return had.issuperset(first.held.all())
+    """Whether these have all of the state; where it is not split by dp, their dp may differ."""
+    held = [holder.held for holder in holders.values()]
+    axes, optimizer = held[0].axes, held[0].optimizer
+    if optimizer != "whole":
+        return covers(axes, optimizer, [one.place for one in held])
+    one_replica = replace(axes, dp=1)
+    return covers(one_replica, optimizer, [
+        place_of(one_replica, coordinates(one.axes, one.place)._replace(dp=0)) for one in held])
 
 
 def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> list[int]:

@@ -116,14 +116,13 @@ class Iteration:
         self.step_version = step_version
         self.owned, self.begun, self._gate = (), False, None
 
-    def go_through(self, settlement: Settlement, share: Share) -> bool:
+    def go_through(self, settlement: Settlement, share: Share) -> None:
         """Step as others have that came through the gate, where the settlement says so."""
         if share.steps:
             self._step(Gate(*settlement.gate))
             self.marks.pulse.finish()
         else:
             self._undo()
-        return share.steps
 
     def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
         """Go on from a settlement: keep the sum only if the settlement keeps it."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ...events.model_spec import Axes
-from ...events.places import coordinates, num_places, replica
-from .holding import NO_STATE, Claim, Holding, find, shape, sources
+from ...events.places import coordinates, num_places, replica, shape
+from .holding import NO_STATE, Claim, Holding, find, sources
 
 
 class Share(Struct, frozen=True, kw_only=True):

@@ -7,11 +7,10 @@ it. Names are those of a whole model: `model.X`, `master.X`, `optimizer.exp_avg.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import add
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -85,26 +84,9 @@ def stepped(trainee: Trainee) -> State:
     return found
 
 
-def of_whole(tensors: Mapping[str, Tensor]) -> State:
-    """Pieces of tensors that are whole, each by the name of its key."""
-    return {whole(Piece(key, kind_of(tensor, tuple(tensor.shape)), Box((), ()))): tensor
-            for key, tensor in tensors.items()}
-
-
 def kind_of(tensor: Tensor, shape: Dims) -> str:
     """What a tensor of this shape, of the type of `tensor`, is: `float32 6x64`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-
-
-def whole(piece: Piece) -> Piece:
-    """The whole tensor that it is a piece of."""
-    shape = tuple(int(size) for size in piece.kind.partition(" ")[2].split("x") if size)
-    return piece._replace(box=Box((0,) * len(shape), shape))
-
-
-def empty(piece: Piece) -> Tensor:
-    """Memory for it."""
-    return torch.empty(piece.box.shape, dtype=getattr(torch, piece.kind.partition(" ")[0]))
 
 
 def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:

@@ -341,5 +341,4 @@ def seen(trainee: Trainee) -> Trainee:
 
 def _same_part(one: Held | None, other: Held) -> bool:
     """Whether these are the same pieces of the state."""
-    return one is not None and (one.shape, one.dp_of_shards, list(one.pieces())) == (
-        other.shape, other.dp_of_shards, list(other.pieces()))
+    return one is not None and one.pieces == other.pieces
