@@ -62,7 +62,7 @@ class Parted(Unicron):
                               num_slots=NUM_RANKS // 2, trace=self.watch.folder)
         local_cluster.wait_for(lambda: self.are_healthy() or None, 60.0,
                                "an agent does not join", f"see {self.folder}")
-        self.task = int(client.post("/v1/tasks", self._spec)["task"])
+        self.task = int(client.post("/v1/tasks", self.spec)["task"])
 
     def stop(self) -> None:
         if self._agents is not None:

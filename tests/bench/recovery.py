@@ -23,8 +23,9 @@ from .recovery_rows import Row, ratio, table, write
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("unicron", "torchrun", "torchrun_workaround", "torchft_stable", "torchft_fast", "nvrx")
 STRIKES = ("dp4_sigkill", "dp4_sigstop")
-CASES = (*STRIKES, "breakdown", "overhead", "overhead_copies", "restart", "growth_ranks",
-         "growth_params")
+LAYOUTS = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
+CASES = (*STRIKES, "breakdown", *LAYOUTS, "overhead", "overhead_copies", "zero1_overhead",
+         "restart", "growth_ranks", "growth_params")
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-recovery")
     parser.add_argument("-n", type=int, default=5, help="strikes of each system in each case")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks for overhead")
-    parser.add_argument("--minutes", type=float, default=25.0, help="nothing begins after them")
+    parser.add_argument("--minutes", type=float, default=40.0, help="nothing begins after them")
     parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
     parser.add_argument("--cases", type=words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
@@ -90,7 +91,7 @@ def _measure(asked: argparse.Namespace) -> None:
 
 
 def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:
-    from . import recovery_growth, recovery_overhead
+    from . import recovery_growth, recovery_layouts, recovery_overhead, recovery_shards
     from .recovery_rounds import Rounds
 
     num, systems, cases = asked.n, asked.systems, asked.cases
@@ -112,8 +113,14 @@ def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[li
             rounds.run(num, has_time)
         finally:
             yield rounds.rows("breakdown" in cases, num)
+    twins: dict[str, list[float]] = {}
+    for case in LAYOUTS:
+        if case in cases and has_time(case):
+            yield recovery_layouts.measure(folder / case, case, num, twins, say)
     if ("overhead" in cases or "overhead_copies" in cases) and has_time("overhead"):
         yield recovery_overhead.measure(folder / "overhead", cases, asked.pairs, say)
+    if "zero1_overhead" in cases and has_time("zero1_overhead"):
+        yield recovery_shards.measure(folder / "zero1_overhead", asked.pairs, say)
     if "restart" in cases and has_time("restart"):
         yield recovery_growth.measure_restart(folder / "restart", num, say)
     for case in ("growth_ranks", "growth_params"):
@@ -139,6 +146,13 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
              times, at_least=True)
     goal("dp4_sigstop fault_to_step_s", found.get(("dp4_sigstop", "unicron", "fault_to_step_s")),
          2.3)
+    for case, name in (("tp2dp2_sigkill", "unicron"), ("pp2dp2_sigkill", "unicron"),
+                       ("zero1_sigkill", "unicron_mirrored"), ("zero1_sigkill", "unicron_sharded")):
+        goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
+        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0,
+             at_least=True)
+        if name != "unicron_sharded":  # it has nowhere to take the lost shard from but a copy
+            goal(f"{case} {name} iterations_lost", found.get((case, name, "iterations_lost")), 0.0)
     for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):
         goal(f"{case} iteration_ratio", found.get((case, "unicron", "iteration_ratio")), most)
     return lines

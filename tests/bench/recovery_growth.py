@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import recovery_phases as parts
-from .recovery_job import NUM_RANKS, SIZES
+from .recovery_job import NUM_RANKS
 from .recovery_rows import Row, row
 from .recovery_trial import NotStarted, Trial, strike
 from .recovery_unicron import NUM_AGENTS, Unicron
@@ -23,7 +23,7 @@ def measure(folder: Path, case: str, say: Say) -> list[Row]:
     """The rows of `growth_ranks` or of `growth_params`: each point a cluster of its own."""
     points = [(f"{num}_ranks", num, "1M") for num in RANKS]
     if case == "growth_params":
-        points = [(f"{size}_params", NUM_RANKS, size) for size in SIZES]
+        points = [(f"{size}_params", NUM_RANKS, size) for size in TRIALS_NUM]
     rows: list[Row] = []
     for name, num_ranks, size in points:
         say(f"{case}: {name}")

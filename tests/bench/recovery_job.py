@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ COLLECTIVE_S_MAX = 2.0
 """What a peer's collective waits for a silent rank: as long as Unicron lets one stand still."""
 BUILD_S_MAX = 30.0
 """What building a group may take: processes do not start at the same instant."""
-SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16)}
-"""Layers, hidden, heads and sequence of the models that growth is measured with."""
+SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16),
+         "1M_even": (6, 128, 4, 128)}
+"""Layers, hidden, heads and sequence of the models; the last is for pipelines of 2 and 3 stages."""
 Spec = dict[str, Any]
+Parallel = Mapping[str, Any]
+"""A spec's `train.parallel`."""
 
 
 def spec(name: str, output: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
-         copy_every: int | None = None) -> Spec:
+         copy_every: int | None = None, parallel: Parallel | None = None) -> Spec:
     """The job spec, as Unicron takes it; the peers build the same from it."""
     num_layers, hidden, num_heads, sequence = SIZES[size]
-    copies = {} if copy_every is None else {"copy_every": copy_every}
+    more = {"copy_every": copy_every, "parallel": parallel}
     rows = ROWS_NUM if size == "1M" else 1
     return {
         "apiVersion": "unicron/v1", "name": name, "slots": {"min": 1, "max": num_ranks},
@@ -39,6 +43,7 @@ def spec(name: str, output: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M
                       "sequence": sequence},
             "batch": {"global": NUM_MICRO_BATCHES * rows, "micro": rows},
             "optimizer": {"lr": 1e-3, "min_lr": 1e-3, "decay": "constant"},
-            "iterations": ITERATIONS_NUM, "seed": 7, "output": str(output), **copies,
+            "iterations": ITERATIONS_NUM, "seed": 7, "output": str(output),
+            **{key: value for key, value in more.items() if value is not None},
         },
     }

@@ -20,6 +20,7 @@ import msgspec
 from unicron.events.spec import Train
 from unicron.workers import linux
 
+from .recovery_job import Parallel
 from .recovery_peers import Bare
 from .recovery_rows import Row, interval, row
 from .recovery_trial import START_S_MAX, NotStarted
@@ -81,11 +82,12 @@ class UnicronSide:
     """The whole of Unicron, agents, control plane and server included."""
 
     def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron", *,
-                 watches: bool = True) -> None:
+                 watches: bool = True, parallel: Parallel | None = None) -> None:
         self.name = name
-        self._made = Unicron(folder, traced=False, copy_every=copy_every, watches=watches, policy={
-            name: STANDS_S for name in ("silence_s_max", "stopped_s_max",
-                                                 "suspect_s_max", "hang_s_min") if has_limit(name)})
+        self._made = Unicron(
+            folder, traced=False, copy_every=copy_every, watches=watches, parallel=parallel,
+            policy={name: STANDS_S for name in ("silence_s_max", "stopped_s_max", "suspect_s_max",
+                                                "hang_s_min") if has_limit(name)})
 
     def start(self) -> None:
         self._made.start()
@@ -176,16 +178,16 @@ def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
 
 
 def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],
-             num_pairs: int) -> list[Row]:
+             num_pairs: int, system: str = "unicron") -> list[Row]:
     """The iterations of the other and of ours, in pairs; the ratios' median and its interval."""
     ratios = [ours / theirs for theirs, ours in pairs if theirs and ours]
     few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
     rows = [row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
-            row(case, "unicron", "iteration_s", [ours for _, ours in pairs], "s"),
-            row(case, "unicron", "iteration_ratio", ratios, "ratio", few)]
+            row(case, system, "iteration_s", [ours for _, ours in pairs], "s"),
+            row(case, system, "iteration_ratio", ratios, "ratio", few)]
     for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
                             interval(ratios) if ratios else (None, None), strict=True):
-        rows.append(Row(case, "unicron", metric, edge, "ratio", len(ratios),
+        rows.append(Row(case, system, metric, edge, "ratio", len(ratios),
                         "95 % interval of the median"))
     return rows
 

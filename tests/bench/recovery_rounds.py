@@ -43,7 +43,7 @@ class Rounds:
     def run(self, num: int, has_time: Callable[[str], bool]) -> None:
         """`num` rounds, while there is time for another one."""
         self._say("the undisturbed twin")
-        self._twin = self._train_twin()
+        self._twin = train_twin(self._folder / "twin", TWIN_NUM)
         for number in range(1, num + 1):
             if not has_time(f"round {number} of {num}"):
                 break
@@ -52,21 +52,6 @@ class Rounds:
             for name in (*self._systems[turn:], *self._systems[:turn]):
                 if name not in self._absent:
                     self._struck(name, number)
-
-    def _train_twin(self) -> list[float]:
-        bare = Bare(self._folder / "twin", traced=False)
-        try:
-            bare.start()
-            deadline_s = time.monotonic() + TWIN_S_MAX
-            while len(bare.watch.told) < TWIN_NUM and time.monotonic() < deadline_s:
-                time.sleep(0.1)
-                bare.watch.look()
-                if why := bare.tend():
-                    raise NotStarted(f"the twin: {why}")
-        finally:
-            bare.stop()
-        losses = bare.losses()
-        return [losses[index] for index in sorted(losses)]
 
     def _struck(self, name: str, number: int) -> None:
         """All cases; in one launch where it comes back to full strength, else one launch each."""
@@ -121,12 +106,34 @@ class Rounds:
         if name in self._absent:
             return [Row(case, name, "recovered", None, "trials", 0,
                         f"cannot be installed: {self._absent[name]}")]
-        healed = [one for one in trials if one.step is not None]
-        whys = sorted({one.why for one in trials if one.why})
-        note = (f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s"
-                + (f": {'; '.join(whys)}" if whys else ""))
-        rows = [Row(case, name, "recovered", float(len(healed)), "trials", len(trials), note)]
-        for metric, unit in METRICS:
-            values = [getattr(one, metric) for one in trials if one.iteration_s]
-            rows.append(row(case, name, metric, values, unit))
-        return rows
+        return rows_of(case, name, trials)
+
+
+def train_twin(folder: Path, num: int, size: str = "1M") -> list[float]:
+    """The losses of at least `num` iterations of the loop in bare Megatron. Raises NotStarted."""
+    bare = Bare(folder, size=size, traced=False)
+    try:
+        bare.start()
+        deadline_s = time.monotonic() + TWIN_S_MAX
+        while len(bare.watch.told) < num and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            bare.watch.look()
+            if why := bare.tend():
+                raise NotStarted(f"the twin: {why}")
+    finally:
+        bare.stop()
+    losses = bare.losses()
+    return [losses[index] for index in sorted(losses)]
+
+
+def rows_of(case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
+    """How many of a system's trials recovered, and each metric."""
+    healed = [one for one in trials if one.step is not None]
+    whys = sorted({one.why for one in trials if one.why})
+    note = (f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s"
+            + (f": {'; '.join(whys)}" if whys else ""))
+    rows = [Row(case, name, "recovered", float(len(healed)), "trials", len(trials), note)]
+    for metric, unit in METRICS:
+        values = [getattr(one, metric) for one in trials if one.iteration_s]
+        rows.append(row(case, name, metric, values, unit))
+    return rows

@@ -26,7 +26,11 @@ WARM_NUM = 5
 AFTER_NUM = 3
 """Iterations from the struck one on whose losses are held to the twin's."""
 LOSS_REL_MAX = 1e-5
-SIGNALS = {"dp4_sigkill": signal.SIGKILL, "dp4_sigstop": signal.SIGSTOP}
+
+
+def signal_of(case: str) -> signal.Signals:
+    """By which a case's rank is struck: it ends the case's name."""
+    return signal.Signals[case.rpartition("_")[2].upper()]
 
 
 def is_due(iteration: int) -> bool:
@@ -82,15 +86,17 @@ class NotStarted(Exception):
 
 def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RANKS, *,
            stays: bool = False, victim: int = VICTIM_NUM, warm: int = WARM_NUM,
-           fits: Callable[[int], bool] = is_due) -> Trial:
+           fits: Callable[[int], bool] = is_due, num_replicas: int | None = None) -> Trial:
     """Strike it, wait for the next step, and some more for its losses and its strength.
 
-    `stays`: it comes back to full strength, which is waited for. Raises NotStarted.
+    `stays`: it comes back to full strength, which is waited for. `num_replicas` None: each rank is
+    one. Raises NotStarted.
     """
-    pid = ripe(system, num_ranks, min(victim, num_ranks - 1), warm, fits)
+    half = NUM_MICRO_BATCHES // (num_replicas or num_ranks) // 2
+    pid = ripe(system, num_ranks, min(victim, num_ranks - 1), warm, fits, half)
     watch = system.watch
     began_s = time.time()
-    os.kill(pid, SIGNALS[case])
+    os.kill(pid, signal_of(case))
     usual = eyes.iteration_s(watch.lines, pid, began_s)
     before = eyes.generations(watch.lines, began_s)
     pids = set(eyes.pids(watch.lines, began_s).values())
@@ -116,11 +122,11 @@ def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RA
         processes_restarted=len(new))
 
 
-def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool]
-         ) -> int:
-    """Wait until the victim begins the second half of its part of such an iteration: its pid."""
+def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool],
+         half: int) -> int:
+    """Wait until the victim has begun more than `half` micro-batches of such an iteration: its pid.
+    """
     watch = system.watch
-    half = NUM_MICRO_BATCHES // num_ranks // 2
     begun: dict[tuple[int, int, int], int] = {}
     done: dict[tuple[int, int], int] = {}
     watch.look()

@@ -15,7 +15,7 @@ from unicron.cli.processes import Process
 from unicron.cli.state_dir import StateDir
 
 from . import recovery_watch as eyes
-from .recovery_job import NUM_RANKS, spec
+from .recovery_job import NUM_RANKS, Parallel, spec
 
 NUM_AGENTS = 2
 TRACE_DIR = "trace"
@@ -29,13 +29,14 @@ class Unicron:
     def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
                  traced: bool = True, copy_every: int | None = None,
                  by_exec: tuple[str, ...] = (), watches: bool = True,
-                 policy: Mapping[str, float] | None = None) -> None:
+                 policy: Mapping[str, float] | None = None,
+                 parallel: Parallel | None = None) -> None:
         """`by_exec`: nodes whose agents start ranks by exec, not out of a zygote."""
         folder.mkdir(parents=True)
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
-        self._spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
-                          copy_every=copy_every)
+        self.spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
+                          copy_every=copy_every, parallel=parallel)
         self._by_exec = by_exec
         self.state = StateDir(folder / "state")
         self.state.create()
@@ -58,7 +59,7 @@ class Unicron:
             self.start_agent(name)
         self._client = self._local.wait_control_plane()
         self._local.wait_agents(self._client)
-        self.task = int(self._client.post("/v1/tasks", self._spec)["task"])
+        self.task = int(self._client.post("/v1/tasks", self.spec)["task"])
 
     def start_agent(self, name: str) -> None:
         """That, or the control plane, if it does not run."""
@@ -102,13 +103,17 @@ class Unicron:
                 for offset, loss in enumerate(record["body"]["losses"])}
 
     def whole_batch(self, step: eyes.Line) -> bool | None:
-        """Whether what the members kept and ran is every micro-batch, once."""
+        """Whether what the replicas kept and ran is every micro-batch, once."""
         self.look()
         told = self.all("Reconfigured", task=self.task, generation=step["generation"])
+        order, = self.all("Reconfigure", task=self.task, generation=step["generation"])
+        axes = order["body"]["axes"] or {"tp": 1, "pp": 1}
         parts = sorted(item for record in told for item in (*record["body"]["kept"],
                                                              *record["body"]["todo"]))
-        train = self._spec["train"]
-        return parts == list(range(train["batch"]["global"] // train["batch"]["micro"]))
+        train = self.spec["train"]
+        # All members of a replica tell the same.
+        return parts == [item for item in range(train["batch"]["global"] // train["batch"]["micro"])
+                         for _ in range(axes["tp"] * axes["pp"])]
 
     # --- its processes --------------------------------------------------------------------------
     def process(self, name: str) -> Process:
