@@ -81,7 +81,8 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
                               f"{made}"),
         *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
         *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
-        *_beaten(plan), "", *_ground(found), *_waiting(found), *_held(found, option),
+        *_beaten(plan), "", *_ground(found), *_layouts(found["tasks"]), *_waiting(found),
+        *_held(found, option),
         *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
                   + command(f"--with {found['more_slots']}") + "   "
                   + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
@@ -102,6 +103,7 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
         lines += ["", *_changes(found), "", *_beaten(plan)]
     # Of several plans only the last one's time is known; of none, the present plan's.
     lines += ["", *_ground(found, told=found["num_plans"] == 1), *_moves(found),
+              *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
               *_waiting(found), *_assumes(found), *_held(found, option)]
     if not found["planned"]:
         return lines
@@ -265,6 +267,14 @@ def _moves(found: Plain) -> list[str]:
             lines += labelled("moves" if not lines else "",
                               f"{one['name']} {', '.join(words)}")
     return lines
+
+
+def _layouts(tasks: Sequence[Plain]) -> list[str]:
+    """Of those that have one, before and after."""
+    told = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
+                                       one["layout"] or one["layout_before"])
+            for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
+    return [line for i, one in enumerate(told) for line in labelled("" if i else "layout", one)]
 
 
 def _places(slots: Sequence[Plain]) -> str:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ..events import reports as r
 from ..events.decided import DegradedPriced
 from ..events.orders import Allocation, PlanChosen, Seat
+from ..events.places import briefly
 from ..events.records import Report
 from . import requests
 from .decide import decide
@@ -26,7 +27,7 @@ from .plan_input import node_slots, plan_input
 from .requests import Refusal
 from .spare import choose
 from .state import ClusterState, Node, Task, decode_state, live_tasks
-from .throughput import candidates
+from .throughput import axes, candidates
 from .wishes import PlanInput, Wish, charged_s, waf_of
 
 MORE_NUM_MAX = 100_000
@@ -71,6 +72,9 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     iteration: int
     waits: str = ""
     """Why it has no slots."""
+    layout_before: str = ""
+    layout: str = ""
+    """Of a task that has one."""
 
 
 class Tried(Struct, frozen=True, kw_only=True):
@@ -243,7 +247,14 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:
         waf=_waf(task, slots), pause_s=pause_s,
         origin=task.throughput.origin if task.throughput is not None else "",
         seats_before=seats, seats=task.target, iteration=task.iteration,
-        waits=f"{task.why}; needs {task.needs}" if not slots and task.needs else "")
+        waits=f"{task.why}; needs {task.needs}" if not slots and task.needs else "",
+        layout_before=_layout(task, len(seats)), layout=_layout(task, slots))
+
+
+def _layout(task: Task, slots: int) -> str:
+    """In short: `TP2xDP2`."""
+    on = axes(task.spec, task.modelled, slots) if slots else None
+    return briefly(on) if on is not None else ""
 
 
 def _waf(task: Task, slots: int) -> float:

@@ -15,15 +15,13 @@ from .room import Room, neighbours
 from .spread import Taken, elsewhere
 from .state import Task
 from .state_bytes import seat_bytes
-from .train_layouts import layout_within
 
 
 def size(task: Task, count: int) -> int:
     """So many ranks are a group where the task has `count` slots: TP of its layout on so many; of
     training without TP a replica, so that another one can be elsewhere. 1: any node will do."""
     train = task.spec.training
-    axes = (throughput.axes(task.modelled, count) if train is None
-            else layout_within(train, count))
+    axes = throughput.axes(task.spec, task.modelled, count)
     if axes is None:
         return 1
     return axes.pp if train is not None and axes.tp == 1 else axes.tp

@@ -32,7 +32,8 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
         num_seats=len(task.target), host=host, port=port,
         checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
         incarnation=state.nodes[seat.slot.node].incarnation,
-        axes=None if task.heals_in_memory else throughput.axes(task.modelled, len(task.target)))
+        axes=None if task.heals_in_memory else throughput.axes(
+            task.spec, task.modelled, len(task.target)))
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:

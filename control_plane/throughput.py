@@ -9,7 +9,7 @@ from typing import Literal
 from ..events.model_spec import Axes, Modelled
 from ..events.orders import ThroughputSet
 from ..events.spec import RATE_FLOPS_MAX, JobSpec
-from .train_layouts import speed
+from .train_layouts import layout_within, speed
 
 SLOT_FLOPS = 1e12
 """Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
@@ -83,8 +83,11 @@ def layout(modelled: Modelled | None, size: int) -> str:
     return modelled.layouts[at - 1] if modelled is not None and at else ""
 
 
-def axes(modelled: Modelled | None, size: int) -> Axes | None:
-    """The same in numbers; None where no model says it."""
+def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
+    """The layout on so many slots, in numbers; None where no model says it, and for training that
+    is data-parallel alone."""
+    if spec.training is not None:
+        return layout_within(spec.training, size)
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
     return modelled.axes[at - 1] if modelled is not None and 0 < at <= len(modelled.axes) else None
 

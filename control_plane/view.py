@@ -15,7 +15,6 @@ from .hang import located
 from .noticed import Slow
 from .pace import LASTS_S, at_fault, slowdown, slower_alike
 from .state import EARNED_S, ClusterState, Node, Rank, Task, state_hash
-from .train_layouts import layout_within
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
@@ -193,10 +192,9 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
 
 def _planned_layout(task: Task) -> str:
     """On what the plan gives it: of training, and of a command with a model."""
-    training = task.spec.training
-    if training is None:
+    if task.spec.training is None:
         return throughput.layout(task.modelled, len(task.target))
-    axes = layout_within(training, len(task.target))
+    axes = throughput.axes(task.spec, task.modelled, len(task.target))
     return in_words(axes) if axes is not None else ""
 
 

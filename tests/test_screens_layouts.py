@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from heart_driver import Driver
+from test_plan_live import plain_of
 from test_screens import check
 from test_seating import job
 from two_tasks import facts, plain, seen
-from unicron.cli import screen_task, screens
+from unicron.cli import screen_plan, screen_task, screens
 from unicron.cli.history import history
 from unicron.cli.record_line import ESSENTIALS
 from unicron.cli.screen_incident import page
+from unicron.control_plane import dry_run
+from unicron.control_plane.dry_run import Change
+from unicron.control_plane.state import encode_state
 from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
@@ -69,3 +73,14 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     d.progress(task)
     cost = facts(plain(d))["cost"]
     assert cost["near_bytes"] == cost["peer_bytes"] > 0
+
+
+def test_a_plan_says_the_layout_that_would_be() -> None:
+    d = Driver()
+    d.running(job(tensor=[2], pipeline=[1, 2]))
+    before = encode_state(d.state)
+    found = plain_of(dry_run.attempt(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}
+    check("plan-layout", screen_plan.dry_run(found, "--without n2"), columns_max=100)
+    found = plain_of(dry_run.present(before))
+    check("plan-layout-now", screen_plan.present(found, now_s=found["plan_s"] + 90),
+          columns_max=100)
