@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 from unicron.events.model_spec import Axes
+from unicron.events.parallel import Kept
+from unicron.events.places import num_places
 from unicron.events.spec import Train
 from unicron.workers.training.trace import Event
 
@@ -51,9 +53,26 @@ class Variant(NamedTuple):
         return "parallel" not in self.train
 
     @property
+    def optimizer(self) -> Kept:
+        """What each rank has of its state."""
+        kept: Kept = self.train.get("parallel", {}).get("optimizer", "whole")
+        return kept
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what it computes is rounded to 16 bits, and not as one process alone rounds."""
+        return not self.is_plain and self.train.get("precision", "fp32") != "fp32"
+
+    @property
     def loses(self) -> bool:
         """Whether what it loses with a rank nobody else has: then it goes back to a copy."""
-        return self.axes.dp == 1
+        return self.axes.dp == 1 or self.optimizer == "sharded"
+
+    @property
+    def other(self) -> Axes:
+        """A layout of as many, or of one fewer, in which each has another part of the state."""
+        num = num_places(self.axes)
+        return Axes(dp=num if self.axes.dp < num else num - 1)
 
     def left(self, num_ranks: int) -> Axes:
         """How so few go on."""
@@ -89,9 +108,11 @@ class Point(NamedTuple):
 
 
 PARTS = "Megatron adds these up in sequence parallelism alone, which support.py refuses on the CPU"
-TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2")
-PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2")
-LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED)))
+TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 zero1",
+            "tp2dp2 mirrored")
+PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16")
+SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored")
+LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
@@ -131,6 +152,7 @@ POINTS = (
     Point("after the optimizer step", "step", "stepped"),
     Point("schedule update", "step", "schedule"),
     Point("iteration done", "step", "done"),
+    Point("gathering the parameters", "step", "gather", only=SHARDED),
     Point("in-memory copy", event="copy", victim=0, mate=1, all_come=False, train=COPIES),
     Point("in-memory copy half sent", "beside", "copy_mid", victim=0, mate=1, all_come=False,
           train=COPIES),
@@ -153,12 +175,17 @@ TENSOR = {"parallel": {"tensor": [1, 2]}}
 PIPELINE = {"parallel": {"pipeline": [1, 2]}}
 CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers": 4}}
 BOTH = {"parallel": {"tensor": [1, 2], "pipeline": [1, 2]}}
+ZERO1 = {"parallel": {"optimizer": "sharded"}}
+MIRRORED = {"parallel": {"optimizer": "mirrored"}}
+TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
+TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
+BF16 = {"precision": "bf16"}
 OFTEN = {"copy_every": 1}
 BASE = Variant("base", {})
 VARIANTS = (
     BASE,
     Variant("overlapped", {"overlap": True, "bucket_params": 20_000}),
-    Variant("bf16", {"precision": "bf16"}),
+    Variant("bf16", BF16),
     # From Megatron's 2^32 on, no step of a run this short would be taken.
     Variant("fp16", {"precision": "fp16", "dynamic_loss_scale": {"initial": 256.0}}),
     Variant("per micro-batch", {"loss": "per_micro_batch"}),
@@ -173,6 +200,13 @@ VARIANTS = (
     Variant("tp2", TENSOR, Axes(tp=2)),
     Variant("pp2", PIPELINE, Axes(pp=2)),
     Variant("tp2pp2", BOTH, Axes(tp=2, pp=2), {3: Axes(dp=3)}),
+    Variant("tp2dp2 bf16", TENSOR | BF16, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
+    Variant("pp2dp2 bf16", PIPELINE | BF16, Axes(pp=2, dp=2), {2: Axes(pp=2)}),
+    Variant("zero1", ZERO1),
+    Variant("zero1 bf16", ZERO1 | BF16),
+    Variant("mirrored", MIRRORED),
+    Variant("tp2dp2 zero1", TENSOR_ZERO1, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
+    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
 )
 
 
@@ -185,6 +219,10 @@ ONCE = {
     "tp2": "between tensor-parallel ranks",
     "pp2": "join: staged by who was there",
     "tp2pp2": "join: put in force",
+    "zero1": "gathering the parameters",
+    "mirrored": "inside the optimizer step",
+    "tp2dp2 zero1": "clip",
+    "tp2dp2 mirrored": "gathering the parameters",
 }
 """What `make test` strikes of each layout."""
 

@@ -166,8 +166,7 @@ class Play:
         self.driver.held(LATE, STRUCK)
         others = [rank for rank in self.members if rank != LATE]
         self._come_to(others, "done", STRUCK)
-        self._come_to([rank for rank in others if not self._is_with(rank, LATE)], "reduce",
-                      STRUCK + 1)
+        self._come_on([rank for rank in others if not self._is_with(rank, LATE)])
         held = self.driver.quiesce(self.members, "now")
         newest = max(told.step_version for told in held.values())
         assert {held[rank].step_version - held[LATE].step_version
@@ -177,7 +176,7 @@ class Play:
         self._arm({rank: newest if has_stepped else held[rank].step_version
                    for rank in self._at_point})
         if not plain:
-            self._seat(Axes(dp=len(self.there)))
+            self._seat(self.variant.other, beside=True)
         self._meet()
         self._come()
         self._strike()
@@ -232,7 +231,15 @@ class Play:
             self._come_to(self._others, "gate", STRUCK)
             return
         self._come_to(self._others, "done", STRUCK)
-        self._come_to(self._free, "reduce", STRUCK + 1)
+        self._come_on(self._free)
+
+    def _come_on(self, ranks: list[int]) -> None:
+        """These have stepped, and one has not: into the next iteration, unless they need from it
+        the parameters that it steps."""
+        if self.variant.optimizer == "whole":
+            self._come_to(ranks, "reduce", STRUCK + 1)
+        else:
+            self._come_to(ranks, "gather", STRUCK)
 
     def _newcomer_is_met(self) -> int:
         """All have left for a generation with a newcomer; the step that they have come to.
@@ -255,8 +262,11 @@ class Play:
         return version
 
     # --- generations ----------------------------------------------------------------------------
-    def _seat(self, axes: Axes) -> None:
-        """Who of those that are there is in the next generation, as the control plane has it."""
+    def _seat(self, axes: Axes, *, beside: bool = False) -> None:
+        """Who of those that are there is in the next generation, as the control plane has it.
+
+        `beside`: who has no place there is beside it, and gives what it has.
+        """
         self.axes = axes
         if self.variant.is_plain:
             self.members = self.there[:]
@@ -265,7 +275,9 @@ class Play:
                 for place, rank in enumerate(self.trained)}
         ranks = [Rank(rank=rank, attempt=1, slot=Slot("n1", rank), held=held.get(rank))
                  for rank in self.there]
-        self.members = [rank.rank for rank in order(axes, ranks)[:num_places(axes)]]
+        apart = self.variant.optimizer == "mirrored"
+        seated = [rank.rank for rank in order(axes, ranks, apart=apart)]
+        self.members = seated if beside else seated[:num_places(axes)]
 
     def _meet(self) -> None:
         copies = newest(self.driver) if self.copied else ()
@@ -359,7 +371,7 @@ class Play:
             driver.kill(victim)
         self.struck, self.struck_in = self.trained, self.trained_in
         left_places = [place for place, rank in enumerate(self.struck) if rank in self.there]
-        if self.struck and not covers(self.struck_in, "whole", left_places):
+        if self.struck and not covers(self.struck_in, self.variant.optimizer, left_places):
             self.copied = steps(driver)
         self._seat(self.variant.left(len(self.there)))
         if self.fault == "two in turn":

@@ -7,14 +7,16 @@ import shutil
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keepers import LocalKeeper
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
+from unicron.events.places import num_places
+from unicron.events.reports import CheckpointSaved
 
-from .cells import Cell
+from .cells import Cell, Variant
 from .judge import complaints, final
 from .scenes import Play
 
@@ -67,11 +69,32 @@ class Trials:
 
     def twin(self, cell: Cell) -> Twin:
         """Of what is trained alike, trained once."""
-        what = cell.train()
+        what, rounds = cell.train(), cell.variant.rounds
         for apart in ("checkpoint_every", "copy_every", "parallel"):
             what.pop(apart, None)
-        key = json.dumps(what, sort_keys=True)
+        key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
-            self._twins[key] = Twin(small_spec(folder / "out", **what), folder, self.nursery)
+            twin = Twin(small_spec(folder / "out", **what), folder, self.nursery)
+            if rounds:
+                self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
+            self._twins[key] = twin
         return self._twins[key]
+
+    def _undisturbed(self, variant: Variant, what: dict[str, Any], twin: Twin, folder: Path
+                     ) -> None:
+        """How far its layout alone is from its twin is noise, too."""
+        folder.mkdir()
+        spec = small_spec(folder / "out", **what, parallel=variant.train["parallel"])
+        driver = Driver(spec, folder, self.nursery)
+        ranks = list(range(num_places(variant.axes)))
+        try:
+            driver.start(*ranks)
+            driver.form(ranks, axes=variant.axes)
+            driver.finish(ranks)
+            saved = driver.told(CheckpointSaved)[-1]
+            found = twin.difference(folder / "out" / saved.path)
+        finally:
+            driver.close()
+        twin.noise = [max(noise, getattr(found, name))
+                      for name, noise in zip(twin.names, twin.noise, strict=True)]
