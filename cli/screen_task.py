@@ -32,6 +32,8 @@ CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
 ENDED = ("finished", "failed", "cancelled")
+SHARDS = {"sharded": "; each has its shard of the optimizer alone",
+          "mirrored": "; each shard of the optimizer is on two of them"}
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
 NORMAL_ITERATIONS_MIN = 5
@@ -238,8 +240,10 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
         there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
         each = task["replica_ranks"]
         of = f" of {each} ranks" if each > 1 else ""
-        live = (f"{number_of(len(holders) // each, 'live replica')}{of}, {there}: "
-                f"{ranks(one['rank'] for one in holders)}")
+        num = len(holders) // each
+        live = (f"{number_of(num, 'live replica')}{of}, {there}: "
+                f"{ranks(one['rank'] for one in holders)}"
+                f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}")
     return labelled("copies", f"{live}; {disk}")
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from ..events.model_spec import Axes
 from ..events.places import replica
 from ..events.spec import Train
 from .model_flops import parameters
 from .state import Task
 from .train_layouts import layout_within, megatron_model
 
-BYTES_BY_PRECISION = {"fp32": 12, "bf16": 14, "fp16": 14}
-"""Of one parameter: masters and two moments in fp32, and the parameter where that has 16 bits."""
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
+"""Of one parameter: two moments in fp32, and its master where it has 16 bits."""
 
 
 def seat_bytes(task: Task, count: int) -> int:
@@ -17,15 +19,20 @@ def seat_bytes(task: Task, count: int) -> int:
     of a command its share of what its model describes; 0 without one."""
     train = task.spec.train
     if train is not None:
-        axes = layout_within(train, count)
-        return trained_bytes(train) // (len(replica(axes, 0)) if axes is not None else 1)
+        return trained_bytes(train, count)
     model = task.spec.model
-    return BYTES_BY_PRECISION["bf16"] * parameters(model).total // count if model and count else 0
+    bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
+    return bytes_of_each * parameters(model).total // count if model and count else 0
 
 
-def trained_bytes(train: Train) -> int:
-    """Of a GPT with learned positions; `parameters` counts neither its biases nor its last norm."""
+def trained_bytes(train: Train, count: int) -> int:
+    """Of one of `count` ranks, by its part of a GPT with learned positions, and its shards."""
+    axes = layout_within(train, count) or Axes()
+    shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
+    bytes_of_each = (WEIGHT_BYTES[train.precision]
+                     + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
     model = train.model
-    found = parameters(megatron_model(train))
+    # `parameters` counts neither its biases nor its last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)
-    return BYTES_BY_PRECISION[train.precision] * (found.total + more)
+    total = parameters(megatron_model(train)).total + more
+    return int(bytes_of_each * total) // len(replica(axes, 0))

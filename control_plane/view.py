@@ -163,6 +163,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
         "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
+        "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),

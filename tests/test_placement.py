@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from heart_driver import spec
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane import placement
 from unicron.control_plane.state import Checkpoint, Rank, Task
-from unicron.control_plane.state_bytes import seat_bytes
+from unicron.control_plane.state_bytes import seat_bytes, trained_bytes
 from unicron.events.labels import Labels
 from unicron.events.orders import Member, Seat, Slot
+from unicron.events.spec import Train
 
 Held = dict[str, int]
 """Seats of one task by node."""
@@ -317,3 +319,20 @@ def test_what_would_be_lost_is_named() -> None:
         "2 seats on n1 n2, all on rack r1: no slot is on another rack")
     where["n2"] = Labels(rack="r2")
     assert placement.why_placed(task, spread, SLOTS, where) == "2 seats on n1 n2"
+
+
+@pytest.mark.parametrize(("parallel", "count", "share"), [
+    ({}, 4, 1.0), ({"optimizer": "sharded"}, 4, (4 + 8 / 4) / 12),
+    ({"optimizer": "mirrored"}, 4, (4 + 8 / 2) / 12), ({"optimizer": "mirrored"}, 1, 1.0),
+    ({"tensor": [2]}, 4, 0.5), ({"tensor": [2], "optimizer": "sharded"}, 4, (4 + 8 / 2) / 24)])
+def test_a_seat_has_its_part_and_its_shards(parallel: dict[str, Any], count: int, share: float
+                                            ) -> None:
+    def of(**parallel: Any) -> Train:
+        found = spec(slots={"min": 1, "max": 4}, train={
+            "iterations": 9, "output": "/o", "batch": {"global": 24, "micro": 1},
+            "model": {"num_layers": 12}, "parallel": parallel}).train
+        assert found is not None
+        return found
+
+    whole = trained_bytes(of(), 1)
+    assert trained_bytes(of(**parallel), count) == pytest.approx(share * whole, abs=1)

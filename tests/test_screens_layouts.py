@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pytest
 from heart_driver import Driver
 from test_plan_live import plain_of
 from test_screens import check
@@ -73,6 +74,19 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     d.progress(task)
     cost = facts(plain(d))["cost"]
     assert cost["near_bytes"] == cost["peer_bytes"] > 0
+
+
+@pytest.mark.parametrize(("optimizer", "words"), [
+    ("whole", "ranks 0-3;"), ("sharded", "ranks 0-3; each has its shard of the optimizer alone;"),
+    ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
+def test_who_holds_shards_is_told(optimizer: str, words: str) -> None:
+    d = Driver()
+    task = d.running(job(optimizer=optimizer))
+    d.progress(task)
+    lines = screen_task.task_status(seen(d), view(d.state)["tasks"][0], history(plain(d)),
+                                    now_s=d.now_s + 0.5)
+    at = next(i for i, line in enumerate(lines) if line.startswith("copies"))
+    assert words in " ".join(line.strip() for line in lines[at:at + 3])
 
 
 def test_a_plan_says_the_layout_that_would_be() -> None:
