@@ -17,13 +17,13 @@ from unicron.workers.forking import REQUEST_BYTES_MAX, Told, Wanted
 
 START_S = 90.0
 PATCH = "UNICRON_TEST_PATCH"
-"""In a rank's environment: what it runs before it is a rank."""
+"""In a rank's environment: what it runs before it is a rank, of the agent at the end of `fd`."""
 ZYGOTE = f"""
 import os
 from unicron.workers.training import rank, zygote
 right = rank.be
 def be(fd):
-    exec(os.environ.pop({PATCH!r}, ""), {{}})
+    exec(os.environ.pop({PATCH!r}, ""), {{"fd": fd}})
     right(fd)
 rank.be = be
 zygote.main()

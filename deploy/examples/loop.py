@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from unicron.workers.training.adopt import adopt  # before megatron  # isort: skip
@@ -20,11 +21,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 VOCABULARY, SEQUENCE, ROWS = 64, 16, 2
-LR, EVALUATE_EVERY = 1e-3, 5
+LR, EVALUATE_EVERY, EVALUATED = 1e-3, 5, 4
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=20)
 parser.add_argument("--micro-batches", type=int, default=8)
+parser.add_argument("--sharded", action="store_true", help="Megatron's distributed optimizer")
 parser.add_argument("--losses", type=Path, help="a file for a line of JSON for each iteration")
 asked = parser.parse_args()
 
@@ -32,25 +34,36 @@ asked = parser.parse_args()
 def build(groups, axes, place):
     """The model at a place of the layout, all with the same weights; whatever is drawn in here is
     the same on every rank. Nothing in here may ask another rank."""
+    many = axes.chunks > 1
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,
         attention_dropout=0.0, use_cpu_initialization=True, calculate_per_token_loss=True,
-        bias_dropout_fusion=False)
-    module = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
-                      max_sequence_length=SEQUENCE, pg_collection=groups)
-    module.to("cuda" if torch.cuda.is_available() else "cpu")
-    ddp = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module,
-        pg_collection=groups)
+        bias_dropout_fusion=False, tensor_model_parallel_size=axes.tp,
+        pipeline_model_parallel_size=axes.pp, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=axes.chunks if many else None,
+        overlap_p2p_comm=many, batch_p2p_comm=not many)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    sharing = DistributedDataParallelConfig(grad_reduce_in_fp32=True,
+                                            use_distributed_optimizer=asked.sharded)
+    ddps = []
+    for chunk in range(axes.chunks):
+        module = GPTModel(
+            config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE, pre_process=first and chunk == 0,
+            post_process=last and chunk == axes.chunks - 1, pg_collection=groups,
+            vp_stage=chunk if many else None)
+        module.to("cuda" if torch.cuda.is_available() else "cpu")
+        ddps.append(DistributedDataParallel(config, sharing, module, pg_collection=groups))
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR / 10, clip_grad=1.0), [ddp],
+        OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR / 10, clip_grad=1.0,
+                        use_distributed_optimizer=asked.sharded), ddps,
         use_gloo_process_groups=False, pg_collection=groups)
     samples = asked.iterations * asked.micro_batches * ROWS
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=LR, min_lr=LR / 10, lr_warmup_steps=samples // 10,
         lr_decay_steps=samples, lr_decay_style="cosine", start_wd=0.01, end_wd=0.01,
         wd_incr_steps=samples, wd_incr_style="constant")
-    return [ddp], optimizer, scheduler
+    return ddps, optimizer, scheduler
 
 
 def tokens(seed):
@@ -66,32 +79,31 @@ def sample(iteration, micro_batch):
 
 
 def forward(model, batch):
-    """The sum of the loss of its tokens, and their number."""
+    """What a chunk of the model makes of it; of the last chunk's, which is the loss of each token,
+    their sum and number."""
     batch = batch.to("cuda" if torch.cuda.is_available() else "cpu")
     positions = torch.arange(SEQUENCE, device=batch.device).expand(ROWS, -1)
-    losses = model(batch[:, :-1].contiguous(), positions, None, labels=batch[:, 1:].contiguous())
-    return losses.float().sum(), losses.numel()
+    out = model(batch[:, :-1].contiguous(), positions, None, labels=batch[:, 1:].contiguous())
+    return out, lambda losses: (losses.float().sum(), losses.numel())
 
 
 def validate(job):
-    """The mean loss of what is never trained on: a part on each rank, added up over all."""
-    job.model.eval()
-    with torch.no_grad():
-        loss_sum, num = forward(job.model, tokens(-1 - job.place))
-    job.model.train()
-    told = torch.tensor([loss_sum.item(), num], device=loss_sum.device)
-    dist.all_reduce(told, group=job.own)
-    return (told[0] / told[1]).item()
+    """The mean loss of what is never trained on, and the seconds that it took the slowest rank."""
+    began_s = time.monotonic()
+    loss = job.mean_loss(EVALUATED, lambda number: tokens(-1 - number))
+    took_s = torch.tensor(time.monotonic() - began_s, device=job.device)
+    dist.all_reduce(took_s, dist.ReduceOp.MAX, group=job.own)
+    return {"validation": loss, "validation_s": took_s.item()}
 
 
 with adopt(build=build, sample=sample, forward=forward, iterations=asked.iterations,
-           micro_batches=asked.micro_batches, samples=ROWS,
+           micro_batches=asked.micro_batches, samples=ROWS, sequence=SEQUENCE,
            on_rebuild=lambda groups: dist.new_group()) as job:
     for iteration in job:
         job.step()
         line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}
         if (iteration + 1) % EVALUATE_EVERY == 0:
-            line["validation"] = job.evaluate(lambda: validate(job))
+            line |= job.evaluate(lambda: validate(job)) or {}
         if job.is_last:
             print(json.dumps(line), flush=True)
             if asked.losses is not None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unicron.events.model_spec import Axes
 from unicron.events.spec import Train
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
@@ -30,14 +31,17 @@ LIMIT_S = 120.0
     ("sgd", "the state of torch.optim.sgd.SGD is not known"),
     ("sharded", "the optimizer is whole, and loop.parallel.optimizer says that it is not"),
     ("schedule", "its schedule is a SimpleNamespace"),
+    ("layout", "`build` was asked for Axes(tp=2"),
+    ("no length", "the stages of a pipeline have to know how long a sample is"),
+    ("no names", "the parts of a Sequential in a pipeline have no names of their own"),
 ])
 def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> None:
     import torch
     from msgspec.structs import replace
-    from unicron.workers.training import model, own
+    from unicron.workers.training import model, optimizers, own
 
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
-    (ddp,), scheduler, train = trainee.ddps, trainee.scheduler, TRAIN
+    (ddp,), scheduler, train, axes = trainee.ddps, trainee.scheduler, TRAIN, Axes()
     if change == "bare":
         ddp = trainee.modules[0]
     elif change == "scaled":
@@ -45,16 +49,24 @@ def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> No
     elif change == "sums":
         ddp.config.bf16, ddp.ddp_config.grad_reduce_in_fp32 = True, False
     elif change == "sgd":
-        model.chained(trainee.optimizer)[0].optimizer = torch.optim.SGD(ddp.parameters())
+        optimizers.chained(trainee.optimizer)[0].optimizer = torch.optim.SGD(ddp.parameters())
     elif change == "sharded":
         train = replace(train, parallel=replace(train.parallel, optimizer="sharded"))
     elif change == "schedule":
         scheduler = SimpleNamespace()
+    elif change == "layout":
+        axes = Axes(tp=2)
+    elif change in ("no length", "no names"):
+        train = replace(train, parallel=replace(train.parallel, pipeline=(1, 2)))
+        if change == "no length":
+            train = replace(train, model=replace(train.model, sequence=0))
+        else:
+            ddp.module = torch.nn.Sequential(ddp.module)
     if not why:
-        own.check([ddp], trainee.optimizer, scheduler, train)
+        own.check([ddp], trainee.optimizer, scheduler, train, axes)
         return
     with pytest.raises(own.Unfit) as unfit:
-        own.check([ddp], trainee.optimizer, scheduler, train)
+        own.check([ddp], trainee.optimizer, scheduler, train, axes)
     assert str(unfit.value).startswith(why)
 
 
@@ -73,7 +85,8 @@ class Script:
     """A driver whose steps are written down: None is a generation, a number an iteration."""
 
     def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
-        self.iteration = SimpleNamespace(step_version=0)
+        self.settled = 0
+        self.iteration = SimpleNamespace()
         self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
         self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, wake=None,
                                              store=Others())
@@ -84,7 +97,7 @@ class Script:
             if step is None:
                 self.communicators.store["between/1"] = self._others.pop(0).encode()
             else:
-                self.iteration.step_version = step + 1
+                self.settled = step + 1
             yield step
 
     def together(self, call: Any) -> bool:
@@ -110,7 +123,7 @@ def test_a_loop_sees_each_iteration_once_whatever_is_healed_in_it() -> None:
 def test_one_who_comes_later_begins_where_the_others_are() -> None:
     script = Script([None, 2, 3], [], [""])
     made = job(script)
-    script.iteration.step_version = 2
+    script.settled = 2
     assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
 
 

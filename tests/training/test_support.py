@@ -17,13 +17,6 @@ PLAIN: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_head
                          "hidden_dropout": 0.0, "attention_dropout": 0.0,
                          "calculate_per_token_loss": True, "use_cpu_initialization": True}
 CASES: dict[str, list[dict[str, Any]]] = {
-    "pipeline parallel": [
-        {"config": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}},
-        {"parallel": Parallel(pipeline=(1, 2))}],
-    "interleaving": [
-        {"config": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32,
-                    "virtual_pipeline_model_parallel_size": 2}},
-        {"parallel": Parallel(pipeline=(2,), chunks=2)}],
     "context parallel": [{"config": {"context_parallel_size": 2}}],
     "experts": [{"config": {"num_moe_experts": 4}},
                 {"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
@@ -96,6 +89,9 @@ def test_what_does_not_heal_is_found(what: str, case: dict[str, Any]) -> None:
      "parallel": Parallel(optimizer="sharded")},
     {"config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
      "parallel": Parallel(tensor=(1, 2))},
+    {"config": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32,
+                "virtual_pipeline_model_parallel_size": 2},
+     "parallel": Parallel(pipeline=(1, 2), chunks=2)},
     {"config": {"recompute_granularity": "full", "recompute_method": "uniform",
                 "recompute_num_layers": 1}},
 ])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import structlog
 
@@ -27,6 +27,8 @@ from ...events.detected import HealingDeclined
 from ...events.errors import UsageError
 from ...events.loop import Loop
 from ...events.model_spec import Axes
+from ...events.parallel import Parallel
+from ...events.places import coordinates, num_places
 from ..pulse import Pulse
 from ..wire import FD, PULSE, Adopted
 from .control import Interrupted
@@ -34,12 +36,13 @@ from .rank import load, meet_agent
 
 load()  # before anybody imports Megatron: without CUDA that would load a compiler for nothing
 
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
 from .driven import Driver, Unhealed  # noqa: E402
 from .member import Member  # noqa: E402
 from .own import Build, Forward, OnRebuild, OwnWork, Sample, Unfit  # noqa: E402
-
-if TYPE_CHECKING:
-    from torch import device
+from .passes import evaluate  # noqa: E402
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -58,7 +61,7 @@ class Job:
         self._work = work
         self._steps = driver.steps()
         self._began = self._ended = self._is_void = False
-        self._num_evaluated = 0
+        self._stepped = self._num_evaluated = 0
         self._evaluating = ""
 
     # --- what there is ----------------------------------------------------------------------------
@@ -79,7 +82,7 @@ class Job:
         return self._driver.iteration.trainee.optimizer
 
     @property
-    def device(self) -> device:
+    def device(self) -> torch.device:
         """Where it trains."""
         return self._driver.iteration.trainee.device
 
@@ -112,16 +115,17 @@ class Job:
     @property
     def is_last(self) -> bool:
         """The same, for whoever writes on the last rank, as Megatron-LM does."""
-        return self.place == self.num_members - 1
+        return self.place == num_places(self._driver.communicators.axes) - 1
 
     @property
     def iteration(self) -> int:
         """How many iterations have been stepped: the number of the next one."""
-        return self._driver.iteration.step_version
+        return self._stepped
 
     @property
     def loss(self) -> float:
-        """Of the whole batch, in the last iteration that was stepped; the same on every rank."""
+        """Of the whole batch, in the last iteration that was stepped; the same on every rank of the
+        layout."""
         return self._driver.iteration.loss
 
     @property
@@ -176,6 +180,24 @@ class Job:
                             iteration=self.iteration)
                 return None
 
+    def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
+        """In an evaluation: the mean loss of so many batches, as `loss` of `adopt` has it.
+
+        They are dealt to the replicas that there are, by whatever schedule these have; the same on
+        every rank. `batch_of` is asked by number, from 0 on.
+        """
+        communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
+        axes, told = communicators.axes, (0.0, 0)
+        if self.place < num_places(axes):  # else it is beside the layout
+            items = range(coordinates(axes, self.place).dp, num, axes.dp)
+            told = evaluate(trainee, self.groups, items, batch_of)
+        summed = torch.tensor(told, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        loss_sum, num_tokens = summed.tolist()
+        if trainee.train.loss == "per_token":
+            return float(loss_sum / max(num_tokens, 1.0))
+        return float(loss_sum * trainee.train.num_micro_batches / num)
+
     def finish(self) -> None:
         """Take all steps that are left; the final checkpoint is written and published."""
         while not self._ended:
@@ -189,6 +211,7 @@ class Job:
         except StopIteration:
             self._ended = True
             return None
+        self._stepped = self._driver.settled if found is None else found + 1
         if found is None:
             self._began = True
             self._is_agreed = self._agree()
@@ -215,7 +238,7 @@ class Job:
 
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
-          micro_batches: int = 0, samples: int = 1,
+          micro_batches: int = 0, samples: int = 1, sequence: int = 0,
           loss: Literal["per_token", "per_micro_batch"] = "per_token", seed: int = 1234,
           flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
@@ -232,26 +255,30 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
     `iterations` and `micro_batches` (of one iteration, over all ranks) are the job's `loop:`; what
     is given here must be the same, and is what counts where there is no agent. `samples` are those
-    of one micro-batch: what the schedule counts. `loss`: as `train.loss` of a job file. `seed`: the
-    generators are seeded anew for each micro-batch, by it and by which that is. `flops`: of one
-    iteration; 0 counts 6 for each parameter and micro-batch. `on_rebuild(groups)` is called in
-    each generation, by all members alike: it makes groups of one's own; what it returns is
-    `job.own` until that generation ends. `axes` is the layout where there is no agent. `check` are
-    asked at the start: a reason, other than "", is why this loop cannot heal in memory.
+    of one micro-batch: what the schedule counts; `sequence` is the length of each, without which
+    there is no pipeline. `loss`: as `train.loss` of a job file. `seed`: the generators are seeded
+    anew for each micro-batch, by it and by which that is. `flops`: of one iteration; 0 counts 6 for
+    each parameter and micro-batch. `on_rebuild(groups)` is called in each generation, by all
+    members alike: it makes groups of one's own; what it returns is `job.own` until that generation
+    ends. `axes` is the layout where there is no agent. `check` are asked at the start: a reason,
+    other than "", is why this loop cannot heal in memory.
 
     Raises Declined for what cannot be healed, before anything is trained; UsageError where the
     job's `loop:` says otherwise. Whatever else is raised in it is told as this rank's error.
     """
     def work(loop: Loop) -> OwnWork:
-        return OwnWork(loop, build, sample, forward, samples_num=samples, loss=loss, seed=seed,
-                       flops=flops, on_rebuild=on_rebuild)
+        return OwnWork(loop, build, sample, forward, samples_num=samples, sequence=sequence,
+                       loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
     driver: Driver
     if FD in environment:
         driver, made = _healed(work, iterations, micro_batches, check, environment)
     else:
+        shape = axes or Axes()
         made = work(Loop(iterations=_given("iterations", iterations), output="",
-                         micro_batches=_given("micro_batches", micro_batches)))
+                         micro_batches=_given("micro_batches", micro_batches),
+                         parallel=Parallel(tensor=(shape.tp,), pipeline=(shape.pp,),
+                                           chunks=shape.chunks)))
         driver = Unhealed(made, axes, environment)
     job = Job(driver, made)
     yield job

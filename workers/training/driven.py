@@ -22,6 +22,7 @@ from .history import History
 from .iteration import Iteration
 from .ledger import settle
 from .own import OwnWork
+from .supply import seen
 from .trace import Trace
 
 
@@ -31,6 +32,7 @@ class Driver(Protocol):
     communicators: Communicators
     control: Control
     iteration: Iteration
+    settled: int
 
     def steps(self) -> Generator[int | None]: ...
     def together(self, call: Callable[[], None]) -> bool: ...
@@ -42,6 +44,7 @@ class Unhealed:
     def __init__(self, work: OwnWork, axes: Axes | None, environment: Mapping[str, str]) -> None:
         self.control = Control(socket.socketpair()[0], 0, Unpacker())
         self._train = work.train
+        self.settled = 0
         place, num = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         device = cpu.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
@@ -57,7 +60,8 @@ class Unhealed:
         self._axes = axes or Axes(dp=num)
         self.communicators.meet(1, place, num, endpoint, b"")
         self.communicators.up(axes)
-        trainee = work.build(device, self.communicators.groups, self._axes, place)
+        trainee = seen(work.build(device, self.communicators.groups, self._axes, place))
+        work.begin(trainee, lambda: seen(work.build_whole(device, self.communicators.alone())))
         self.iteration = Iteration(trainee, work, Trace("", 0, place, 0), Pulse(),
                                    History())
         claims = [self.iteration.claim() for _ in range(num)]
@@ -78,7 +82,7 @@ class Unhealed:
 
     def together(self, call: Callable[[], None]) -> bool:
         """RuntimeError where a collective failed."""
-        found = self.iteration.reduction.together(self.control, self.communicators, call)
+        found = self.iteration.beside(self.control, self.communicators, call)
         if found is not None:
             raise RuntimeError(self.iteration.reduction.why)
         return True

@@ -6,6 +6,7 @@ gloo takes 10 ms to give each of them back (measured: 160 ms per rebuild, agains
 
 from __future__ import annotations
 
+import copy
 import datetime
 from typing import Any
 
@@ -72,6 +73,17 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
 def alone(groups: Any) -> Any:
     """The same generation's groups of this member alone, in every role."""
     return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
+
+
+def to_build(groups: Any) -> Any:
+    """The same, for what is built to hold: nobody is asked while it is built, or in a step.
+
+    Megatron's first and last stage would tell each other their embedding, which here is drawn, or
+    brought; its optimizer would ask the replica what all have told each other before (stepping.py).
+    """
+    told = copy.copy(groups)
+    told.embd, told.mp = None, told.intra_dist_opt
+    return told
 
 
 def _group(places: tuple[int, ...], timeout_s: float) -> Any:

@@ -170,6 +170,13 @@ class Iteration:
             return stats
         return "boundary" if stats.num_stopping else "stepped"
 
+    def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
+               ) -> Outcome | None:
+        """Between two iterations: do what needs all members; None when all is done."""
+        found = self.reduction.together(control, communicators, call)
+        self.is_stuck = self.is_stuck or self.reduction.was_abandoned
+        return found
+
     # --- passes -----------------------------------------------------------------------------------
     def _pass(self, control: Control, communicators: Communicators, todo: Sequence[int]
               ) -> Outcome | None:

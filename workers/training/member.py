@@ -305,7 +305,7 @@ class Member:
     def together(self, call: Callable[[], None]) -> bool:
         """Between two steps: what needs all members, beside training; whether it was done. Else
         this member has left its generation, and the next of `steps` is in another one."""
-        found = self.iteration.reduction.together(self.control, self.communicators, call)
+        found = self.iteration.beside(self.control, self.communicators, call)
         if found is None:
             return True
         if found == "failed":

@@ -5,20 +5,16 @@ All of it is stock megatron-core. Only the core attention is ours, in Megatron's
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -30,7 +26,9 @@ from ...events.places import Coordinates, coordinates
 from ...events.spec import Model, Train
 from .attention import CoreAttention
 from .draw import Draw, seed_of
+from .groups import to_build
 from .mirror import at_rank_before
+from .optimizers import asking_nobody, chained, parts, prepare
 from .text import carries_loss
 from .weights import global_name, redraw
 
@@ -152,8 +150,16 @@ class Trainee:
         The sum over its tokens, or what its mean adds to the mean of all micro-batches. One
         without any token that carries loss adds 0; to that mean it counts as any other.
         """
-        tokens = tokens.to(self.device)
+        tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
+
+    def given(self, tokens: Tensor) -> Tensor:
+        """A micro-batch, where it is trained on."""
+        return tokens.to(self.device)
+
+    def padding(self, tokens: Tensor) -> Tensor:
+        """In its stead one that adds zeros."""
+        return torch.zeros_like(tokens)
 
     def forward(self, ddp: Any, tokens: Tensor) -> Tensor:
         """Of the last chunk the loss of each token; of any other what the next one goes on from."""
@@ -193,6 +199,7 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
         draw.at(0, 0)
     config = _config(train, axes)
     shards = train.parallel.optimizer != "whole"
+    groups = to_build(groups) if groups is not None else None
     modules = [_module(train, config, draw, axes, at, chunk, groups)
                for chunk in range(axes.chunks)]
     ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
@@ -209,10 +216,6 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
             groups: Any) -> Any:
-    if groups is not None:
-        # Megatron's first and last stage would tell each other their embedding: here it is drawn.
-        groups = copy.copy(groups)
-        groups.embd = None
     module: Any = GPTModel(
         config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
         pre_process=at.pp == 0 and chunk == 0,
@@ -281,93 +284,11 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
         initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
         loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
     )
-    if groups is not None:
-        # A step asks nobody: what it would ask of a whole replica is told before (stepping.py).
-        groups = copy.copy(groups)
-        groups.mp = groups.intra_dist_opt
     with asking_nobody():
         optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
                                                 pg_collection=groups)
-    if shards:
-        for ddp in ddps:  # parameters are gathered after the step, not in it
-            ddp.overlap_param_gather_with_optimizer_step = True
-    materialise(optimizer)
+    prepare(ddps, optimizer)
     return optimizer
-
-
-@contextmanager
-def asking_nobody() -> Generator[None]:
-    """Megatron asks the world for its groups of parameters, in case a stage lacks one.
-
-    None does: each has a layer, with weights that decay and biases that do not. And whoever builds
-    does so when it has to, not when all others do.
-    """
-    def answer(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
-
-    right, dist.all_gather_object = dist.all_gather_object, answer  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.all_gather_object = right
-
-
-def materialise(optimizer: Any) -> None:
-    """Give Adam its moments and steps now, so that a newcomer has where to receive them.
-
-    Megatron's own init_state_fn leaves out `step`, which torch's AdamW needs.
-    """
-    for part in parts(optimizer):
-        for group in part.param_groups:
-            for param in group["params"]:
-                if not part.state[param]:
-                    part.state[param].update(step=torch.zeros((), dtype=torch.float32),
-                                             exp_avg=torch.zeros_like(param),
-                                             exp_avg_sq=torch.zeros_like(param))
-
-
-def chained(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers inside of what it calls one."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def scalers(optimizer: Any) -> list[Any]:
-    """The loss scalers inside Megatron's optimizer: none where nothing is scaled."""
-    found = [getattr(part, "grad_scaler", None) for part in chained(optimizer)]
-    return [scaler for scaler in found if scaler is not None]
-
-
-def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's."""
-    found = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
-    assert all(isinstance(part, torch.optim.AdamW) for part in found)
-    return found
-
-
-def shards(optimizer: Any) -> dict[int, Any]:
-    """id of a parameter -> the part of it that this member steps, where the optimizer is sharded.
-
-    Flat, and fp32; of parameters that it has a part of. Empty where the optimizer is whole.
-    """
-    found: dict[int, Any] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            for whole, own in ((part.model_float16_groups, part.shard_fp32_from_float16_groups),
-                               (part.model_fp32_groups, part.shard_fp32_groups)):
-                for params, owned in zip(whole, own, strict=True):
-                    found |= {id(param): shard for param, shard in zip(params, owned, strict=True)}
-    return found
-
-
-def ranges(optimizer: Any) -> dict[int, slice]:
-    """id of a parameter -> which of its elements this member steps, as `shards` has them."""
-    found: dict[int, slice] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            for param in part.model_param_gbuf_map:
-                own = part._get_model_param_range_map(param)["param"]
-                found[id(param)] = slice(own.start, own.end)
-    return found
 
 
 def _scheduler(train: Train, optimizer: Any) -> Any:

@@ -5,23 +5,25 @@ What they write is called here and nowhere else: so what it may not do has one p
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from msgspec.structs import replace
 from torch import Tensor
 
+from ...events.errors import UsageError
 from ...events.loop import Loop
 from ...events.model_spec import Axes
-from ...events.spec import Batch, Train
-from . import model
+from ...events.spec import Batch, Model, Train
+from . import optimizers, pieces
 from .draw import Draw
+from .groups import to_build
 from .model import Trainee
 from .published import publish
 from .support import unsupported
@@ -32,7 +34,8 @@ Sample = Callable[[int, int], Any]
 """(iteration, micro-batch) -> what `forward` takes; the same whichever rank asks."""
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 """(chunk, batch) -> the sum of its tokens' loss and their number; or, as Megatron's forward_step,
-the output and a function of it that returns these two first."""
+the output and a function of it that returns these two first. In a pipeline the latter: of a chunk
+that is not the last the output goes on to the next."""
 
 OnRebuild = Callable[[Any], Any]
 """(groups) -> what a script has made of them, until they go down."""
@@ -40,6 +43,12 @@ OnRebuild = Callable[[Any], Any]
 
 class Unfit(Exception):
     """What was built cannot be healed in memory; `str()` says why, in one line."""
+
+
+class Padding(NamedTuple):
+    """A batch whose loss does not count."""
+
+    batch: Any
 
 
 @dataclass
@@ -50,18 +59,28 @@ class OwnTrainee(Trainee):
     _loss_func: Callable[[Any], Any] = field(init=False, repr=False, default=lambda out: out)
     _tokens_num: int = field(init=False, repr=False, default=0)
 
-    def loss(self, tokens: Any) -> Tensor:
-        return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
+    def given(self, tokens: Any) -> Any:
+        """As their `sample` has it: where it has to be, `forward` knows."""
+        return tokens
+
+    def padding(self, tokens: Any) -> Any:
+        return Padding(tokens)
 
     def forward(self, ddp: Any, tokens: Any) -> Any:
-        out, rest = self.call(ddp, tokens)
+        out, rest = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
+        if self.axes.pp > 1 and not callable(rest):
+            raise UsageError("in a pipeline `forward` has to return the chunk's output and a "
+                             "function of it", "return the sum of the loss in that function")
         self._loss_func = rest if callable(rest) else lambda out: (out, rest)
         return out
 
     def loss_of(self, per_token: Any, tokens: Any) -> Tensor:
+        """Of what went forward last."""
         found, num, *_ = self._loss_func(per_token)
-        self._tokens_num = int(num)
         loss: Tensor = found
+        self._tokens_num = int(num)
+        if isinstance(tokens, Padding):
+            loss, self._tokens_num = loss * 0, 0
         if self.train.loss == "per_token":
             return loss
         return loss / max(self._tokens_num, 1) / self.train.num_micro_batches
@@ -72,26 +91,30 @@ class OwnTrainee(Trainee):
 
 
 class OwnWork:
-    """Their loop. `samples_num` are those of one micro-batch: what their schedule counts."""
+    """Their loop. `samples_num` are those of one micro-batch: what their schedule counts.
+    `sequence` is the length of each, which the stages of a pipeline tell each other their parts by.
+    """
 
     def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
-                 samples_num: int = 1, loss: Any = "per_token", seed: int = 1234,
+                 samples_num: int = 1, sequence: int = 0, loss: Any = "per_token", seed: int = 1234,
                  flops: float = 0.0, on_rebuild: OnRebuild | None = None) -> None:
         self.train = Train(
             iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
+            model=Model(sequence=sequence),
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops
         self.digest = ""
         self.made: Any = None
         """What `on_rebuild` has returned for the generation that is up."""
         self._on_rebuild = on_rebuild
+        self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
 
     def on_groups(self, groups: Any) -> None:
-        self.made = None
+        self.made, self._groups = None, groups
         if groups is not None:
-            publish(groups)
+            publish(groups, self.train.parallel.chunks)
             self.made = self._on_rebuild(groups) if self._on_rebuild is not None else None
 
     def load(self) -> OwnWork:
@@ -105,17 +128,15 @@ class OwnWork:
         """Raises Unfit."""
         draw = Draw(self.train.seed)
         draw.at(0, 0)  # what is drawn while building is the same on every rank
-        told = copy.copy(groups)
-        # As in model.py: the first and the last stage tell each other nothing, and a step asks
-        # nobody; what it would ask of a whole replica is told before.
-        told.embd, told.mp = None, told.intra_dist_opt
-        publish(told)
-        with model.asking_nobody():
+        told = to_build(groups)
+        publish(told, axes.chunks)
+        with optimizers.asking_nobody():
             chunks, optimizer, scheduler = self._build(told, axes, place)
-        publish(groups)
+        # What is built may be another part than that which is trained: a whole one, for a copy.
+        publish(self._groups, self.train.parallel.chunks)
         ddps = list(chunks)
-        check(ddps, optimizer, scheduler, self.train)
-        model.materialise(optimizer)
+        check(ddps, optimizer, scheduler, self.train, axes)
+        optimizers.prepare(ddps, optimizer)
         modules = [_inner(ddp) for ddp in ddps]
         if not self.flops:
             num_params = sum(param.numel() for module in modules for param in module.parameters())
@@ -128,32 +149,56 @@ class OwnWork:
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
         return self.build(device, groups, Axes(), 0)
 
+    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+        """What a script draws may depend on the layout, so what it draws for the whole counts."""
+        if trainee.num_parts > 1:
+            pieces.fill(trainee.pieces, whole().pieces)
 
-def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train) -> None:
+
+def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes) -> None:
     """Raises Unfit for what cannot be kept, redone or handed over exactly."""
     for ddp in ddps:
         if not isinstance(ddp, DistributedDataParallel):
             raise Unfit(f"{type(ddp).__name__} is not megatron.core.distributed."
                         "DistributedDataParallel, whose buffers hold the local sum of gradients")
-    if train.parallel.pipeline != (1,):
-        raise Unfit("a pipeline passes the house's own batches alone as yet")
-    optimizers = model.chained(optimizer)
-    rows = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers[0].config,
-                       parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
+    modules = [_inner(ddp) for ddp in ddps]
+    _check_sizes(ddps[0].config, modules, train, axes)
+    chain = optimizers.chained(optimizer)
+    rows = unsupported(ddps[0].config, ddps[0].ddp_config, chain[0].config,
+                       parallel=train.parallel, modules=modules)
     if rows:
         raise Unfit("; ".join(f"{row.what}: {row.loop.why}" for row in rows))
-    for one in optimizers:
+    for one in chain:
         if one.optimizer is not None and not isinstance(one.optimizer, torch.optim.AdamW):
             kind = type(one.optimizer)
             raise Unfit(f"the state of {kind.__module__}.{kind.__name__} is not known; "
                         "that of torch.optim.AdamW is")
-    is_sharded = bool(model.shards(optimizer))
+    is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
         raise Unfit("the optimizer is " + ("sharded: write loop.parallel.optimizer: sharded"
                     if is_sharded else "whole, and loop.parallel.optimizer says that it is not"))
     if not isinstance(scheduler, OptimizerParamScheduler):
         raise Unfit(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
                     "OptimizerParamScheduler, whose position is known")
+
+
+def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) -> None:
+    made = Axes(tp=config.tensor_model_parallel_size, pp=config.pipeline_model_parallel_size,
+                chunks=len(modules), dp=axes.dp)
+    if made != axes:
+        raise Unfit(f"`build` was asked for {axes}, and its configuration says {made}")
+    if train.parallel.pipeline == (1,):
+        return
+    if axes.chunks > 1 and config.batch_p2p_comm:
+        raise Unfit("with chunks two stages are each other's next and last, and a batch of "
+                    "messages mixes them up: set overlap_p2p_comm, and batch_p2p_comm to False")
+    if not train.model.sequence:
+        raise Unfit("the stages of a pipeline have to know how long a sample is: give "
+                    "adopt(sequence=...)")
+    for module in modules:
+        if not isinstance(module, GPTModel):
+            raise Unfit(f"the parts of a {type(module).__name__} in a pipeline have no names of "
+                        "their own in the whole model; those of a GPTModel have")
 
 
 def _inner(ddp: Any) -> Any:

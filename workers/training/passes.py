@@ -19,14 +19,14 @@ from .model import Trainee
 
 PADDING = -1
 """A micro-batch of no tokens: it adds zeros."""
-Sample = Callable[[int], Tensor]
-"""A micro-batch's tokens [rows, sequence + 1], by its number."""
+Sample = Callable[[int], Any]
+"""A micro-batch by its number: tokens [rows, sequence + 1], or what a script's `forward` takes."""
 Note = Callable[[Literal["forward", "backward", "stage"], int], None]
 """Tells that a pass of a micro-batch begins, or that a stage turns to another."""
 
 
 def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
-        note: Note) -> tuple[float, int]:
+        note: Note, *, forward_only: bool = False) -> tuple[float, int]:
     """Pass these micro-batches of an iteration: the loss that they add, and their tokens.
 
     All members of the replica call it with the same items; only one of them, on the last stage,
@@ -36,9 +36,10 @@ def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sam
     axes = trainee.axes
     if axes.pp > 1:
         told = _schedule(trainee, groups, iteration, padded(items, axes.pp, axes.chunks), sample,
-                         note) if items else []
+                         note, forward_only=forward_only) if items else []
     else:
-        told = [_whole(trainee, iteration, item, sample, note) for item in items]
+        told = [_whole(trainee, iteration, item, sample, note, forward_only=forward_only)
+                for item in items]
     if trainee.at.tp:
         return 0.0, 0
     return sum(loss for loss, _ in told), sum(num_tokens for _, num_tokens in told)
@@ -50,19 +51,37 @@ def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
     return [*items, *[PADDING] * num_more]
 
 
-def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: Note
-           ) -> tuple[float, int]:
+def evaluate(trainee: Trainee, groups: Any, items: Sequence[int], sample: Sample
+             ) -> tuple[float, int]:
+    """The same of batches that nothing is learnt from, as the model is when it is used."""
+    for ddp in trainee.ddps:
+        ddp.eval()
+    try:
+        with torch.no_grad():
+            return run(trainee, groups, PADDING, items, sample, _untold, forward_only=True)
+    finally:
+        for ddp in trainee.ddps:
+            ddp.train()
+
+
+def _untold(event: str, item: int) -> None:
+    pass
+
+
+def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: Note, *,
+           forward_only: bool) -> tuple[float, int]:
     trainee.draw.at(iteration, item)
-    tokens = sample(item)
+    batch = sample(item)
     note("forward", item)
-    loss = trainee.loss(tokens)
-    note("backward", item)
-    trainee.optimizer.scale_loss(loss).backward()
-    return loss.item(), trainee.num_tokens(tokens)
+    loss = trainee.loss(batch)
+    if not forward_only:
+        note("backward", item)
+        trainee.optimizer.scale_loss(loss).backward()
+    return loss.item(), trainee.num_tokens(batch)
 
 
 def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], sample: Sample,
-              note: Note) -> list[tuple[float, int]]:
+              note: Note, *, forward_only: bool) -> list[tuple[float, int]]:
     """Megatron's 1F1B, interleaved where there are chunks; told of on the last stage alone."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
@@ -73,7 +92,7 @@ def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], s
         forward_step_func=partial(_forward, trainee, iteration, sample, note),
         data_iterator=[iter(items) for _ in trainee.ddps] if several else iter(items),
         model=trainee.ddps, num_microbatches=len(items), seq_length=train.model.sequence,
-        micro_batch_size=train.batch.micro, forward_only=False,
+        micro_batch_size=train.batch.micro, forward_only=forward_only,
         p2p_communicator=_Stages(groups.pp, config, note), pg_collection=groups,
     )
     return told
@@ -97,23 +116,23 @@ def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items
 
     Dropout is drawn as if the micro-batch were alone, whichever others are on their way.
     """
-    train, item = trainee.train, next(items)
+    item = next(items)
     trainee.draw.at(iteration, item)
     if item == PADDING:
-        tokens = torch.zeros(train.batch.micro, train.model.sequence + 1, dtype=torch.int64)
+        batch = trainee.padding(sample(0))
     else:
-        tokens = sample(item)
+        batch = sample(item)
         note("forward", item)
-    tokens = tokens.to(trainee.device)
+    batch = trainee.given(batch)
 
     def summed(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
-        loss, num_tokens = trainee.loss_of(per_token, tokens), trainee.num_tokens(tokens)
+        loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
         return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
 
     def begins(gradient: Tensor) -> None:
         note("backward", item)
 
-    out = trainee.forward(ddp, tokens)
-    if item != PADDING:
+    out = trainee.forward(ddp, batch)
+    if item != PADDING and out.requires_grad:
         out.register_hook(begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, summed

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .boxes import Box, Dims, Piece, flat_range, intersection
-from .model import Trainee, parts, ranges, shards
+from .model import Trainee
+from .optimizers import parts, ranges, shards
 from .state import MOMENTS
 from .weights import global_name
 
@@ -82,6 +83,21 @@ def stepped(trainee: Trainee) -> State:
             if (box := intersection(param.box, own.box)) is not None:
                 found[param._replace(box=box)] = cut(trainee.pieces[param], param.box, box)
     return found
+
+
+def fill(into: State, whole: State) -> None:
+    """Copy pieces out of a whole state. Raises ValueError where that has not all of them."""
+    by_key: dict[tuple[str, str], list[Piece]] = {}
+    for piece in whole:
+        by_key.setdefault((piece.key, piece.kind), []).append(piece)
+    for piece, tensor in into.items():
+        num_missing = piece.box.num_elements
+        for source in by_key.get((piece.key, piece.kind), ()):
+            if (box := intersection(piece.box, source.box)) is not None:
+                cut(tensor, piece.box, box).copy_(cut(whole[source], source.box, box))
+                num_missing -= box.num_elements
+        if num_missing:
+            raise ValueError(f"the whole model lacks {piece}")
 
 
 def kind_of(tensor: Tensor, shape: Dims) -> str:

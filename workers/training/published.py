@@ -36,13 +36,16 @@ _BY_ROLE = {
 }
 
 
-def publish(groups: Any) -> None:
-    """Say to Megatron's globals what the generation's ProcessGroupCollection says."""
+def publish(groups: Any, chunks: int) -> None:
+    """Say to Megatron's globals what the generation's ProcessGroupCollection says; `chunks` are
+    those of each stage, where there is a pipeline."""
     for role, (group_name, ranks_name) in _BY_ROLE.items():
         group = getattr(groups, role)
         setattr(parallel_state, group_name, group)
         if ranks_name and group is not None:
             setattr(parallel_state, ranks_name, dist.get_process_group_ranks(group))
+    parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
+        chunks if chunks > 1 and groups.pp.size() > 1 else None)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     if not torch.cuda.is_available():

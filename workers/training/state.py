@@ -22,7 +22,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from .history import History
-from .model import Trainee, parts, scalers, shards
+from .model import Trainee
+from .optimizers import parts, scalers, shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

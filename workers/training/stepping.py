@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .mirror import follow
-from .model import Trainee, ranges, scalers
+from .model import Trainee
+from .optimizers import ranges, scalers
 from .trace import Event
 
 log = structlog.get_logger()

@@ -91,6 +91,10 @@ class Supply:
             source = self._held(settlement, place)
         is_spoilt = self._is_spoilt or self._iteration.step_version > 0
         trainee = self._fitting(axes, place, anew=step_version == 0 and is_spoilt)
+        if step_version == 0 and trainee is not self._iteration.trainee:
+            mine = self._iteration.trainee
+            self._work.begin(trainee, lambda: mine if mine.is_plain and not is_spoilt
+                             else self._built())
         told, taken = None, tuple[Taken, ...]()
         try:
             if takers and step_version:
@@ -302,10 +306,15 @@ class Supply:
         if mine.is_plain:
             return mine
         if self._whole is None:
-            alone = self._communicators.alone()
-            self._whole = seen(self._work.build_whole(mine.device, alone))
-            self._communicators.unbind(self._whole.roots)
+            self._whole = self._built()
         return self._whole
+
+    def _built(self) -> Trainee:
+        """A whole replica, as it begins."""
+        built = seen(self._work.build_whole(self._iteration.trainee.device,
+                                            self._communicators.alone()))
+        self._communicators.unbind(built.roots)
+        return built
 
     def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:
         """By all members: the whole state, to the one at place `to`. Raises RuntimeError.

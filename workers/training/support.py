@@ -68,11 +68,6 @@ def _sums_in_16_bits(loop: Loop) -> bool:
 
 
 ASKED: Mapping[str, Callable[[Loop], bool]] = {
-    "pipeline parallel": lambda loop: (_is_many(loop.config, "pipeline_model_parallel_size")
-                                       or loop.parallel.pipeline != (1,)),
-    "interleaving": lambda loop: (
-        _is_many(loop.config, "virtual_pipeline_model_parallel_size")
-        or loop.parallel.chunks > 1),
     "context parallel": lambda loop: (_is_many(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
     "experts": lambda loop: (_is_many(loop.config, "expert_model_parallel_size")

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .model import Trainee, parts, scalers
+from .model import Trainee
+from .optimizers import parts, scalers
 from .trace import Note
 
 

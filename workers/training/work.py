@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,13 @@ class Work(Protocol):
         """A whole replica, which copies and checkpoints are of; `groups` are of one member."""
         ...
 
+    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+        """Nobody has a state: give this one, built for its place, that of the first iteration.
+
+        `whole` builds a whole replica, as it begins.
+        """
+        ...
+
 
 class House:
     """The GPT of a spec's `train:`."""
@@ -67,3 +75,6 @@ class House:
 
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
         return model.build(replace(self.train, parallel=Parallel()), device, groups)
+
+    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+        """It is built with it: the seed and the names of parameters say all of it."""
