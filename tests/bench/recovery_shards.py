@@ -33,15 +33,24 @@ def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
 
 def held() -> list[Row]:
     """The bytes of parameters, gradients and optimizer of each rank: the median, and the extremes.
+
+    `first_more_bytes`: what copies and checkpoints of shards are gathered into, a whole replica,
+    where they are on.
     """
     rows: list[Row] = []
-    axes = {"tp": 1, "pp": 1, "dp": NUM_RANKS}
-    whole_bytes = 0.0
+    whole_bytes = 0
     for kept in KEPT:
-        parts, = parts_of(spec("bench", Path("unused"), parallel={"optimizer": kept}), [axes])
+        parts = _parts(kept)
         rows += [row(CASE, kept, name, [part[name] for part in parts], "bytes") for name in BYTES]
-        all_bytes = [float(sum(part[name] for name in BYTES)) for part in parts]
+        all_bytes = [sum(part[name] for name in BYTES) for part in parts]
         whole_bytes = whole_bytes or all_bytes[0]
         rows += [row(CASE, kept, "held_bytes", all_bytes, "bytes"),
-                 row(CASE, kept, "held_ratio", [one / whole_bytes for one in all_bytes], "ratio")]
+                 row(CASE, kept, "held_ratio", [one / whole_bytes for one in all_bytes], "ratio"),
+                 row(CASE, kept, "first_more_bytes", [0 if kept == "whole" else whole_bytes],
+                     "bytes")]
     return rows
+
+
+def _parts(kept: str) -> list[dict[str, int]]:
+    asked = spec("bench", Path("unused"), parallel={"optimizer": kept})
+    return parts_of(asked, [{"tp": 1, "pp": 1, "dp": NUM_RANKS}])[0]
