@@ -83,7 +83,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transition_s: float = 10.0
     """Prior: for how long a task stands for one change, until it was measured often enough."""
     reshape_s: float = 20.0
-    """The same of a change to a layout that splits the model in another way: all of it moves."""
+    """The same of a change to a layout that splits the model in another way, so that members build
+    and take new parts: twice as long (measured: 2.1 times, there and back;
+    docs/decisions/limits-of-plans.md)."""
     gain_min: float = 0.005
     """A plan changes a healthy task only for this share of the cluster's WAF; below 1."""
     moves_max: int | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bench import recovery, recovery_environment, recovery_job, recovery_layouts, recovery_moved
 from bench.recovery_moved import Change, change, in_words, lacking_bytes, least_bytes
+from bench.recovery_rows import Row
 from bench.recovery_unicron import Unicron
 from unicron.events.spec import parse
 
@@ -102,6 +103,15 @@ def test_a_pause_is_from_step_to_step_less_the_micro_batches() -> None:
     assert recovery_layouts.pause(lines, 3) == pytest.approx(1.5 - 0.7)
     assert recovery_layouts.pause(lines, 4) is None
     assert recovery_layouts.pause(lines, 2) is None
+
+
+def test_a_change_of_shape_is_weighed_against_one_of_replicas_there_and_back() -> None:
+    stood_s = {"pp2dp2_sigkill": (0.5, 0.4), "tp2dp2_sigkill": (0.2, 0.4)}
+    rows = [Row(case, "unicron", metric, value, "s", 3) for case, both in stood_s.items()
+            for metric, value in zip(("fault_to_resume_s", "grow_pause_s"), both, strict=True)]
+    (found,) = recovery_layouts.reshaped(rows)
+    assert found.value == pytest.approx(1.5)
+    assert recovery_layouts.reshaped(rows[:-1]) == []
 
 
 def test_each_kind_of_task_has_so_many_replicas_on_four_ranks() -> None:

@@ -70,6 +70,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 def _measure(asked: argparse.Namespace) -> None:
     from . import recovery_environment as environment
+    from . import recovery_layouts
 
     began_s = time.monotonic()
     rows: list[Row] = []
@@ -79,6 +80,7 @@ def _measure(asked: argparse.Namespace) -> None:
             rows += found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        rows += recovery_layouts.reshaped(rows)
         about = {"versions": environment.versions(), "cores": os.cpu_count(),
                  "commit": commit(), "took_s": round(time.monotonic() - began_s),
                  "load_1min": os.getloadavg()[0],

@@ -145,3 +145,17 @@ def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, An
                  row(case, name, f"{what}_least_bytes", least, "bytes")]
     return rows
 
+
+def reshaped(rows: Sequence[Row]) -> list[Row]:
+    """How many times as long a task stands for a change of shape as for one of its replicas.
+
+    The policy's `reshape_s` is `transition_s` that often. Of both, there and back: PP 2 x DP 2 to
+    PP 3 beside TP 2 x DP 2 to TP 2; the micro-batches are in neither.
+    """
+    found = {(one.case, one.metric): one.value for one in rows if one.system == "unicron"}
+    both_s = [[found.get((case, metric)) for metric in ("fault_to_resume_s", "grow_pause_s")]
+              for case in ("pp2dp2_sigkill", "tp2dp2_sigkill")]
+    shape_s, replicas_s = ([one for one in each if one is not None] for each in both_s)
+    if len(shape_s) < 2 or len(replicas_s) < 2:
+        return []
+    return [Row("reshape", "unicron", "pause_ratio", sum(shape_s) / sum(replicas_s), "ratio", 1)]
