@@ -80,7 +80,7 @@ ROWS: tuple[Row, ...] = (
     Row("distributed optimizer, sharded",
         _exact("the loss of a shard's only holder sets the task back to its last copy",
                "tests/training/test_sharded.py"),
-        _exact("as `train:`")),
+        _exact("as `train:`", "tests/training/test_own_layouts.py")),
     Row("distributed optimizer, mirrored",
         _exact("a second rank has each shard, so that no iteration is lost",
                "tests/training/test_sharded.py"),

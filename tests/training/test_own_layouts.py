@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from nursery import Nursery
-from rank_driver import Driver
+from rank_driver import WAIT_S, Driver
 from unicron.events.model_spec import Axes
 from unicron.events.reports import CheckpointSaved
 from unicron.events.spec import parse
@@ -17,6 +17,8 @@ from unicron.workers.training.reference import compare
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
+EVALUATED = 5
+"""After so many iterations the example evaluates."""
 RELATIVE_MAX = 1e-5
 SCRIPT = """
 import os, runpy, sys
@@ -146,3 +148,43 @@ def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
     told = driver.form(list(case.members), axes=case.after)
     assert {one.step_version for one in told.values()} <= {case.iteration, case.iteration + 1}
     finish(driver, list(case.members), undisturbed)
+
+
+def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed: Driver) -> None:
+    ranks = [0, 1, 2, 3]
+    driver = loops("--sharded", **ANY, optimizer="sharded")
+    driver.start(*ranks)
+    hold = driver.hold(1, "backward", STRUCK)
+    driver.form(ranks, axes=TP2DP2)
+    driver.held(1, STRUCK)
+    driver.ask_to_leave(ranks, "now")
+    driver.heard(*ranks)
+    hold.unlink()
+    driver.quiesced(ranks)
+    told = driver.form(ranks, axes=Axes(pp=2, dp=2))
+    assert {one.step_version for one in told.values()} == {STRUCK}
+    finish(driver, ranks, undisturbed)
+
+
+DIES_EVALUATING = """
+import os, signal
+from unicron.workers.training import adopt
+if os.environ["UNICRON_RANK"] == "1":
+    adopt.evaluate = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("before", "left", "after"), [
+    (Axes(dp=3), [0, 2], Axes(dp=2)), (TP2DP2, [2, 3], Axes(tp=2))], ids=["dp3", "tp2dp2"])
+def test_an_evaluation_that_a_rank_dies_in_is_done_again(
+        loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
+    driver = loops(**ANY)
+    driver.patch = DIES_EVALUATING + driver.patch
+    ranks = list(range(before.tp * before.dp))
+    driver.start(*ranks)
+    driver.form(ranks, axes=before)
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.quiesce([rank for rank in ranks if rank != 1], "now")
+    told = driver.form(left, axes=after)
+    assert {one.step_version for one in told.values()} == {EVALUATED}
+    finish(driver, left, undisturbed)

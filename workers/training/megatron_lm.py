@@ -28,7 +28,6 @@ from ..wire import FD
 
 from .adopt import Declined, Job, adopt  # before megatron  # isort: skip
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
@@ -64,6 +63,8 @@ class Plan:
             return "context parallelism couples the ranks (--context-parallel-size)"
         if getattr(args, "dataloader_type", "single") not in (None, "single"):
             return f"its data has no random access (--dataloader-type {args.dataloader_type})"
+        if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
+            return "how many chunks a stage has is not carried over (interleaving)"
         if getattr(args, "load", None):
             return "it begins from a checkpoint of Megatron-LM's (--load)"
         return ""
@@ -121,16 +122,24 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
     train_set, valid_set, _ = datasets([plan.iterations * args.global_batch_size,
                                         num_evaluations * per_evaluation, 0])
 
+    def sizes(tp: int, pp: int) -> tuple[int, int]:
+        """Of what is built or trained now; what they were before."""
+        before = getattr(args, "tensor_model_parallel_size", 1), getattr(
+            args, "pipeline_model_parallel_size", 1)
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
+        return before
+
     def rebuilt(groups: Any) -> Any:
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
         args.data_parallel_size = groups.dp.size()
+        sizes(groups.tp.size(), groups.pp.size())
         return on_rebuild(groups) if on_rebuild is not None else None
 
     def build(groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
-        args.tensor_model_parallel_size = axes.tp
-        args.pipeline_model_parallel_size = axes.pp
+        trained = sizes(axes.tp, axes.pp)  # what is built may be a whole one, for a copy
         model, optimizer, scheduler = _megatron("training").setup_model_and_optimizer(
             model_provider, model_type)
+        sizes(*trained)
         return model, optimizer, scheduler
 
     def batch_of(dataset: Any, first: int) -> Any:
@@ -145,6 +154,7 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
 
     with adopt(build=build, sample=sample, forward=forward, iterations=plan.iterations,
                micro_batches=plan.micro_batches, samples=rows, seed=int(args.seed),
+               sequence=int(args.seq_length),
                loss="per_token" if plan.is_per_token else "per_micro_batch",
                on_rebuild=rebuilt, check=[plan.why_not]) as job:
         for iteration in job:
@@ -157,29 +167,12 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
                 first = (args.iteration // args.eval_interval - 1) * per_evaluation
 
                 def mean(first: int = first) -> float:
-                    return _evaluate(plan, job, forward, lambda item: batch_of(
-                        valid_set, first + item * rows), eval_iters)
+                    return job.mean_loss(eval_iters * plan.micro_batches, lambda item: batch_of(
+                        valid_set, first + item * rows))
 
                 found = job.evaluate(mean)
                 if found is not None:
                     _tell_evaluated(plan, job, found)
-
-
-def _evaluate(plan: Plan, job: Job, forward: Callable[[Any, Any], tuple[Any, Any]],
-              batch_of: Callable[[int], Any], num: int) -> float:
-    """The mean loss over `num` batches, whoever is there to run them; on every rank."""
-    told = torch.zeros(2, dtype=torch.float64, device=job.device)
-    job.model.eval()
-    with torch.no_grad():
-        for item in range(job.place, num * plan.micro_batches, job.num_members):
-            out, loss_func = forward(job.model, batch_of(item))
-            loss, num_tokens, *_ = loss_func(out)
-            if not plan.is_per_token:
-                loss, num_tokens = loss / max(int(num_tokens), 1), 1
-            told += torch.tensor([float(loss), float(num_tokens)], dtype=torch.float64)
-    job.model.train()
-    dist.all_reduce(told)
-    return float(told[0] / told[1].clamp(min=1))
 
 
 def _tell(plan: Plan, job: Job) -> None:
