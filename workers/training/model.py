@@ -30,7 +30,8 @@ from .groups import to_build
 from .mirror import at_rank_before
 from .optimizers import asking_nobody, chained, parts, prepare
 from .text import carries_loss
-from .weights import global_name, redraw
+from .weights import draw as draw_weights
+from .weights import global_name, undrawn
 
 Parts = tuple[Any, ...]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,14 +136,24 @@ class Trainee:
                     shard.data = shard.data.new_empty(0)
         for _, param in self.named_parameters():
             param.data = param.data.new_empty(0)
-            param.grad = param.main_grad = None
         for bucket_group in self.bucket_groups:
             bucket_group.cached_param_buffer_shard_list = []
+        for buffer in self.buffers:
+            buffer.param_data = None
+            for bucket in buffer.buckets:
+                bucket.param_data = None
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """It is never to train: give back the memory of its gradients."""
+        for _, param in self.named_parameters():
+            param.grad = param.main_grad = None
+        for bucket_group in self.bucket_groups:
             bucket_group.cached_grad_buffer_shard_list = []
         for buffer in self.buffers:
-            buffer.grad_data = buffer.param_data = None
+            buffer.grad_data = None
             for bucket in buffer.buckets:
-                bucket.grad_data = bucket.param_data = None
+                bucket.grad_data = None
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
@@ -184,10 +195,11 @@ class Trainee:
 
 
 def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
-          place: int = 0) -> Trainee:
+          place: int = 0, *, draws: bool = True) -> Trainee:
     """Build what stands at a place of a layout; None: a whole replica.
 
-    The initial weights come from the seed alone: all layouts have the same. Needs torch.distributed
+    The initial weights come from the seed alone: all layouts have the same. Without `draws` they
+    are whatever was in memory, for one that is to take a state. Needs torch.distributed
     to be up, but asks nobody. `groups` is the place's ProcessGroupCollection; None means Megatron's
     parallel state, of one process.
     """
@@ -200,7 +212,7 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     config = _config(train, axes)
     shards = train.parallel.optimizer != "whole"
     groups = to_build(groups) if groups is not None else None
-    modules = [_module(train, config, draw, axes, at, chunk, groups)
+    modules = [_module(train, config, draw, axes, at, chunk, groups, draws=draws)
                for chunk in range(axes.chunks)]
     ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
             for chunk, module in enumerate(modules)]
@@ -215,15 +227,17 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
 
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
-            groups: Any) -> Any:
-    module: Any = GPTModel(
-        config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
-        pre_process=at.pp == 0 and chunk == 0,
-        post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
-        share_embeddings_and_output_weights=train.model.tie_embeddings,
-        pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None,
-    )
-    redraw(module, config, train.seed, tp=at.tp)
+            groups: Any, *, draws: bool) -> Any:
+    with undrawn(config):
+        module: Any = GPTModel(
+            config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
+            pre_process=at.pp == 0 and chunk == 0,
+            post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
+            share_embeddings_and_output_weights=train.model.tie_embeddings,
+            pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None,
+        )
+    if draws:
+        draw_weights(module, config, train.seed, tp=at.tp)
     if train.model.dropout:
         for layer in module.decoder.layers:
             layer.register_forward_pre_hook(draw.at_layer)

@@ -124,8 +124,9 @@ class OwnWork:
                ) -> Any:
         return self._sample(iteration, micro_batch)
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
-        """Raises Unfit."""
+    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
+              begins: bool = True) -> Trainee:
+        """As its script builds it, `begins` or not. Raises Unfit."""
         draw = Draw(self.train.seed)
         draw.at(0, 0)  # what is drawn while building is the same on every rank
         told = to_build(groups)

@@ -90,7 +90,7 @@ class Supply:
             takers = self._takers(axes, settlement, claims)
             source = self._held(settlement, place)
         is_spoilt = self._is_spoilt or self._iteration.step_version > 0
-        trainee = self._fitting(axes, place, anew=step_version == 0 and is_spoilt)
+        trainee = self._fitting(axes, place, begins=step_version == 0, is_spoilt=is_spoilt)
         if step_version == 0 and trainee is not self._iteration.trainee:
             mine = self._iteration.trainee
             self._work.begin(trainee, lambda: mine if mine.is_plain and not is_spoilt
@@ -160,7 +160,7 @@ class Supply:
 
         return [place for place in range(num_places(axes)) if not has(place)]
 
-    def _fitting(self, axes: Axes, place: int, *, anew: bool) -> Trainee:
+    def _fitting(self, axes: Axes, place: int, *, begins: bool, is_spoilt: bool) -> Trainee:
         """What this member is to train: what it has, where that is the same part, else a new one.
 
         Beside the layout it keeps what it has, and trains nothing.
@@ -170,12 +170,13 @@ class Supply:
             return mine
         optimizer = self._train.parallel.optimizer
         wanted = Held(axes=axes, optimizer=optimizer, place=place)
-        if (not anew and not self._iteration.is_stuck
+        if (not (begins and is_spoilt) and not self._iteration.is_stuck
                 and _same_part(held_by(mine), wanted)):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine
-        return seen(self._work.build(mine.device, self._communicators.groups, axes, place))
+        return seen(self._work.build(mine.device, self._communicators.groups, axes, place,
+                                     begins=begins))
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: Trainee | None, target: Trainee | None
@@ -314,6 +315,7 @@ class Supply:
         built = seen(self._work.build_whole(self._iteration.trainee.device,
                                             self._communicators.alone()))
         self._communicators.unbind(built.roots)
+        built.release_gradients()
         return built
 
     def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from .draw import seed_of
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
 """Megatron draws these narrower the more layers there are."""
 
@@ -33,12 +36,27 @@ def global_name(module: Any, name: str) -> str:
     return name
 
 
-def redraw(module: Any, config: Any, seed: int, *, tp: int) -> None:
-    """Draw a chunk's weights anew, on the CPU, with Megatron's distributions.
+@contextmanager
+def undrawn(config: Any) -> Generator[None]:
+    """What is built meanwhile has weights that nobody has drawn; biases and norms are constants.
 
-    Biases and norms are left as Megatron has them: constants. Megatron has drawn already: without
-    that it forgets which parameters are split over `tp`.
+    Megatron goes through the motions: told to initialise nothing, it forgets which parameters are
+    split over tensor-parallel ranks.
     """
+    drawn = {name: getattr(config, name) for name in _METHODS}
+    vars(config).update(dict.fromkeys(_METHODS, _leave))
+    try:
+        yield
+    finally:
+        vars(config).update(drawn)
+
+
+def _leave(whole: torch.Tensor) -> torch.Tensor:
+    return whole
+
+
+def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
+    """Draw a chunk's weights, on the CPU, with Megatron's distributions."""
     for own, param in module.named_parameters():
         if param.dim() < 2:
             continue

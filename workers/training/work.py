@@ -41,8 +41,12 @@ class Work(Protocol):
         """The data. Raises UsageError."""
         ...
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
-        """What stands at a place of a layout, the same whoever builds it; nobody else is asked."""
+    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
+              begins: bool = True) -> Trainee:
+        """What stands at a place of a layout, the same whoever builds it; nobody else is asked.
+
+        Unless it `begins`, it is to take a state: its weights may be anything.
+        """
         ...
 
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
@@ -70,11 +74,12 @@ class House:
     def load(self) -> Samples:
         return text.load(self.train.data, self.train.model.sequence)
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int) -> Trainee:
-        return model.build(self.train, device, groups, axes, place)
+    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
+              begins: bool = True) -> Trainee:
+        return model.build(self.train, device, groups, axes, place, draws=begins)
 
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
-        return model.build(replace(self.train, parallel=Parallel()), device, groups)
+        return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
 
     def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
         """It is built with it: the seed and the names of parameters say all of it."""
