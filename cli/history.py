@@ -16,15 +16,18 @@ from ..control_plane.model_flops import iteration_flops
 from ..control_plane.severity import worse
 from ..events.model_spec import MegatronModel
 from ..events.orders import Severity
+from ..events.parallel import Kept
 from .achieved import Planned, Waf, Work, over_time
 from .figures import plan_waf
-from .layout_words import layout, speakers
+from .layout_words import layout, lost_in_words, speakers
 from .on_purpose import OnPurpose
 from .printed import Printed, begins_again
 from .record_line import PROGRESS
 from .stepping import Stepping, told_to
 
 Plain = dict[str, Any]
+FARTHER = ("copy", "checkpoint", "seed")
+"""Where state comes from that no member has any more."""
 
 
 class IncidentHistory(Struct, kw_only=True):
@@ -69,6 +72,11 @@ class IncidentHistory(Struct, kw_only=True):
     """That the task was in, one after the other, from the one that it had when it struck."""
     speakers: set[int] = field(default_factory=set[int])
     """Ranks of the generation that tell of micro-batches."""
+    order: Plain | None = None
+    """Of the generation in which it struck."""
+    alive: set[tuple[int, int]] | None = None
+    """Rank and attempt of those who went on."""
+    optimizer: Kept = "whole"
     outcome: str = "open"
     pause_s: float | None = None
     evidence: list[int] = field(default_factory=list[int])
@@ -83,6 +91,14 @@ class IncidentHistory(Struct, kw_only=True):
     """Slots of these that did not step, times how long, until `counted_s`: see `slot_s`."""
     counted_s: float = 0.0
     """The last record, or the one that closed it."""
+
+    @property
+    def lost(self) -> str:
+        """What of the state went with those who died, where it was set back; of a whole nothing
+        can be said."""
+        if self.origin not in FARTHER or self.order is None or self.alive is None:
+            return ""
+        return lost_in_words(self.order, self.optimizer, self.alive)
 
 
 class TaskHistory(Struct, kw_only=True):
@@ -102,7 +118,9 @@ class TaskHistory(Struct, kw_only=True):
     origin: str = ""
     """Of its throughput: declared, modelled, measured."""
     layout: str = ""
+    order: Plain | None = None
     """Of the newest generation."""
+    optimizer: Kept = "whole"
     dps: dict[int, int] = field(default_factory=dict[int, int])
     """Generation -> its number of members."""
     stepping: Stepping = field(default_factory=Stepping)
@@ -246,6 +264,7 @@ def _incident(told: History, record: Plain) -> None:
         if task is not None:
             stepping = task.stepping
             incident.layouts = [task.layout] if task.layout else []
+            incident.order, incident.optimizer = task.order, task.optimizer
             incident.num_slots = stepping.num_seats
             failed = [stepping.failed_seq] if stepping.failed_seq else []
             stood_s = stepping.stood_s(body)
@@ -316,6 +335,8 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
     if incident.stepped_s is not None:
         return
     if kind == "Reconfigure":
+        on = {(one["rank"], one["attempt"]) for one in body["members"]}
+        incident.alive = on if incident.alive is None else incident.alive & on
         incident.speakers = speakers(body)
         incident.rebuilt_s = incident.resumed_s = None
         incident.kept = incident.dealt = 0
@@ -332,6 +353,12 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
         incident.stepped_s = at_s
 
 
+def _optimizer(spec: Plain) -> Kept:
+    training: Plain = spec.get("train") or spec.get("loop") or {}
+    kept: Kept = training.get("parallel", {}).get("optimizer", "whole")
+    return kept
+
+
 def _task(told: History, record: Plain) -> None:
     kind, body = record["kind"], record["body"]
     if kind == "TaskSubmitted":
@@ -340,7 +367,7 @@ def _task(told: History, record: Plain) -> None:
         told.tasks[record["seq"]] = TaskHistory(
             id=record["seq"], name=body["spec"]["name"], submitted_s=record["at_s"],
             num_iterations=train["iterations"] if train else 0,
-            weight=body["spec"]["weight"],
+            optimizer=_optimizer(body["spec"]), weight=body["spec"]["weight"],
             iteration_flops=iteration_flops(model) if model is not None else 0.0,
             model_batch=model.global_batch if model is not None else 0)
         return
@@ -351,7 +378,7 @@ def _task(told: History, record: Plain) -> None:
         task.printed.started(body)
     elif kind == "Reconfigure":
         task.dps[body["generation"]] = len(body["members"])
-        task.layout = layout(body)
+        task.layout, task.order = layout(body), body
     elif kind == "RankReady":
         task.iteration_flops = body["iteration_flops"]
     elif kind == "TaskWeightSet":

@@ -130,7 +130,7 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
                  "origin_step_version": one.origin_step_version,
                  "origin_bytes": one.origin_bytes, "peer_bytes": one.peer_bytes,
                  "near_bytes": one.near_bytes, "received_bytes": one.received_bytes},
-        "layouts": one.layouts,
+        "layouts": one.layouts, "lost": one.lost, "optimizer": one.optimizer,
         "copies_gone": [_event(told, one, x) for x in found.gone],
         "no_copies": found.no_copies,
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from msgspec import convert
 
 from ..events.model_spec import Axes
-from ..events.places import briefly, in_words, num_places, speaks
+from ..events.parallel import Kept
+from ..events.places import briefly, in_words, lacking, num_places, part_in_words, speaks
+from .figures import ranks
 
 Plain = dict[str, Any]
+PARTS_NUM_MAX = 3
+"""Lost parts of the state that are named."""
 
 
 def layout(order: Plain) -> str:
@@ -31,6 +36,22 @@ def speakers(order: Plain) -> set[int]:
     axes = _axes(order)
     return {member["rank"] for place, member in enumerate(order["members"])
             if speaks(axes, place)}
+
+
+def lost_in_words(order: Plain, optimizer: Kept, alive: Collection[tuple[int, int]]) -> str:
+    """What of the state was lost with the others of a generation; `alive`: rank and attempt."""
+    axes, members = _axes(order), order["members"]
+    there = [place for place, member in enumerate(members[:num_places(axes)])
+             if (member["rank"], member["attempt"]) in alive]
+    told: list[str] = []
+    for places in lacking(axes, optimizer, there):
+        part = part_in_words(axes, places[0], sharded=optimizer != "whole")
+        if not part:
+            return ""  # all had all of it, and all are gone
+        held = ranks(sorted({members[place]["rank"] for place in places}))
+        told.append(f"{part} (only {held} had it)")
+    more = f" and {len(told) - PARTS_NUM_MAX} parts more" if len(told) > PARTS_NUM_MAX else ""
+    return "; ".join(told[:PARTS_NUM_MAX]) + more
 
 
 def _axes(order: Plain) -> Axes:

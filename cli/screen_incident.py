@@ -32,6 +32,7 @@ NAME_COLUMNS = 24
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
 """What a person may type, within a sentence."""
+MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
 NONE = "no incidents: nothing has failed so far"
 HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
 NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
@@ -114,6 +115,8 @@ def _state(facts: Plain) -> list[str]:
     lines = labelled("state", told) if told else []
     if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
         lines += labelled("layout", " -> ".join(facts["layouts"]))
+    if facts["lost"]:
+        lines += labelled("lost", facts["lost"] + MIRRORS.get(facts["optimizer"], ""))
     for one in facts["copies_gone"]:
         lines += labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
     if facts["no_copies"]:

@@ -32,7 +32,7 @@ CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
 ENDED = ("finished", "failed", "cancelled")
-SHARDS = {"sharded": "; each has its shard of the optimizer alone",
+SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
           "mirrored": "; each shard of the optimizer is on two of them"}
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
@@ -106,9 +106,10 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
     if task["output"]:
         lines += labelled("output", task["output"])
     if task["ranks"]:
-        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT"), [
+        has = [one["part"] for one in task["ranks"]]
+        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has)), [
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
-             str(one["attempt"])] for one in task["ranks"]], right=(0, 3, 4))]
+             str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
     return [*lines, *_incidents(task, told, now_s)]
 
 
@@ -227,12 +228,14 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    disk += f": {count(lost)} iterations would be lost if all processes went" if lost else ""
+    most = "at most " if task["copies"] else ""  # a copy is told of some seconds after it is kept
+    disk += (f": {most}{number_of(lost, 'iteration')} would be lost if all processes went"
+             if lost else "")
     if task["copies"]:
         newest = max(copy["step_version"] for copy in task["copies"])
         where = sorted({copy["node"] for copy in task["copies"]
                         if copy["step_version"] == newest})
-        disk = f"in memory iteration {count(newest)} ({' '.join(where)}); {disk}"
+        disk = f"in memory iteration {count(newest)} or newer ({' '.join(where)}); {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
         live = f"one seat ({on[0]}): nobody else holds its state"

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from ..events.places import briefly, in_words, num_places
+from ..events.places import briefly, in_words, num_places, part_in_words
 from . import throughput
+from .coverage import place_of
 from .economics import transition
 from .fold_health import RECOVERED_S
 from .fold_unprinted import unprinted
@@ -177,7 +178,7 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
-        "ranks": [_rank(task.ranks[key]) for key in sorted(task.ranks)],
+        "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
 
 
@@ -231,10 +232,19 @@ def _steps(task: Task) -> bool:
     return task.phase == "training" and whole and not any(rank.suspended for rank in going)
 
 
-def _rank(rank: Rank) -> dict[str, Any]:
+def _rank(task: Task, rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": _rank_in_words(rank), "has_state": rank.has_state}
+            "state": _rank_in_words(rank), "has_state": rank.has_state, "part": _part(task, rank)}
+
+
+def _part(task: Task, rank: Rank) -> str:
+    """What a member has, of what not all of them have; "" where all have everything."""
+    training = task.spec.training
+    if training is None or task.axes is None or task.member(rank.rank) is None:
+        return ""
+    return part_in_words(task.axes, place_of(task, rank),
+                         sharded=training.parallel.optimizer != "whole")
 
 
 def _rank_in_words(rank: Rank) -> str:

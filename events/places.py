@@ -6,7 +6,7 @@ Source: megatron-core, parallel_state.RankGenerator with its default order, tp-c
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from .model_spec import Axes
@@ -62,12 +62,19 @@ def shape(axes: Axes) -> tuple[int, int, int]:
 
 def covers(axes: Axes, optimizer: Kept, places: Collection[int]) -> bool:
     """Whether the members at these places have the whole state between them."""
+    return next(lacking(axes, optimizer, places), None) is None
+
+
+def lacking(axes: Axes, optimizer: Kept, places: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """Of each part of the state that none of the members at these places has: who has it."""
     had = set(places)
     if optimizer == "whole":
-        return all(not had.isdisjoint(holders(axes, tp, pp))
-                   for tp in range(axes.tp) for pp in range(axes.pp))
-    return all(place in had or (optimizer == "mirrored" and mirror(axes, place) in had)
-               for place in range(num_places(axes)))
+        parts = (holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp))
+    elif optimizer == "sharded":
+        parts = ((place,) for place in range(num_places(axes)))
+    else:
+        parts = ((place, mirror(axes, place)) for place in range(num_places(axes)))
+    return (part for part in parts if had.isdisjoint(part))
 
 
 def mirror(axes: Axes, place: int) -> int:
@@ -93,3 +100,13 @@ def briefly(axes: Axes) -> str:
     """The same in a table: `TP2xDP2`."""
     sizes = [f"{name}{num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
     return "x".join([*sizes, f"DP{axes.dp}"])
+
+
+def part_in_words(axes: Axes, place: int, *, sharded: bool) -> str:
+    """What the member there has, of what not all have: `TP 0, stage 1, shard 2`."""
+    if place >= num_places(axes):
+        return "beside"
+    at = coordinates(axes, place)
+    return ", ".join(f"{name} {number}" for name, number, num in (
+        ("TP", at.tp, axes.tp), ("stage", at.pp, axes.pp),
+        ("shard", at.dp, axes.dp if sharded else 1)) if num > 1)

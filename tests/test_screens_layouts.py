@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from heart_driver import Driver
 from test_plan_live import plain_of
@@ -77,7 +79,8 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "words"), [
-    ("whole", "ranks 0-3;"), ("sharded", "ranks 0-3; each has its shard of the optimizer alone;"),
+    ("whole", "ranks 0-3;"),
+    ("sharded", "ranks 0-3; each has its shard of the optimizer alone: to lose any"),
     ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
 def test_who_holds_shards_is_told(optimizer: str, words: str) -> None:
     d = Driver()
@@ -87,6 +90,37 @@ def test_who_holds_shards_is_told(optimizer: str, words: str) -> None:
                                     now_s=d.now_s + 0.5)
     at = next(i for i, line in enumerate(lines) if line.startswith("copies"))
     assert words in " ".join(line.strip() for line in lines[at:at + 3])
+
+
+class SetBack(Driver):
+    """Whoever meets anew has the state of iteration 1 out of a copy."""
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        if order.generation == 1:
+            return super().reconfigured(order, rank)
+        process = self.state.tasks[order.task].ranks[rank]
+        self.steps[order.task] = 1
+        return self.tell(self.source(process.slot.node), r.Reconfigured(
+            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=1, kept=(), todo=(0,), dealt=(), source=rank, received_bytes=12,
+            down_s=0.01, up_s=0.01, settle_s=0.01, origin="copy", origin_node="n2"))
+
+
+@pytest.mark.parametrize(("parallel", "killed", "words"), [
+    ({"optimizer": "sharded"}, [1], "lost       shard 1 (only rank 1 had it); with "
+     "train.parallel.optimizer: mirrored a second rank has each shard"),
+    ({"tensor": [2]}, [1, 3], "lost       TP 1 (only ranks 1 3 had it)"),
+    ({"tensor": [2], "optimizer": "mirrored"}, [0, 2],
+     "lost       TP 0, shard 0 (only ranks 0 2 had it); TP 0, shard 1 (only ranks 0 2 had it)")])
+def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int], words: str
+                                                 ) -> None:
+    d = SetBack()
+    task = d.running(job(**parallel))
+    d.progress(task, 2)
+    d.obey([order for rank in killed for order in d.exit(task, rank)])
+    d.progress(task)
+    told = " ".join(line.strip() for line in page(facts(plain(d))))
+    assert words in told
 
 
 def test_a_plan_says_the_layout_that_would_be() -> None:
