@@ -19,7 +19,7 @@ from ..events.orders import Severity
 from ..events.parallel import Kept
 from .achieved import Planned, Waf, Work, over_time
 from .figures import plan_waf
-from .layout_words import layout, lost_in_words, speakers
+from .layout_words import layout, lost_in_words, optimizer_of, speakers
 from .on_purpose import OnPurpose
 from .printed import Printed, begins_again
 from .record_line import PROGRESS
@@ -353,12 +353,6 @@ def _phase(incident: IncidentHistory, record: Plain) -> None:
         incident.stepped_s = at_s
 
 
-def _optimizer(spec: Plain) -> Kept:
-    training: Plain = spec.get("train") or spec.get("loop") or {}
-    kept: Kept = training.get("parallel", {}).get("optimizer", "whole")
-    return kept
-
-
 def _task(told: History, record: Plain) -> None:
     kind, body = record["kind"], record["body"]
     if kind == "TaskSubmitted":
@@ -367,7 +361,7 @@ def _task(told: History, record: Plain) -> None:
         told.tasks[record["seq"]] = TaskHistory(
             id=record["seq"], name=body["spec"]["name"], submitted_s=record["at_s"],
             num_iterations=train["iterations"] if train else 0,
-            optimizer=_optimizer(body["spec"]), weight=body["spec"]["weight"],
+            optimizer=optimizer_of(body["spec"]), weight=body["spec"]["weight"],
             iteration_flops=iteration_flops(model) if model is not None else 0.0,
             model_batch=model.global_batch if model is not None else 0)
         return

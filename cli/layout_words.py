@@ -38,6 +38,13 @@ def speakers(order: Plain) -> set[int]:
             if speaks(axes, place)}
 
 
+def optimizer_of(spec: Plain) -> Kept:
+    """What a job spec says of it, normalised as it is in the log."""
+    training: Plain = spec.get("train") or spec.get("loop") or {}
+    kept: Kept = training.get("parallel", {}).get("optimizer", "whole")
+    return kept
+
+
 def lost_in_words(order: Plain, optimizer: Kept, alive: Collection[tuple[int, int]]) -> str:
     """What of the state was lost with the others of a generation; `alive`: rank and attempt."""
     axes, members = _axes(order), order["members"]
