@@ -94,7 +94,9 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += labelled("why", degraded_why(task, view["cluster"]["healing"]))
     if task["phase"] == "training" and (alike := alike_why(task)):
         lines += labelled("slower", alike)
-    if task["declined"]:
+    if task["declined"] and task["state"] in ENDED:
+        lines += labelled("healed", f"not in memory: {task['declined']}")
+    elif task["declined"]:
         lines += labelled("restarts", f"as a whole, and does not heal in memory: "
                                       f"{task['declined']}")
     if task["withheld"]:

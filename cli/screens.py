@@ -123,7 +123,7 @@ def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list
     words: list[str] = []
     if task["withheld"]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
-    if task["declined"]:
+    if task["declined"] and task["state"] not in ENDED:
         words.append(f"{task['name']} starts again as a whole after a fault, since "
                      f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
     if task["stands"]:

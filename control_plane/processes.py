@@ -25,7 +25,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
     if task.declined:  # from now on it is a command as any other
-        spec = replace(spec, heal=None, loop=None)
+        spec = replace(spec, heal=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
         attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=spec,

@@ -44,6 +44,9 @@ def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need,
         need_count(getattr(loop, name), f"loop.{name}", least=0)
     check_output(loop.output, "loop.output", need)
     check_sizes(loop.parallel, "loop.parallel", need)
+    need(loop.parallel.optimizer != "mirrored", "loop.parallel.optimizer",
+         "a mirror is the optimizer built a second time, and a script builds it once",
+         "write sharded: who alone has a shard takes the task back to its last copy")
     need(not loop.parallel.is_plain or counts[-1] <= loop.micro_batches, "slots.max",
          f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
          "lower slots.max, or make micro-batches smaller")

@@ -162,7 +162,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def training(self) -> Train | Loop | None:
         """What heals in memory; None: a command that is supervised and restarted only."""
-        return self.train if self.train is not None else self.loop
+        return self.train if self.heal is None else self.loop
 
 
 PARTS = (JobSpec, Slots, Train, Loop, Model, Batch, Optimizer, DynamicLossScale, Parallel,

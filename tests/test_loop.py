@@ -33,6 +33,7 @@ def d() -> Iterator[Driver]:
     ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
     ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
     ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
+    ({"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}}, "loop.parallel.optimizer: a mirror"),
     ({"loop": LOOP | {"parallel": {"tensor": [2, 2]}}}, "loop.parallel.tensor: names a size twice"),
     ({"hang_after_s": 60}, "hang_after_s: is of a command that is restarted only"),
 ])
@@ -80,7 +81,7 @@ def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
     new = d.exit(task, 0, code=1)
     assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
     starts = only(o.StartRank, d.obey(new))
-    assert [x.body.spec.loop for x in starts] == [None] * 4
+    assert [x.body.spec.training for x in starts] == [None] * 4
     assert view(d.state)["tasks"][0]["tier"] == "command"
 
 

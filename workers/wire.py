@@ -17,6 +17,8 @@ from ..events.reports import Body
 
 FD, PULSE = "UNICRON_FD", "UNICRON_PULSE"
 """Where a command that heals in memory finds its end of the pipe, and its pulse's page."""
+LOOP = "UNICRON_LOOP"
+"""Where one that has been found not to finds its `loop:`, as JSON."""
 FRAME_BYTES_MAX = 16 << 20
 _HEAD = struct.Struct(">I")
 

@@ -74,3 +74,35 @@ def test_a_killed_rank_of_a_loop_changes_nothing(cluster: RealCluster, tmp_path:
     assert {struck[0]["ranks"], struck[STRUCK]["ranks"], struck[ITERATIONS - 1]["ranks"]} == {2, 3}
     assert struck[STRUCK]["ranks"] == 2
     assert struck[4]["validation"] is not None
+
+
+def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluster, tmp_path: Path
+                                                            ) -> None:
+    script = tmp_path / "train.py"
+    text = EXAMPLE.read_text()
+    change = ("calculate_per_token_loss=True", "calculate_per_token_loss=False")
+    assert change[0] in text
+    slow = ("        job.step()\n", "        job.step()\n        time.sleep(0.3)\n")
+    script.write_text(text.replace(*change).replace(*slow))
+    losses = tmp_path / "losses"
+    after = cluster.seq()
+    task = cluster.submit({
+        "apiVersion": "unicron/v1", "name": "scaled", "slots": {"min": 2, "max": 2},
+        "command": [sys.executable, str(script), *words(losses)[1:]], "heal": "in-memory",
+        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "checkpoint_every": 1,
+                 "output": str(tmp_path / "out")}})
+    told: Any = cluster.wait_told(after, "HealingDeclined", task=task).body
+    assert told.why.startswith("gradients scaled by the number of replicas")
+    cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "it does not train")
+    first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
+    os.kill(first.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    ended = cluster.wait_ended(task)
+    assert ended["state"] == "finished", (ended, cluster.endings(task))
+    assert ended["declined"] == told.why
+    starts = [(one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
+              for one in cluster.told(after, "RankStarted")]
+    assert sorted(starts) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    found = [json.loads(line)["iteration"] for line in losses.read_text().splitlines()]
+    assert sorted(set(found)) == list(range(ITERATIONS))
+    assert found.count(0) == 1, "it did not go on from its checkpoint"
+    assert len(list((tmp_path / "out").glob("task-*/iter-*"))) == 1

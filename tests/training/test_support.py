@@ -18,8 +18,8 @@ PLAIN: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_head
                          "calculate_per_token_loss": True, "use_cpu_initialization": True}
 CASES: dict[str, list[dict[str, Any]]] = {
     "context parallel": [{"config": {"context_parallel_size": 2}}],
-    "experts": [{"config": {"num_moe_experts": 4}},
-                {"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
+    "expert parallel": [{"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
+    "experts": [{"config": {"num_moe_experts": 4}}],
     "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "overlapped reduction, other layouts": [
         {"ddp": {"overlap_grad_reduce": True}, "parallel": Parallel(tensor=(2,))},

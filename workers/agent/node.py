@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import Struct, json, structs
 
 from ...events.labels import Labels
 from ...events.orders import StartRank
 from .. import keeping, linux
 from ..pulse import Page
-from ..wire import FD, PULSE
+from ..wire import FD, LOOP, PULSE
 from . import error_file
 from .pipe import Pipe
 from .processes import Process
@@ -125,8 +125,11 @@ def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> d
         if order.axes is not None:
             env |= {f"UNICRON_{name.upper()}": str(value)
                     for name, value in structs.asdict(order.axes).items()}
-        if order.spec.loop is not None and not node.devices:
-            env.setdefault("OMP_NUM_THREADS", "1")
+        if order.spec.loop is not None:
+            if not node.devices:
+                env.setdefault("OMP_NUM_THREADS", "1")
+            if order.spec.training is None:
+                env[LOOP] = json.encode(order.spec.loop).decode()
     elif node.devices:
         env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
     else:

@@ -16,12 +16,14 @@ of the lost one begins in the same script, and is given the state before its fir
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import structlog
+from msgspec import json
 
 from ...events.detected import HealingDeclined
 from ...events.errors import UsageError
@@ -30,8 +32,9 @@ from ...events.model_spec import Axes
 from ...events.parallel import Parallel
 from ...events.places import coordinates, num_places
 from ..pulse import Pulse
-from ..wire import FD, PULSE, Adopted
+from ..wire import FD, LOOP, PULSE, Adopted
 from .control import Interrupted
+from .given import Loss, check_given, used_rightly, wrong_input_told
 from .rank import load, meet_agent
 
 load()  # before anybody imports Megatron: without CUDA that would load a compiler for nothing
@@ -41,7 +44,7 @@ import torch.distributed as dist  # noqa: E402
 
 from .driven import Driver, Unhealed  # noqa: E402
 from .member import Member  # noqa: E402
-from .own import Build, Forward, OnRebuild, OwnWork, Sample, Unfit  # noqa: E402
+from .own import Build, Forward, OnRebuild, OwnWork, Sample, Unfit, Untrained  # noqa: E402
 from .passes import evaluate  # noqa: E402
 
 T = TypeVar("T")
@@ -50,7 +53,7 @@ log = structlog.get_logger()
 
 class Declined(UsageError):
     """What was built cannot be healed in memory; the message says why. The control plane has been
-    told: from here on the script is on its own, and restarted as any command."""
+    told: from here on the script is on its own, and its processes start again together."""
 
 
 class Job:
@@ -236,13 +239,15 @@ class Job:
         return told == {mine} and mine != ""
 
 
+@used_rightly
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
           micro_batches: int = 0, samples: int = 1, sequence: int = 0,
-          loss: Literal["per_token", "per_micro_batch"] = "per_token", seed: int = 1234,
+          loss: Loss = "per_token", seed: int = 1234,
           flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
-          environment: Mapping[str, str] = os.environ) -> Generator[Job]:
+          falls_back: bool = True, environment: Mapping[str, str] = os.environ
+          ) -> Generator[Job]:
     """Train what `build` builds, healing in memory where an agent has started this process.
 
     `build(groups, axes, place)` returns the chunks of the model at this place of a layout, wrapped
@@ -260,47 +265,54 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     anew for each micro-batch, by it and by which that is. `flops`: of one iteration; 0 counts 6 for
     each parameter and micro-batch. `on_rebuild(groups)` is called in each generation, by all
     members alike: it makes groups of one's own; what it returns is `job.own` until that generation
-    ends. `axes` is the layout where there is no agent. `check` are asked at the start: a reason,
-    other than "", is why this loop cannot heal in memory.
+    ends. `axes` is the layout of a replica where there is no agent. `check` are asked at the start:
+    a reason, other than "", is why this loop cannot heal in memory.
 
-    Raises Declined for what cannot be healed, before anything is trained; UsageError where the
-    job's `loop:` says otherwise. Whatever else is raised in it is told as this rank's error.
+    What cannot be healed in memory is said, and trained all the same, unhealed: all processes of
+    the task start again after a fault. Unless it `falls_back`: then Declined is raised, before
+    anything is trained. What cannot be trained by `job.step()`, and what is given wrongly, is wrong
+    input: one line, and the process ends, with an agent its task. Whatever else is raised in it is
+    told as this rank's error.
     """
     def work(loop: Loop) -> OwnWork:
+        for name, told, given in (("iterations", loop.iterations, iterations),
+                                  ("micro_batches", loop.micro_batches, micro_batches)):
+            if given not in (0, told):
+                raise UsageError(f"loop.{name} is {told} in the job file, and {given} in the "
+                                 "script", "write the same, or leave it out of the script")
         return OwnWork(loop, build, sample, forward, samples_num=samples, sequence=sequence,
                        loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
-    driver: Driver
-    if FD in environment:
-        driver, made = _healed(work, iterations, micro_batches, check, environment)
-    else:
-        shape = axes or Axes()
-        made = work(Loop(iterations=_given("iterations", iterations), output="",
-                         micro_batches=_given("micro_batches", micro_batches),
-                         parallel=Parallel(tensor=(shape.tp,), pipeline=(shape.pp,),
-                                           chunks=shape.chunks)))
-        driver = Unhealed(made, axes, environment)
-    job = Job(driver, made)
-    yield job
-    job.finish()
-    driver.control.flush()
-    # Or torch would wait for peers when the process ends.
-    driver.communicators.down(driver.iteration.trainee.roots)
+    def asked() -> None:
+        check_given({"build": build, "sample": sample, "forward": forward}, loss,
+                    {"samples": samples, "sequence": sequence})
+
+    with wrong_input_told(environment):
+        driver: Driver
+        if FD in environment:
+            driver, made = _healed(asked, work, check, environment, falls_back=falls_back)
+        else:
+            asked()
+            made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
+                        _alone(iterations, micro_batches, axes or Axes()))
+            driver = Unhealed(made, environment)
+        job = Job(driver, made)
+        yield job
+        job.finish()
+        driver.control.flush()
+        # Or torch would wait for peers when the process ends.
+        driver.communicators.down(driver.iteration.trainee.roots)
 
 
-def _healed(work: Callable[[Loop], OwnWork], iterations: int, micro_batches: int,
-            check: Sequence[Callable[[], str]], environment: Mapping[str, str]
-            ) -> tuple[Member, OwnWork]:
-    """The member of this process's task. Raises Declined."""
+def _healed(asked: Callable[[], None], work: Callable[[Loop], OwnWork],
+            check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
+            falls_back: bool) -> tuple[Driver, OwnWork]:
+    """The member of this process's task; what trains all the same where it cannot be one."""
     control, start, last_words = meet_agent(int(environment[FD]))
     control.tell(Adopted(pid=os.getpid()))
     loop = start.spec.loop
     assert loop is not None, "an agent gives its way to a loop alone"
-    for name, told, given in (("iterations", loop.iterations, iterations),
-                              ("micro_batches", loop.micro_batches, micro_batches)):
-        if given not in (0, told):
-            raise UsageError(f"loop.{name} is {told} in the job file, and {given} in the script",
-                             "write the same, or leave it out of the script")
+    asked()
     made = work(loop)
     try:
         for ask in check:
@@ -309,6 +321,8 @@ def _healed(work: Callable[[Loop], OwnWork], iterations: int, micro_batches: int
         member = Member(control, start, environment, Pulse(int(environment.get(PULSE, "-1"))),
                         made)
     except Unfit as unfit:
+        if falls_back and isinstance(unfit, Untrained):
+            raise
         why = str(unfit)
     else:
         last_words.member = member
@@ -316,11 +330,21 @@ def _healed(work: Callable[[Loop], OwnWork], iterations: int, micro_batches: int
     control.tell(HealingDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
                                  why=why))
     control.flush()
-    raise Declined(f"this loop cannot heal in memory: {why}",
-                   "docs/guides/scripts.md says what can")
+    if not falls_back:
+        raise Declined(f"this loop cannot heal in memory: {why}",
+                       "docs/guides/scripts.md says what can")
+    log.warning("this loop cannot heal in memory: at a fault all its processes start again",
+                why=why)
+    gc.collect()  # what was built for that goes first
+    made = work(loop)
+    return Unhealed(made, environment), made
 
 
-def _given(name: str, value: int) -> int:
-    if value < 1:
-        raise UsageError(f"{name} is not given", "without an agent nobody else says it")
-    return value
+def _alone(iterations: int, micro_batches: int, replica: Axes) -> Loop:
+    """What an agent would have told. Raises UsageError."""
+    for name, given in (("iterations", iterations), ("micro_batches", micro_batches)):
+        if given < 1:
+            raise UsageError(f"{name} is not given", "without an agent nobody else says it")
+    return Loop(iterations=iterations, output="", micro_batches=micro_batches,
+                parallel=Parallel(tensor=(replica.tp,), pipeline=(replica.pp,),
+                                  chunks=replica.chunks))

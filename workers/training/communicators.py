@@ -190,6 +190,17 @@ class Communicators:
         self.down_s = time.monotonic() - began_s
 
     @contextmanager
+    def of_one(self) -> Generator[list[Any]]:
+        """A generation of this member alone; what is put into the list gives its handles up."""
+        roots: list[Any] = []
+        self.meet(0, 0, 1, self.endpoint, b"")
+        self.up()
+        try:
+            yield roots
+        finally:
+            self.down(roots)
+
+    @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:
         """Meanwhile this socket is none of a generation's: `wake` leaves it alone."""
         inode = os.fstat(descriptor).st_ino

@@ -156,7 +156,7 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
                micro_batches=plan.micro_batches, samples=rows, seed=int(args.seed),
                sequence=int(args.seq_length),
                loss="per_token" if plan.is_per_token else "per_micro_batch",
-               on_rebuild=rebuilt, check=[plan.why_not]) as job:
+               on_rebuild=rebuilt, check=[plan.why_not], falls_back=False) as job:
         for iteration in job:
             job.step()
             args.curr_iteration = args.iteration = iteration + 1

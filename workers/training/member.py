@@ -85,10 +85,9 @@ class Member:
         with self.sparing():
             checkpoint.check_output(self.train.output)
         words = work.load()
-        self.communicators.meet(0, 0, 1, self.communicators.endpoint, b"")
-        self.communicators.up()
-        trainee = seen(work.build(device, self.communicators.groups, Axes(), 0))
-        self.communicators.down(trainee.roots)
+        with self.communicators.of_one() as roots:
+            trainee = seen(work.build(device, self.communicators.groups, Axes(), 0))
+            roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(keeping.SECRET, "")

@@ -36,7 +36,8 @@ def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
     if is_sharded(optimizer):
         for ddp in ddps:  # parameters are gathered after the step, not in it
             ddp.overlap_param_gather_with_optimizer_step = True
-    _materialise(optimizer)
+    if not not_adam(optimizer):
+        _materialise(optimizer)
 
 
 def _materialise(optimizer: Any) -> None:
@@ -62,6 +63,13 @@ def scalers(optimizer: Any) -> list[Any]:
     """The loss scalers inside Megatron's optimizer: none where nothing is scaled."""
     found = [getattr(part, "grad_scaler", None) for part in chained(optimizer)]
     return [scaler for scaler in found if scaler is not None]
+
+
+def not_adam(optimizer: Any) -> list[str]:
+    """The kinds of torch optimizers in it whose state is not known."""
+    kinds = [type(part.optimizer) for part in chained(optimizer) if part.optimizer is not None]
+    return [f"{kind.__module__}.{kind.__name__}" for kind in kinds
+            if not issubclass(kind, torch.optim.AdamW)]
 
 
 def parts(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -21,6 +21,7 @@ from ...events.errors import UsageError
 from ...events.loop import Loop
 from ...events.model_spec import Axes
 from ...events.spec import Batch, Model, Train
+from ...events.support import Grade
 from . import optimizers, pieces
 from .draw import Draw
 from .groups import to_build
@@ -41,8 +42,12 @@ OnRebuild = Callable[[Any], Any]
 """(groups) -> what a script has made of them, until they go down."""
 
 
-class Unfit(Exception):
+class Unfit(UsageError):
     """What was built cannot be healed in memory; `str()` says why, in one line."""
+
+
+class Untrained(Unfit):
+    """Nor can `job.step()` train it: wrong input, with an agent or without."""
 
 
 class Padding(NamedTuple):
@@ -107,6 +112,8 @@ class OwnWork:
         self.digest = ""
         self.made: Any = None
         """What `on_rebuild` has returned for the generation that is up."""
+        self.heals = True
+        """Else it is only trained: what needs not be kept, redone or handed over may be in it."""
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
@@ -126,23 +133,29 @@ class OwnWork:
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> Trainee:
-        """As its script builds it, `begins` or not. Raises Unfit."""
+        """As its script builds it, `begins` or not. Raises Unfit, UsageError."""
         draw = Draw(self.train.seed)
         draw.at(0, 0)  # what is drawn while building is the same on every rank
         told = to_build(groups)
         publish(told, axes.chunks)
         with optimizers.asking_nobody():
-            chunks, optimizer, scheduler = self._build(told, axes, place)
+            ddps, optimizer, scheduler = _three(self._build(told, axes, place))
         # What is built may be another part than that which is trained: a whole one, for a copy.
         publish(self._groups, self.train.parallel.chunks)
-        ddps = list(chunks)
-        check(ddps, optimizer, scheduler, self.train, axes)
+        parallel = self.train.parallel
+        if self.heals:
+            check(ddps, optimizer, scheduler, self.train, axes)
+        else:
+            check_trains(ddps, optimizer, scheduler, self.train, axes)
+            parallel = replace(
+                parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole")
+            simplify(ddps, optimizer)
         optimizers.prepare(ddps, optimizer)
         modules = [_inner(ddp) for ddp in ddps]
         if not self.flops:
             num_params = sum(param.numel() for module in modules for param in module.parameters())
             self.flops = 6.0 * num_params * self.train.num_micro_batches
-        train = replace(self.train, precision=_precision(ddps[0].config),
+        train = replace(self.train, precision=_precision(ddps[0].config), parallel=parallel,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
         return OwnTrainee(train, device, draw, axes, place, modules, ddps, optimizer, scheduler,
                           torch.empty(0), call=self._forward)
@@ -158,48 +171,99 @@ class OwnWork:
 
 def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes) -> None:
     """Raises Unfit for what cannot be kept, redone or handed over exactly."""
-    for ddp in ddps:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise Unfit(f"{type(ddp).__name__} is not megatron.core.distributed."
-                        "DistributedDataParallel, whose buffers hold the local sum of gradients")
-    modules = [_inner(ddp) for ddp in ddps]
-    _check_sizes(ddps[0].config, modules, train, axes)
-    chain = optimizers.chained(optimizer)
-    rows = unsupported(ddps[0].config, ddps[0].ddp_config, chain[0].config,
-                       parallel=train.parallel, modules=modules)
-    if rows:
-        raise Unfit("; ".join(f"{row.what}: {row.loop.why}" for row in rows))
-    for one in chain:
-        if one.optimizer is not None and not isinstance(one.optimizer, torch.optim.AdamW):
-            kind = type(one.optimizer)
-            raise Unfit(f"the state of {kind.__module__}.{kind.__name__} is not known; "
-                        "that of torch.optim.AdamW is")
+    check_trains(ddps, optimizer, scheduler, train, axes)
+    _check_rows(ddps, optimizer, train, "restart", Unfit)
+    for one in optimizers.not_adam(optimizer):
+        raise Unfit(f"the state of {one} is not known; that of torch.optim.AdamW is")
     is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
-        raise Unfit("the optimizer is " + ("sharded: write loop.parallel.optimizer: sharded"
-                    if is_sharded else "whole, and loop.parallel.optimizer says that it is not"))
+        kept = "sharded" if is_sharded else "whole"
+        raise Untrained(f"the optimizer is {kept}, and loop.parallel.optimizer says that it is not",
+                        f"write loop: {{parallel: {{optimizer: {kept}}}}}")
+
+
+def check_trains(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+                 ) -> None:
+    """Raises Untrained for what `job.step()` cannot train."""
+    for ddp in ddps:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise Untrained(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
+                            "DataParallel, whose buffers hold the local sum of gradients",
+                            "wrap each chunk of the model in that")
+    _check_rows(ddps, optimizer, train, "refused", Untrained)
+    _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
-        raise Unfit(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
-                    "OptimizerParamScheduler, whose position is known")
+        raise Untrained(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
+                        "OptimizerParamScheduler, whose position is known", "return one of those")
+    for one in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
+        raise Untrained(f"what {one} steps cannot be given to the parts of a replica; what "
+                        "torch.optim.AdamW does can", "train whole replicas, or with Adam")
+
+
+def simplify(ddps: Sequence[Any], optimizer: Any) -> None:
+    """Have Megatron do at once what it was to do beside something else, and leave the division of
+    gradients to the step, which divides as `loss` of `adopt` says: the sums are the same."""
+    for ddp in ddps:
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook(param_sync=False)
+            ddp.use_forward_hook = False
+        ddp.config.calculate_per_token_loss = True
+        ddp.ddp_config.overlap_grad_reduce = ddp.ddp_config.overlap_param_gather = False
+        ddp.ddp_config.average_in_collective = False
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
+    for one in optimizers.chained(optimizer):
+        one.config.overlap_param_gather = False
+        one.config.overlap_param_gather_with_optimizer_step = False
+
+
+def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
+                kind: type[Unfit]) -> None:
+    """Raises `kind` for what the support table grades so."""
+    asked = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
+                        parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
+    if rows := [row for row in asked if row.loop.grade == grade]:
+        raise kind("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
+                   "unicron doctor --support says what can be in a loop")
+
+
+def _three(built: Any) -> tuple[list[Any], Any, Any]:
+    """What `build` has to return. Raises UsageError."""
+    match built:
+        case ([_, *_] as chunks, optimizer, scheduler):
+            return list(chunks), optimizer, scheduler
+        case _:
+            raise UsageError(
+                "`build` has to return three things: the chunks of the model, a list; the "
+                f"optimizer; its schedule. It returned {_named(built)}",
+                "docs/guides/scripts.md shows one")
+
+
+def _named(built: Any) -> str:
+    kinds = ", ".join(type(one).__name__ for one in built) if isinstance(built, tuple) else ""
+    return f"({kinds})" if kinds else f"a {type(built).__name__}"
 
 
 def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) -> None:
     made = Axes(tp=config.tensor_model_parallel_size, pp=config.pipeline_model_parallel_size,
                 chunks=len(modules), dp=axes.dp)
     if made != axes:
-        raise Unfit(f"`build` was asked for {axes}, and its configuration says {made}")
+        raise Untrained(f"`build` was asked for {axes}, and its configuration says {made}",
+                        "take the sizes from its argument `axes`")
     if train.parallel.pipeline == (1,):
         return
     if axes.chunks > 1 and config.batch_p2p_comm:
-        raise Unfit("with chunks two stages are each other's next and last, and a batch of "
-                    "messages mixes them up: set overlap_p2p_comm, and batch_p2p_comm to False")
+        raise Untrained("with chunks two stages are each other's next and last, and a batch of "
+                        "messages mixes them up", "set overlap_p2p_comm, and batch_p2p_comm False")
     if not train.model.sequence:
-        raise Unfit("the stages of a pipeline have to know how long a sample is: give "
-                    "adopt(sequence=...)")
+        raise Untrained("the stages of a pipeline have to know how long a sample is",
+                        "give adopt(sequence=...)")
     for module in modules:
         if not isinstance(module, GPTModel):
-            raise Unfit(f"the parts of a {type(module).__name__} in a pipeline have no names of "
-                        "their own in the whole model; those of a GPTModel have")
+            raise Untrained(f"the parts of a {type(module).__name__} in a pipeline have no names "
+                            "of their own in the whole model; those of a GPTModel have",
+                            "leave loop.parallel.pipeline out")
 
 
 def _inner(ddp: Any) -> Any:

@@ -70,8 +70,8 @@ def _sums_in_16_bits(loop: Loop) -> bool:
 ASKED: Mapping[str, Callable[[Loop], bool]] = {
     "context parallel": lambda loop: (_is_many(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
-    "experts": lambda loop: (_is_many(loop.config, "expert_model_parallel_size")
-                             or _any(loop.config, "num_moe_experts")),
+    "expert parallel": lambda loop: _is_many(loop.config, "expert_model_parallel_size"),
+    "experts": lambda loop: _any(loop.config, "num_moe_experts"),
     "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "overlapped reduction, other layouts": lambda loop: (
         _any(loop.ddp, "overlap_grad_reduce") and not loop.parallel.is_plain),
