@@ -95,11 +95,12 @@ def load(path: Path) -> JobSpec:
                      EXAMPLES)
     try:
         spec = anchored(parse(read_yaml(text)))
-    except SpecError as error:
+        # Without fsspec here nobody can tell: the ranks will, where they start.
+        if spec.training is not None and is_url(spec.training.output) and urls.is_installed():
+            urls.check_driver(spec.training.output,
+                              "loop.output" if spec.loop is not None else "train.output")
+    except UsageError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
-    # Without fsspec here nobody can tell: the ranks will, where they start.
-    if spec.training is not None and is_url(spec.training.output) and urls.is_installed():
-        urls.check_driver(spec.training.output)
     return spec
 
 

@@ -11,7 +11,8 @@ from msgspec import Struct, field
 
 from ..control_plane.wishes import PlanInput, Transition, Wish
 from ..events.errors import SpecError, UsageError
-from ..events.spec import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX, refused
+from ..events.refused import refused
+from ..events.spec import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from .yaml_stream import read_large
 
 FILE_BYTES_MAX = 64 << 20
@@ -89,7 +90,7 @@ def parse(data: Any) -> Offline:
     try:
         found = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), (PlanFile, TaskInFile), DOCS) from None
+        raise refused(str(error), PlanFile, DOCS, given=data) from None
     _within("gpus", found.gpus, 0, GPUS_NUM_MAX)
     _within("gpus_per_node", found.gpus_per_node, 1, GPUS_NUM_MAX)
     _need(SPAN_S_MIN <= found.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",

@@ -9,7 +9,8 @@ import msgspec
 
 from ..events.errors import SpecError, UsageError
 from ..events.policy import ALPHAS, BOUNDS, Policy
-from ..events.spec import NAME, refused
+from ..events.refused import refused
+from ..events.spec import NAME
 from .job_file import FILE_BYTES_MAX, read_text, read_yaml
 
 DOCS = "docs/reference/records.md, Policy: its fields, times in seconds"
@@ -36,7 +37,7 @@ def parse(data: object) -> Policy:
     try:
         policy = msgspec.convert(data or {}, Policy, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), (Policy,), DOCS) from None
+        raise refused(str(error), Policy, DOCS, given=data) from None
     for name in NOT_IN_FILES:
         _need(not getattr(policy, name), name, "stands in no policy file",
               f"unicron up --{name.replace('_', '-')}")

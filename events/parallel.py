@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -13,6 +14,14 @@ from .model_spec import Axes
 AXIS_NUM_MAX = 1024
 VOCABULARY = 256
 """Of a trainee: a token is a byte."""
+_FILLS_UP = "leave it out: data parallelism takes the slots that are left"
+_NO_AXIS = "there is no such axis: unicron doctor --support"
+NOT_KEYS = {"tp": "did you mean tensor?", "pp": "did you mean pipeline?",
+            "vpp": "did you mean chunks?", "zero": "did you mean optimizer?",
+            "data": f"{_FILLS_UP}; files stand under train.data", "dp": _FILLS_UP,
+            **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"),
+                            _NO_AXIS)}
+"""What people write here that is no key, and what to tell them."""
 Need = Callable[..., None]
 Kept = Literal["whole", "sharded", "mirrored"]
 """What each rank has of the optimizer's state."""
@@ -61,11 +70,14 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
                    need: Need) -> None:
     """Tell `need` what has to hold; it raises where something does not."""
     check_sizes(parallel, "train.parallel", need)
+    shared = math.gcd(num_heads, VOCABULARY)
+    hint = "possible: " + ", ".join(str(size) for size in range(1, shared + 1)
+                                    if shared % size == 0)
     for size in parallel.tensor:
         need(num_heads % size == 0, "train.parallel.tensor",
-             f"{size} does not divide train.model.num_heads {num_heads}")
+             f"{size} does not divide train.model.num_heads {num_heads}", hint)
         need(VOCABULARY % size == 0, "train.parallel.tensor",
-             f"{size} does not divide the vocabulary, the {VOCABULARY} bytes")
+             f"{size} does not divide the vocabulary, the {VOCABULARY} bytes", hint)
     for axes in parallel.shapes():
         stages = axes.pp * axes.chunks
         chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import Struct, field
@@ -18,6 +16,7 @@ from .model_spec import MegatronModel, check_model
 from .output import check_output
 from .output import is_url as is_url
 from .parallel import Parallel, check_fits, check_parallel
+from .refused import refused
 
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
@@ -165,8 +164,9 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.train if self.heal is None else self.loop
 
 
-PARTS = (JobSpec, Slots, Train, Loop, Model, Batch, Optimizer, DynamicLossScale, Parallel,
-         MegatronModel)
+NOT_BESIDE = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
+              "loop": ("model", "hang_after_s")}
+"""By a key: those that cannot stand in the same spec."""
 
 
 def parse(data: object) -> JobSpec:
@@ -176,54 +176,24 @@ def parse(data: object) -> JobSpec:
     """
     if not isinstance(data, dict):
         raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
-    version: Any = data.get("apiVersion")  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-    if "apiVersion" not in data:
+    given = cast("dict[Any, Any]", data)
+    version = given.get("apiVersion")
+    if "apiVersion" not in given:
         raise SpecError("apiVersion", "is missing", f"write apiVersion: {API_VERSION}")
     if version != API_VERSION:
         raise SpecError("apiVersion", f"is {version!r}", f"write apiVersion: {API_VERSION}")
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), PARTS, DOCS) from None
-    given: Any = data.get("slots", {})  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-    spec = msgspec.structs.replace(spec, slots=_normal(spec.slots, given))
+        without = {name for key, names in NOT_BESIDE.items()
+                   if given.get(key) is not None for name in names}
+        raise refused(str(error), JobSpec, DOCS, given=given, without=without) from None
+    _need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
+          "is empty", "name a program and its arguments, for example [python, train.py]")
+    spec = msgspec.structs.replace(spec, slots=_normal(spec.slots, given.get("slots", {})))
     _check(spec)
     _check_writable(spec)
     return spec
-
-
-def refused(said: str, parts: Sequence[type[Struct]], hint: str) -> SpecError:
-    """What msgspec said, as a path, one line, and the name that was perhaps meant.
-
-    `parts` hold the names there are; `hint` is what to say when none of them is near.
-    """
-    message, _, at = said.partition(" - at ")
-    path = at.rpartition(" in ")[2].strip("`").removeprefix("$").removeprefix(".")
-    if missing := re.fullmatch("Object missing required field `(.*)`", message):
-        return SpecError(_join(path, missing[1]), "is missing", hint)
-    if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):
-        names = [field.encode_name for part in parts
-                 for field in msgspec.structs.fields(part)]
-        near = difflib.get_close_matches(unknown[1], names, n=1)
-        return SpecError(_join(path, unknown[1]), "is not a field",
-                         f"did you mean {near[0]}?" if near else hint)
-    if message.startswith("Invalid enum value"):
-        words = [get_args(field.type) for part in parts for field in msgspec.structs.fields(part)
-                 if field.encode_name == path.rpartition(".")[2]]
-        words = [get_args(some[0]) or some for some in words if some]  # one that may be left out
-        hint = f"one of {', '.join(words[0])}" if words and words[0] else hint
-    for theirs, ours in ((" | null`", "`"), ("`object`", "a mapping"),
-                         ("`array`", "a list"), ("`str`", "text"),
-                         ("got `float`", "got a fraction"), ("`bool`", "true or false"),
-                         ("`int`", "a whole number"), ("`float`", "a number")):
-        message = message.replace(theirs, ours)
-    if "`key` in" in at:
-        message = f"a key of it: {message}"
-    return SpecError(path, message[:1].lower() + message[1:], hint)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _normal(slots: Slots, given: Any) -> Slots:
@@ -286,8 +256,9 @@ def _check(spec: JobSpec) -> None:
           "declare a size that the task may have, or raise slots.max")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
-    _need(spec.heal is None or bool(spec.command), "heal", "is of a command",
-          "leave it out: train: heals in memory")
+    for name, value in (("heal", spec.heal), ("loop", spec.loop)):
+        _need(value is None or bool(spec.command), name, "is of a command",
+              "leave it out: train: heals in memory")
     _need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
           "is missing", "heal: in-memory and loop: belong together")
     if spec.loop is not None:

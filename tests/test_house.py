@@ -43,7 +43,7 @@ PURE = (
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
         "seating")),
-    "events/places.py", "events/parallel.py",
+    "events/places.py", "events/parallel.py", "events/refused.py",
     "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",
     "workers/error_rule.py",
     "workers/machine_rules.py", "workers/network_rules.py", "workers/process_rules.py",

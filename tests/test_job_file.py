@@ -52,6 +52,11 @@ def test_a_url_stays_a_url_and_its_driver_is_asked_for_at_once(tmp_path, monkeyp
     assert spec.train.output == "file:///tmp/run/"
     with pytest.raises(UsageError, match="knows no nowhere://"):
         job_file.load(of("nowhere://bucket/run"))
+    text = GOOD[:GOOD.index("train:")] + (
+        "command: [a]\nheal: in-memory\n"
+        "loop: {micro_batches: 4, iterations: 3, output: nowhere://bucket/run}\n")
+    with pytest.raises(UsageError, match=r"job\.yaml: loop\.output: fsspec knows no"):
+        job_file.load(written(tmp_path, text))
     monkeypatch.setattr(urls, "is_installed", lambda: False)
     job_file.load(of("nowhere://bucket/run"))
 

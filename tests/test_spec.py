@@ -41,7 +41,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**command(), "apiVersion": "unicron/v2"}, "apiVersion"),
     ({"apiVersion": "unicron/v1", "command": ["a"]}, "name"),
     ({"apiVersion": "unicron/v1", "name": "a"}, ""),
-    ({**command(), "train": TRAIN}, ""), (command(command=[]), ""),
+    ({**command(), "train": TRAIN}, ""), (command(command=[]), "command"),
     ({**command(), 1: 2}, ""), ({**command(), None: 2}, ""),
     *((command(name=name), "name") for name in
       ("", "A", "a b", "-a", "a-", "a\n", "a/b", "a}b", "ü", "a" * 64, "nodes", 7)),
@@ -144,6 +144,62 @@ def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
     with pytest.raises(SpecError, match="is not a field") as told:
         parse(model(hiden=64))
     assert told.value.hint == "did you mean hidden?"
+
+
+LOOP: dict[str, Any] = {"micro_batches": 4, "iterations": 9, "output": "out"}
+
+
+def parallel(**more: Any) -> dict[str, Any]:
+    return train(parallel=more)
+
+
+def loop(more: dict[str, Any], **inner: Any) -> dict[str, Any]:
+    return command(**{"heal": "in-memory", "loop": {**LOOP, **inner}, **more})
+
+
+HINTED: list[tuple[dict[str, Any], str, str]] = [
+    (train() | {"parallel": {}}, "parallel: is not a field", "it belongs under train:"),
+    (loop({"parallel": {}}), "parallel: is not a field", "it belongs under loop:"),
+    (train(tensor=[2]), "train.tensor: is not a field", "it belongs under train.parallel:"),
+    (train(weight=2), "train.weight: is not a field", "it belongs at the top level"),
+    (train() | {"itrations": 3}, "itrations: is not a field", "did you mean train.iterations?"),
+    (train() | {"modle": {}}, "modle: is not a field", "did you mean train.model?"),
+    (model(num_experts=8), "train.model.num_experts: is not a field",
+     "it is of model:, which cannot stand in this file"),
+    (loop({}, data=["x"]), "loop.data: is not a field",
+     "it is of train:, which cannot stand in this file"),
+    (train() | {"nonsense": 1}, "nonsense: is not a field", "see docs/reference/job-spec.md"),
+    (parallel(tensr=[2]), "train.parallel.tensr: is not a field", "did you mean tensor?"),
+    (parallel(tp=2), "train.parallel.tp: is not a field", "did you mean tensor?"),
+    (loop({}, parallel={"pp": 2}), "loop.parallel.pp: is not a field", "did you mean pipeline?"),
+    (parallel(data=2), "train.parallel.data: is not a field",
+     "leave it out: data parallelism takes the slots that are left; files stand under train.data"),
+    *((parallel(**{name: 2}), f"train.parallel.{name}: is not a field",
+       "there is no such axis: unicron doctor --support")
+      for name in ("expert", "context", "sequence")),
+    (parallel(tensor=2), "train.parallel.tensor: expected a list, got a whole number", "write [2]"),
+    (train(data="a.txt"), "train.data: expected a list, got text", "write [a.txt]"),
+    (parallel(tensor=True), "train.parallel.tensor: expected a list, got true or false",
+     "see docs/reference/job-spec.md"),
+    (train(parallel={"tensor": [3]}, model={"num_heads": 12, "hidden": 96}),
+     "train.parallel.tensor: 3 does not divide the vocabulary, the 256 bytes",
+     "possible: 1, 2, 4"),
+    (parallel(tensor=[3]), "train.parallel.tensor: 3 does not divide train.model.num_heads 4",
+     "possible: 1, 2, 4"),
+    (train() | {"loop": LOOP}, "loop: is of a command",
+     "leave it out: train: heals in memory"),
+    (command(command=[]), "command: is empty",
+     "name a program and its arguments, for example [python, train.py]"),
+    (command(model={"gpu": "H100"}), "model.gpu: invalid enum value 'H100'",
+     "one of V100-32, A100-40, A100-80, A800-80, H100-80, H800-80, H20-96, H200-141, B200-180"),
+]
+
+
+@pytest.mark.parametrize(("data", "told", "hint"), HINTED)
+def test_a_hint_names_what_may_stand_there(data: Any, told: str, hint: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse(data)
+    assert (str(refused.value), refused.value.hint) == (told, hint)
 
 
 @pytest.mark.parametrize(("key", "hint"), [

@@ -45,22 +45,25 @@ def is_installed() -> bool:
     return importlib.util.find_spec("fsspec") is not None
 
 
-def check_driver(url: str) -> None:
-    """Raises UsageError where this Python cannot speak to such a store, with what to install."""
+def check_driver(url: str, key: str = "output") -> None:
+    """Raises UsageError where this Python cannot speak to such a store, with what to install.
+
+    `key` is where the URL stands in a job file.
+    """
     scheme = url.partition("://")[0]
     if not is_installed():
-        raise UsageError(f"train.output: {scheme}:// needs fsspec, which is not installed",
+        raise UsageError(f"{key}: {scheme}:// needs fsspec, which is not installed",
                          "pip install fsspec, on every node")
     import fsspec
 
     try:
         cast(Any, fsspec).get_filesystem_class(scheme)
     except ValueError:
-        raise UsageError(f"train.output: fsspec knows no {scheme}://",
+        raise UsageError(f"{key}: fsspec knows no {scheme}://",
                          "python -c 'import fsspec; print(fsspec.available_protocols())'"
                          ) from None
     except ImportError as error:
-        raise UsageError(f"train.output: the driver of {scheme}:// is not installed",
+        raise UsageError(f"{key}: the driver of {scheme}:// is not installed",
                          f"{error}, with pip, on every node") from None
 
 
