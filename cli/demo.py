@@ -21,6 +21,7 @@ from . import demo_acts, demo_nodes, demo_proof, job_file, say, up
 from .demo_acts import Player
 from .demo_stage import BrokenError, Stage
 from .demo_twins import Twins
+from .figures import lost_in_words
 from .moves import moves
 from .state_dir import shown
 
@@ -119,8 +120,8 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
     lost = sum(one.lost for one in moves(stage.records))
     read = sum(one.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
-    stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, {lost} iterations lost, "
-                       f"{read} checkpoints read{promised}")
+    stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "
+                       f"{lost_in_words(lost)}, {read} checkpoints read{promised}")
     for what in stage.broken:
         stage.note(None, f"broken: {what}")
     place = quote(shown(stage.state.path))

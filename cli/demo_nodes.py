@@ -22,7 +22,7 @@ from .demo_acts import (
     submit,
 )
 from .demo_stage import Stage
-from .figures import ms, ranks, rfc3339, scaled, span
+from .figures import lost_in_words, ms, ranks, rfc3339, scaled, span
 from .local_cluster import agent_name
 from .moves import moves
 from .state_dir import shown
@@ -101,7 +101,7 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
     batch = hurt.train.num_micro_batches
     stage.note(told.stepped_s - at_s,
                f"the survivors stepped iteration {told.iteration} on {batch} of {batch}, "
-               f"{told.iterations_lost} iterations lost")
+               f"{lost_in_words(told.iterations_lost)}")
 
 
 def say_moves(stage: Stage, seq: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -121,7 +121,7 @@ def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
     """
     if num is None:
         return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
-    return f"{num} iterations lost"
+    return f"{number_of(num, 'iteration')} lost"
 
 
 def lost_cell(num: int | None) -> str:
@@ -129,9 +129,15 @@ def lost_cell(num: int | None) -> str:
     return "-" if num is None else str(num)
 
 
-def plan_waf(plan: dict[str, Any]) -> float:
-    """What all tasks earn by a plan (PlanChosen), those that it leaves alone too."""
-    return float(plan["waf"]) + math.fsum(one["waf"] for one in plan.get("kept", ()))
+def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
+    """What all tasks earn by a plan (PlanChosen), those that it leaves alone too; or those `of`
+    whom the next one knows: others have ended since."""
+    kept = plan.get("kept", ())
+    if of is not None and any(one["task"] not in of for one in plan["allocations"]):
+        return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
+                         if one["task"] in of)
+    return float(plan["waf"]) + math.fsum(one["waf"] for one in kept
+                                          if of is None or one["task"] in of)
 
 
 def clipped(text: str, width: int) -> str:

@@ -79,7 +79,8 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
     if plan is None:
         return ["plan     as it was", *_waits(followed.waiting, tasks)]
     waf = scaled(plan_waf(plan), "FLOP/s")
-    was = f"{scaled(plan_waf(before), 'FLOP/s')} -> " if before else ""
+    now = {one["task"] for one in [*plan["allocations"], *plan.get("kept", ())]}
+    was = f"{scaled(plan_waf(before, now), 'FLOP/s')} -> " if before else ""
     beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
               for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",

@@ -1,7 +1,8 @@
 """The status screen of the cluster: a view of the state as text of 100 columns.
 
 All screens are functions of plain data: the view (control_plane/view.py), and for one task the
-log's history too. What needs a person comes first, then what was healed, then the table.
+log's history too. What needs a person comes first, what goes on before what has ended; then
+what was healed, then the table.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .screen_task import ENDED, lag_s, waits
 Plain = dict[str, Any]
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
+FAILED_SHOWN_NUM = 3
 NAME_LENGTH_MAX = 24
 NEWS_S = 24 * 3600.0
 """What ended longer ago is no news."""
@@ -48,7 +50,8 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     tasks: list[Plain] = view["tasks"]
     head = f"{cluster}  {rfc3339(now_s)}  seq {told['seq']}"
     lines = [f"unicron status{head.rjust(SCREEN_COLUMNS - len('unicron status'))}",
-             *_needs_you(view, now_s, option), *_healed(view, now_s, option), "",
+             *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
+             *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False), "",
              *_totals(view, now_s), ""]
     if not tasks:
         return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
@@ -85,9 +88,6 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     silent = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
     for task in view["tasks"]:
         words += _task_news(task, now_s, option, silent)
-    words += [f"{task['name']} failed: {task['why']}: "
-              + command(f"unicron logs {task['id']}{option}")
-              for task in _failed(view["tasks"], now_s)]
     words += _drained(view, option)
     return [line for one in words for line in labelled("NEEDS YOU", one)]
 
@@ -156,6 +156,15 @@ def _unprinted(task: Plain, stood_s: float, option: str) -> str:
             + command(f"unicron logs {task['name']}{option}"))
 
 
+def _failures(view: Plain, now_s: float, option: str) -> list[str]:
+    """Each failed task that is news; their number and the last, where they are many."""
+    failed = _failed(view["tasks"], now_s)
+    of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
+    return [line for task in (failed[-1:] if of else failed)
+            for line in labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
+                                 + command(f"unicron logs {task['id']}{option}"))]
+
+
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
     """Those that are news: not old, and no later task of the name that has not failed too."""
     last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
@@ -163,37 +172,41 @@ def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
             and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
 
 
-def _healed(view: Plain, now_s: float, option: str) -> list[str]:
-    """The newest that were healed of late, and every one that is open; of tasks that have ended
+def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
+    """Every one that is open, or the newest that were closed of late; of tasks that have ended
     their number alone."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
     over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
+    found = sorted(view["incidents"], key=lambda one: -int(one["id"]))
+    if are_open:
+        lines = [line for one in found if not one["outcome"]
+                 for line in _incident(view, one, names, now_s, option)]
+        for node in view["nodes"]:
+            if node["contact"] == "heard" and (back := recovers(node)):
+                lines += labelled("HEALING", f"{node['id']} {back}")
+        return lines
     told = {task["id"] for task in _failed(view["tasks"], now_s)}  # above, as what needs you
-    lines: list[str] = []
-    found = sorted((one for one in view["incidents"]
-                    if (one["outcome"] != "failed" or one["task"] not in told) and (
-                        not one["outcome"] or now_s - one["closed_s"] < NEWS_S)),
-                   key=lambda one: -int(one["id"]))
-    news = [one for one in found if not one["outcome"] or one["task"] not in over]
-    for one in [one for index, one in enumerate(news)
-                if index < INCIDENTS_SHOWN_NUM or not one["outcome"]]:
-        who = names.get(one["task"], one["node"] or "cluster")
-        what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
-                f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
-        lost = lost_in_words(one["iterations_lost"])
-        end = (f"{lost}, pause {ms(one['pause_s'])}"
-               if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
-        going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
-        lines += labelled((one["outcome"] or going_on).upper(),
-                          f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
-    for node in view["nodes"]:
-        if node["contact"] == "heard" and (back := recovers(node)):
-            lines += labelled("HEALING", f"{node['id']} {back}")
-    past = [one for one in found if one not in news]
-    if past:
+    closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
+              and (one["outcome"] != "failed" or one["task"] not in told)]
+    news = [one for one in closed if one["task"] not in over]
+    lines = [line for one in news[:INCIDENTS_SHOWN_NUM]
+             for line in _incident(view, one, names, now_s, option)]
+    if past := [one for one in closed if one["task"] in over]:
         lines += labelled("OVER", f"{number_of(len(past), 'incident')} of tasks that have ended, "
                           "the last: " + command(f"unicron incident {past[0]['id']}{option}"))
     return lines
+
+
+def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
+              option: str) -> list[str]:
+    who = names.get(one["task"], one["node"] or "cluster")
+    what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
+            f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
+    end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
+           if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
+    going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
+    return labelled((one["outcome"] or going_on).upper(),
+                    f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
 
 
 # --- the totals ---------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
         say.out(line)
     layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
     if spec.training is not None and layouts and layouts[0]:
-        say.out(f"layout   {layouts[0]}")
+        say.out(f"layout   {spec.name} {layouts[0]}")
     if (held := after["cluster"]["healing"]) != "on":
         say.out(f"held     {held}: it is planned, and does not start")
     if spec.training is None:

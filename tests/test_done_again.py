@@ -10,6 +10,7 @@ import pytest
 from heart_driver import Driver, at_rest, task_of
 from test_logged import begin, printed
 from unicron.cli import record_line
+from unicron.cli.figures import lost_in_words
 from unicron.cli.history import History, history
 from unicron.cli.screens import status
 from unicron.control_plane.view import view
@@ -66,6 +67,7 @@ def test_what_a_restarted_command_does_again_is_lost(d: Driver) -> None:
     assert (known.iterations_lost, known.outcome) == (379, "set back")
     lines = status(view(d.state), cluster="c", now_s=d.now_s)
     assert "379 iterations lost" in " ".join(" ".join(lines).split())
+    assert lost_in_words(1) == "1 iteration lost"
 
 
 def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver) -> None:

@@ -159,6 +159,13 @@ def test_slots_that_bind_and_a_node_more_that_earns_nothing_are_reconciled() -> 
             in screen_plan.present(found, now_s=0.0))
 
 
+def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("{apiVersion: unicron/v1, name: small, slots: {max: 1}, command: [a]}")
+    page = ask(Told(Driver()), submit=path)
+    assert [line for line in page if line.startswith("bound by   the max of small (")], page
+
+
 def test_held_is_told(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))

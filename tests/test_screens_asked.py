@@ -102,6 +102,15 @@ def test_a_task_that_must_wait_says_what_for() -> None:
         d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
 
 
+def test_a_task_that_is_ending_earns_nothing_before_either() -> None:
+    d = Driver()
+    task = d.running(train("alpha", 1.0, {4: 1e12}))
+    d.tell("operator/x", r.TaskCancelRequested(task=task, reason="a test"))
+    told = lines_after(d, lambda: d.submit(train("beta", 1.0, {2: 3e11, 4: 5e11})))
+    assert told[0].startswith("plan     "), told
+    assert "WAF 0 FLOP/s -> " in told[0]
+
+
 @pytest.mark.parametrize(("waf", "told"), [
     (3e9, "3 GFLOP/s"), (4e9, "4 GFLOP/s"), (3.988e9, "3.99 GFLOP/s"),
     (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),

@@ -194,8 +194,25 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None
     screen = "\n".join(screens.status(seen(d), cluster="test", now_s=d.now_s + 1))
     assert f"unicron logs {first}" in screen
     assert f"unicron logs {again}" in screen
+    for _ in range(2):
+        last = fails(d)
+    assert news(1) == [], "they are counted"
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 1)
+    (counted,) = [x for x in lines if x.startswith("NEEDS YOU")]
+    assert counted.startswith("NEEDS YOU  4 tasks failed, the last: alpha failed: ")
+    assert f"unicron logs {last}" in "\n".join(lines)
     d.submit(spec())
     assert not news(1)
+
+
+def test_an_incident_that_is_open_stands_above_a_task_that_has_failed() -> None:
+    d = Driver()
+    fails(d)
+    task = d.running(spec(name="beta"))
+    d.exit(task, 2)
+    lines = screens.status(seen(d), cluster="test", now_s=d.now_s + 1)
+    assert [x.split()[0] for x in lines[1:] if x.startswith(("HEALING", "NEEDS"))] == [
+        "HEALING", "NEEDS"]
 
 
 def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
@@ -215,7 +232,8 @@ def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
     told["incidents"] += [{**told["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s}
                           for n in range(1, 5)]
     lines = screens.status(told, cluster="test", now_s=d.now_s + 1)
-    assert [line.split()[0] for line in lines[1:9:2]] == ["HEALED"] * 3 + ["HEALING"]
+    assert [line.split()[0] for line in lines if line.startswith("HEAL")] == [
+        "HEALING", "HEALED", "HEALED", "HEALED"]
 
 
 @pytest.mark.parametrize(("now", "target", "words"), [

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from heart_driver import Driver
@@ -13,10 +15,11 @@ from test_plan_live import plain_of
 from test_screens import check
 from test_seating import job
 from two_tasks import facts, plain, seen
-from unicron.cli import screen_plan, screen_task, screens
+from unicron.cli import screen_plan, screen_task, screens, tasks
 from unicron.cli.history import history
 from unicron.cli.record_line import ESSENTIALS
 from unicron.cli.screen_incident import page
+from unicron.cli.state_dir import StateDir
 from unicron.control_plane import dry_run
 from unicron.control_plane.dry_run import Change
 from unicron.control_plane.state import encode_state
@@ -24,6 +27,7 @@ from unicron.control_plane.view import view
 from unicron.events import orders as o
 from unicron.events import reports as r
 from unicron.events.records import Record
+from unicron.events.spec import parse
 from unicron.events.taken import Taken
 
 
@@ -40,6 +44,21 @@ class Giving(Driver):
             source=taken[0].rank if taken else rank, received_bytes=2_000_000 * len(taken),
             down_s=0.01, up_s=0.01, settle_s=0.01, origin="peer" if taken else "own",
             origin_node=taken[0].node if taken else process.slot.node, taken=taken))
+
+
+def test_who_submits_is_told_whose_layout_it_is(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    d = Driver()
+    monkeypatch.setattr(tasks, "connect", lambda state, url: mock.Mock(
+        get=lambda path: seen(d),
+        post=lambda path, body: {"task": d.submit(parse(body)), "seq": len(d.log)},
+        records=lambda after, follow: []))
+    path = tmp_path / "job.yaml"
+    path.write_text("{apiVersion: unicron/v1, name: wide, slots: {min: 2, max: 2}, "
+                    "train: {iterations: 9, output: out, parallel: {tensor: [2]}}}")
+    tasks.submit(StateDir(tmp_path), None, path, as_json=False)
+    assert "layout   wide TP 2 x DP 1" in capsys.readouterr().out.splitlines()
 
 
 def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
