@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,10 +35,11 @@ def parse(data: object) -> Policy:
     """From plain data. Raises SpecError with the field and a hint."""
     if not isinstance(data, dict | None):
         raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", DOCS)
+    given: dict[Any, Any] = {**(data or {})}
     try:
-        policy = msgspec.convert(data or {}, Policy, strict=True)
+        policy = msgspec.convert(given, Policy, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), Policy, DOCS, given=data) from None
+        raise refused(str(error), Policy, DOCS, given=given) from None
     for name in NOT_IN_FILES:
         _need(not getattr(policy, name), name, "stands in no policy file",
               f"unicron up --{name.replace('_', '-')}")

@@ -219,7 +219,7 @@ def _ground(found: Plain, *, told: bool = True) -> list[str]:
     """What binds the plan, and for how long it is expected to hold. `told`: when it is paid back
     too."""
     plan = found["plan"]
-    names = {one["task"]: one["name"] for one in found["tasks"]}
+    names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
     if found["planned"] and 0 in names:  # the one that is not submitted has no number as yet
         names = {**dict.fromkeys(plan["bound_tasks"], names[0]), **names}
     bound = bound_by(plan, names) or "not told"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -176,7 +176,7 @@ def parse(data: object) -> JobSpec:
     """
     if not isinstance(data, dict):
         raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
-    given = cast("dict[Any, Any]", data)
+    given: dict[Any, Any] = {**data}
     version = given.get("apiVersion")
     if "apiVersion" not in given:
         raise SpecError("apiVersion", "is missing", f"write apiVersion: {API_VERSION}")
