@@ -113,6 +113,8 @@ TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 z
 PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16")
 SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
+SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name)
+"""Where who was there has another part of the model when a newcomer joins, and stages it."""
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
@@ -167,8 +169,8 @@ POINTS = (
           all_come=False),
     Point("join: newcomer ready", "ready", "ready", victim=NEWCOMER, all_come=False),
     Point("join: newcomer takes state", "receive", "receive", victim=NEWCOMER, all_come=False),
-    Point("join: staged by who was there", "receive", "staged", victim=0, mate=1, only=LAYOUTS),
-    Point("join: put in force", "joined", "commit", victim=0, mate=1, only=LAYOUTS),
+    Point("join: staged by who was there", "receive", "staged", victim=0, mate=1, only=SPLIT_ANEW),
+    Point("join: put in force", "joined", "commit", victim=0, mate=1, only=SPLIT_ANEW),
     Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0),
 )
 TENSOR = {"parallel": {"tensor": [1, 2]}}
