@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from launcher import launch
 from unicron.events.model_spec import Axes
 from unicron.events.spec import Train
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 TRAIN = Train(iterations=4, output="/tmp/none")
-LIMIT_S = 120.0
 
 
 # --- what it may be -------------------------------------------------------------------------------
@@ -151,23 +147,9 @@ def test_one_that_a_newcomer_knows_nothing_of_is_skipped_and_all_others_until_th
 # --- without an agent -----------------------------------------------------------------------------
 def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
     """The example, by `num` processes as a launcher starts them; its lines."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(num):
-            many = {"RANK": str(rank), "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port)} if num > 1 else {}
-            started.append(subprocess.Popen(
-                [sys.executable, str(EXAMPLE), "--iterations", "5", "--micro-batches", "4",
-                 "--losses", str(folder / name)], env={**os.environ, **many,
-                                                       "OMP_NUM_THREADS": "1"}))
-        assert [one.wait(LIMIT_S) for one in started] == [0] * num
-    finally:
-        for one in started:
-            if one.poll() is None:
-                one.kill()
-                one.wait()
+    found = launch(EXAMPLE, ["--iterations", "5", "--micro-batches", "4", "--losses",
+                             str(folder / name)], num)
+    assert [code for code, _ in found] == [0] * num, found
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 

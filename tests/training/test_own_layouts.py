@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
+from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.model_spec import Axes
 from unicron.events.reports import CheckpointSaved
 from unicron.events.spec import parse
@@ -99,7 +100,6 @@ def finish(driver: Driver, ranks: list[int], undisturbed: Driver) -> None:
 
 
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 4]}
-TP2DP2, PP2DP2 = Axes(tp=2, dp=2), Axes(pp=2, dp=2)
 
 
 @pytest.mark.parametrize("axes", [TP2DP2, PP2DP2, Axes(tp=2, pp=2), Axes(pp=2, chunks=2)],
@@ -110,17 +110,6 @@ def test_undisturbed_it_is_as_one_rank(loops: Loops, undisturbed: Driver, axes: 
     driver.start(*ranks)
     driver.form(ranks, axes=axes)
     finish(driver, ranks, undisturbed)
-
-
-class Case(NamedTuple):
-    """Four ranks in `before`; `victim` dies at `event`; `members` go on in `after`."""
-
-    before: Axes
-    victim: int
-    event: str
-    members: tuple[int, ...]
-    after: Axes
-    iteration: int = STRUCK
 
 
 CASES = {
@@ -139,13 +128,7 @@ CASES = {
 def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)
-    driver.start(0, 1, 2, 3)
-    driver.hold(case.victim, case.event, case.iteration)
-    driver.form([0, 1, 2, 3], axes=case.before)
-    driver.held(case.victim, case.iteration)
-    driver.kill(case.victim)
-    driver.quiesce([rank for rank in range(4) if rank != case.victim], "now")
-    told = driver.form(list(case.members), axes=case.after)
+    told = strike(driver, case)
     assert {one.step_version for one in told.values()} <= {case.iteration, case.iteration + 1}
     finish(driver, list(case.members), undisturbed)
 

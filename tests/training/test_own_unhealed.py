@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import launch
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
-LIMIT_S = 120.0
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 CHANGES = {
@@ -48,25 +44,8 @@ def run(folder: Path, change: str, num: int, iterations: int = 4, **more: str
         ) -> list[tuple[int, str]]:
     """The exit code of each of `num` processes, and what it said to stderr."""
     script = changed(folder, change)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(num):
-            many = {"RANK": str(rank), "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port)} if num > 1 else {}
-            started.append(subprocess.Popen(
-                [sys.executable, str(script), "--iterations", str(iterations), "--micro-batches",
-                 "3", "--losses", str(folder / "losses")], text=True, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **many, **more}))
-        said = [one.communicate(timeout=LIMIT_S)[1] for one in started]
-        return [(one.returncode, text) for one, text in zip(started, said, strict=True)]
-    finally:
-        for one in started:
-            if one.poll() is None:
-                one.kill()
-                one.wait()
+    return launch(script, ["--iterations", str(iterations), "--micro-batches", "3", "--losses",
+                           str(folder / "losses")], num, **more)
 
 
 def losses(folder: Path) -> list[float]:

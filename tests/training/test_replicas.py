@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.model_spec import Axes
 from unicron.events.reports import CheckpointSaved
 
@@ -17,19 +18,6 @@ MODEL = {"num_layers": 6, "hidden": 64, "num_heads": 4, "sequence": 64, "dropout
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 3]}
 
 
-class Case(NamedTuple):
-    """Four ranks or fewer in `before`; `victim` dies at `event`; `members` go on in `after`."""
-
-    before: Axes
-    victim: int
-    event: str
-    members: tuple[int, ...]
-    after: Axes
-    kept: int = 0
-    """Of the micro-batches of the interrupted iteration, how many are not done again."""
-
-
-TP2DP2, PP2DP2 = Axes(tp=2, dp=2), Axes(pp=2, dp=2)
 CASES = {
     "tp2dp2_to_tp2": Case(TP2DP2, 3, "forward", (0, 1), Axes(tp=2)),
     "tp2dp2_to_dp3": Case(TP2DP2, 3, "backward", (0, 1, 2), Axes(dp=3)),
@@ -67,14 +55,7 @@ def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, axes: Axes) -> No
 def test_a_rank_is_lost(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
-    driver.start(0, 1, 2, 3)
-    driver.form([0, 1, 2, 3], axes=case.before)
-    driver.hold(case.victim, case.event, 2)
-    driver.held(case.victim, 2)
-    driver.kill(case.victim)
-    left = [rank for rank in range(4) if rank != case.victim]
-    driver.quiesce(left, "now")
-    told = driver.form(list(case.members), axes=case.after)
+    told = strike(driver, case)
     assert {one.step_version for one in told.values()} <= {2, 3}
     assert len({one.step_version for one in told.values()}) == 1
     finish(driver, list(case.members), twin(iterations=NUM_ITERATIONS, model=MODEL))
