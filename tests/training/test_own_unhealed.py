@@ -18,6 +18,8 @@ CHANGES = {
     "struck": [(PER_TOKEN, "calculate_per_token_loss=False"),
                ("        job.step()\n", "        job.step()\n        if iteration == 2 and "
                 "'STRUCK' in __import__('os').environ:\n            __import__('os')._exit(9)\n")],
+    "apart": [("import torch\n", "import os\nimport torch\nos.environ['UNICRON_LOOP'] = "
+               "os.environ['UNICRON_LOOP'].replace('RANK', os.environ['RANK'])\n")],
     "gathers late": [(PER_TOKEN, "calculate_per_token_loss=False"),
                      (SHARDED, "use_distributed_optimizer=True, overlap_param_gather=True")],
     "sgd": [('optimizer="adam"', 'optimizer="sgd"')],
@@ -104,3 +106,12 @@ def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
     assert begin() == 0
     assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-6)
     assert [one.name for one in (tmp_path / "out" / "task-7").iterdir()] == ["iter-4"]
+
+
+def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(tmp_path: Path) -> None:
+    task = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "of-RANK"),
+            "checkpoint_every": 4}
+    for code, last in ((0, ""), (2, "some ranks go on from iteration 0, others from 4")):
+        found = run(tmp_path, "apart", 2, UNICRON_TASK="7", UNICRON_LOOP=json.dumps(task))
+        assert [one for one, _ in found] == [code, code], found
+        assert all(last in said for _, said in found)

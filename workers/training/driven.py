@@ -82,8 +82,8 @@ class Unhealed:
             work.begin(seen(trainee),
                        lambda: seen(work.build_whole(device, self.communicators.alone())))
         self.history = History()
-        self._shelf = Shelf(work.train, trainee, environment.get("UNICRON_TASK", ""))
-        self.settled = self._shelf.load(trainee, self.history)
+        self._last = LastCheckpoint(work.train, trainee, environment.get("UNICRON_TASK", ""))
+        self.settled = self._agreed(self._last.load(trainee, self.history), device)
         self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), Pulse(),
                                    self.history)
         claims = [self.iteration.claim() for _ in range(num)]
@@ -99,6 +99,18 @@ class Unhealed:
                          f"{list(parallel.pipeline)} has {num} ranks and a micro-batch for each "
                          f"replica, of {micro_batches}", "start another number of processes")
 
+    def _agreed(self, step_version: int, device: torch.device) -> int:
+        """As all loaded it. Each looks for itself, in a folder that may not be a shared one."""
+        apart = torch.tensor([step_version, -step_version], device=device)
+        if dist.is_initialized():
+            dist.all_reduce(apart, dist.ReduceOp.MAX)
+        most, least = int(apart[0]), -int(apart[1])
+        if most != least:
+            raise UsageError(f"some ranks go on from iteration {least}, others from {most}: they "
+                             "do not see the same checkpoints",
+                             "loop.output has to be a folder that all nodes share")
+        return step_version
+
     def steps(self) -> Generator[int | None]:
         """Each iteration as it is stepped; RuntimeError where a collective failed."""
         yield None
@@ -107,7 +119,7 @@ class Unhealed:
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
             if self._place == 0:
-                self._shelf.save(self.iteration, self.history)
+                self._last.save(self.iteration, self.history)
             yield self.iteration.step_version - 1
         # A process that ends while another still waits for its last answer would fail that one.
         self.iteration.meet(self.control, self.communicators)
@@ -121,7 +133,7 @@ class Unhealed:
         return True
 
 
-class Shelf:
+class LastCheckpoint:
     """Where a task that does not heal keeps its last checkpoint: in its output, by its number.
 
     Nowhere without an agent, and where no rank has the whole of a state that is known.
