@@ -36,11 +36,12 @@ def change(records: Sequence[Record], generation: int) -> Change:
     orders = {record["body"]["generation"]: record["body"] for record in records
               if record["kind"] == "Reconfigure"}
     resumed = [record["body"]["generation"] for record in records if record["kind"] == "Resume"]
-    told = {record["body"]["rank"]: record["body"] for record in records
-            if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation}
-    now = orders[generation]
-    before = orders[max(one for one in resumed if one < generation)]
-    had = {rank: place for place, rank in enumerate(_seated(before))}
+    told = _told(records, generation)
+    now, trained = orders[generation], max(one for one in resumed if one < generation)
+    before, told_before = orders[trained], _told(records, trained)
+    # Who was struck may be back by then, in a new process that has nothing.
+    had = {rank: place for place, rank in enumerate(_seated(before)) if rank in told
+           and told_before[rank]["attempt"] == told[rank]["attempt"]}
     first = told[_seated(now)[0]]
     is_set_back = first["origin"] not in ("own", "peer")
     moved_bytes = sum(one["taken_bytes"] for body in told.values() for one in body["taken"]
@@ -49,6 +50,12 @@ def change(records: Sequence[Record], generation: int) -> Change:
                   tuple(None if is_set_back else had.get(rank) for rank in _seated(now)),
                   moved_bytes + (first["received_bytes"] if is_set_back else 0),
                   max(body["settle_s"] for body in told.values()))
+
+
+def _told(records: Sequence[Record], generation: int) -> dict[int, dict[str, Any]]:
+    """What each rank said of a generation when it was up."""
+    return {record["body"]["rank"]: record["body"] for record in records
+            if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation}
 
 
 def _seated(order: dict[str, Any]) -> list[int]:
