@@ -315,7 +315,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     # What is told late, of iterations before the fault, does not end the interruption.
     whole = len(task.living_members()) == len(task.members) and not any(
         rank.error_seq or rank.overdue for rank in task.living_members())
-    if iteration > task.settled and task.phase == "training" and whole:
+    # One of a generation that is to end at this boundary, for a newcomer, does.
+    at_boundary = task.phase == "quiescing" and task.mode == "boundary"
+    if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
         task.stepped = task.generation
         stepped(state, task)
         steps_again(state, task, iteration)

@@ -9,7 +9,7 @@ from .decide import Known, decide
 from .fold import fold
 from .state import ClusterState
 
-HEART = 9
+HEART = 10
 """Version of what `decide` answers; a log says by which one it was written."""
 
 

@@ -123,6 +123,20 @@ def test_a_killed_rank(d: Driver) -> None:
     assert (task_of(d, task).healed, task_of(d, task).incident) == (1, 0)
 
 
+def test_a_step_told_on_the_way_to_a_boundary_ends_the_pause(d: Driver) -> None:
+    task = d.running()
+    lost = d.exit(task, 2)
+    d.obey(lost, start=False)
+    ready = d.do(lost[-1].body)
+    assert the(o.Quiesce, ready).mode == "boundary", "the newcomer came before that step"
+    d.progress(task)
+    stepped_s = d.state.at_s
+    d.obey(ready)
+    closed = the(o.IncidentClosed, d.progress(task))
+    assert closed.pause_s == pytest.approx(stepped_s - lost[0].at_s)
+    assert (closed.kept, closed.dealt) == (6, 3)
+
+
 def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver) -> None:
     task = d.running()
     lost = d.exit(task, 2)

@@ -47,9 +47,16 @@ def test_a_lost_rank_costs_no_iteration_in_any_layout(two: RealCluster, twins: T
     task = two.submit(spec)
     # The first member waits for the newcomer: the task is no longer than the test needs it.
     grown = two.hold(task, 0, event="reduce", iteration=GROWN)
-    line = two.wait_traced(task, rank=3, iteration=STRUCK, event="reduce")
+    begun = two.wait_told(after, "Resume", task=task).seq
+    two.hold(task, 3, event="reduce", iteration=STRUCK)
+    line = two.wait_held(task, 3, 0.0)
     before = two.pids(task)
+    os.kill(line["pid"], signal.SIGSTOP)
+    # Nor is it there before the others are in the layout without it.
+    came = two.hold(task, 3, event="start", iteration=-1)
     os.kill(line["pid"], signal.SIGKILL)
+    two.wait_told(begun, "Resume", task=task)
+    came.unlink()
     two.wait_told(after, "Quiesce", task=task, mode="boundary")
     grown.unlink()
     assert two.wait_ended(task)["state"] == "finished", two.tail(after)
@@ -60,7 +67,7 @@ def test_a_lost_rank_costs_no_iteration_in_any_layout(two: RealCluster, twins: T
     assert closed.body.outcome == "healed"
     assert closed.body.iterations_lost == 0
     assert not closed.body.ckpt_read
-    assert (closed.body.kept > 0) == case.kept
+    assert (closed.body.kept > 0) == case.kept, two.tail(after)
     pids = {(traced["rank"], traced["pid"]) for traced in two.traced(task)}
     assert {(rank, pid) for rank, pid in before.items()} <= pids
     assert len(pids) == 5, "four, and the one that came instead"
