@@ -40,8 +40,9 @@ def next_seating(state: ClusterState, task: Task) -> Seating:
     train = task.spec.training
     assert train is not None
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
-    seated = [rank for rank in holding if task.has_seat(rank)]
-    others = [rank for rank in holding if rank.has_state and not task.has_seat(rank)]
+    slots = task.slots
+    seated = [rank for rank in holding if slots.get(rank.rank) == rank.slot]
+    others = [rank for rank in holding if rank.has_state and slots.get(rank.rank) != rank.slot]
     if any(coming(state, task, seat) for seat in task.target):
         seated, others = seated + others, []
     if not seated:

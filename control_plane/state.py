@@ -265,9 +265,10 @@ class Task(Struct, kw_only=True):
                 found.append(rank)
         return found
 
-    def has_seat(self, rank: Rank) -> bool:
-        """Whether the target has this process where it is."""
-        return any(seat.rank == rank.rank and seat.slot == rank.slot for seat in self.target)
+    @property
+    def slots(self) -> dict[int, Slot]:
+        """Where the target has each rank: whose process is there has a seat."""
+        return {seat.rank: seat.slot for seat in self.target}
 
 
 class ClusterState(Struct, kw_only=True):

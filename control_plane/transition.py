@@ -75,7 +75,8 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
     if any(coming(state, task, seat) for seat in task.target):
         return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
-    keeps = [task.has_seat(rank) for rank in task.living_members()]
+    slots = task.slots
+    keeps = [slots.get(rank.rank) == rank.slot for rank in task.living_members()]
     return newcomer or (any(keeps) and not all(keeps))
 
 
@@ -260,12 +261,13 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
     """End processes that are too late for something or have no place in the task any more."""
+    slots = task.slots
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.overdue:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
-        elif not rank.stopping and not task.has_seat(rank) and (
+        elif not rank.stopping and slots.get(key) != rank.slot and (
                 task.member(key) is None or done(state, task)):
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""
@@ -298,13 +300,19 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
         yield PublishCheckpoint(nodes=(name,), task=task.id,
                                 generation=task.saved.generation, output=output,
                                 path=task.saved.path)
-    healthy = [name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"]
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        if waiting.final and gone and healthy:
-            yield PublishCheckpoint(nodes=(healthy[0],), task=task.id, output=output,
+        other = _healthy(state) if waiting.final and gone else ""
+        if other:
+            yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
                                     generation=waiting.generation, path=waiting.path)
+
+
+def _healthy(state: ClusterState) -> str:
+    """The first node that is; empty where none is."""
+    return next((name for name in sorted(state.nodes)
+                 if state.nodes[name].health == "healthy"), "")
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
