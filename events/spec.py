@@ -242,6 +242,10 @@ def _check(spec: JobSpec) -> None:
     _need(spec.team == "" or bool(NAME.match(spec.team)), "team", f"{spec.team!r} is not a name",
           "lower-case letters, digits, '-' and '.', at most 63")
     _check_slots(spec.slots)
+    for name, value in (("loop", spec.loop), ("heal", spec.heal)):
+        _need(value is None or spec.train is not None or bool(spec.command), "command",
+              f"is missing beside {name}:", "name the program that has adopted Unicron, "
+              "for example [python, train.py]")
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():

@@ -30,6 +30,8 @@ def d() -> Iterator[Driver]:
     ({"heal": None}, "heal: is missing"),
     ({"heal": "on-disk"}, "heal: invalid enum value 'on-disk'"),
     ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is of a command"),
+    ({"command": None}, "command: is missing beside loop:"),
+    ({"command": None, "loop": None}, "command: is missing beside heal:"),
     ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
     ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
     ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
