@@ -75,6 +75,7 @@ class Trials:
         key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
             twin = Twin(small_spec(folder / "out", **what), folder, self.nursery)
             if rounds:
                 self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
