@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from confusion import tables
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unicron.control_plane.severity import TABLE
 from unicron.workers.classify import (
@@ -308,6 +308,7 @@ def test_lines_that_mean_nothing_change_no_verdict(
 @settings(deadline=None)
 @given(st.sampled_from([line for line in LABELLED if line["status"]]),
        st.integers(LINE_CHARS_MAX, 3 * LINE_CHARS_MAX))
+@example(next(line for line in LABELLED if "TCP client failed to connect" in line["text"]), 6986)
 def test_a_cause_far_inside_a_long_line_is_found(line: dict[str, Any], ahead: int) -> None:
     last = line["text"].splitlines()[-1]
     alone = classify(last)

@@ -42,6 +42,7 @@ NOTHING = Verdict("", "")
 RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES,
                             *PROCESS_RULES)
 """In the order in which they are tried on a line."""
+_PLACES = {rule.name: at for at, rule in enumerate(RULES)}
 LINE_CHARS_MAX = 4096
 """A longer line is judged in pieces of this length."""
 OVERLAP_CHARS = 1024
@@ -90,8 +91,9 @@ def classify(text: str) -> Verdict:
 def _deepest(text: str) -> tuple[Verdict, int]:
     """The verdict of the line that lies deepest, of these the first, and how deep."""
     best, best_depth = NOTHING, len(RULES)
-    for line in _spoken(text):
-        found, depth = _line_verdict(line)
+    for pieces in _spoken(text):
+        # A rule that a piece cuts short may match in the next: the line's is the first of all.
+        found, depth = min(map(_line_verdict, pieces), key=lambda one: (one[1], _place(one[0])))
         if found.rule and depth < best_depth:
             best, best_depth = found, depth
             if depth == HARDWARE:
@@ -99,8 +101,13 @@ def _deepest(text: str) -> tuple[Verdict, int]:
     return best, best_depth
 
 
-def _spoken(text: str) -> Iterator[str]:
-    """The lines that somebody said: no source code that a traceback quotes, none too long.
+def _place(verdict: Verdict) -> int:
+    """Where its rule stands among those that are tried; an XID before them."""
+    return _PLACES.get(verdict.rule, -1)
+
+
+def _spoken(text: str) -> Iterator[list[str]]:
+    """The lines that somebody said: no source code that a traceback quotes. A long one in pieces.
 
     The code stands below its frame and further in, behind the same prefix (a rank, the margin of
     an exception group). Without its source a frame is followed by the next frame or the error.
@@ -112,11 +119,8 @@ def _spoken(text: str) -> Iterator[str]:
         column = frame.start() if frame is not None else -1
         if frame is not None or quoted or not line or line.isspace():
             continue
-        if len(line) <= LINE_CHARS_MAX:
-            yield line
-        else:
-            step = LINE_CHARS_MAX - OVERLAP_CHARS
-            yield from (line[start:start + LINE_CHARS_MAX] for start in range(0, len(line), step))
+        step = LINE_CHARS_MAX if len(line) <= LINE_CHARS_MAX else LINE_CHARS_MAX - OVERLAP_CHARS
+        yield [line[start:start + LINE_CHARS_MAX] for start in range(0, len(line), step)]
 
 
 def _line_verdict(line: str) -> tuple[Verdict, int]:
