@@ -66,6 +66,7 @@ class Play:
             self._at_point = self.victims
         self.finished: dict[int, RankFinished] = {}
         self._armed: dict[int, int] = {}
+        self._bucket = cell.point.bucket
         self._late: list[Path] = []
         self._seat(self.variant.axes)
 
@@ -134,7 +135,9 @@ class Play:
             self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
                           STRUCK)
 
-        self._strike_late("bucket_done", others_come, bucket=0)
+        # Each chunk of layers has a bucket of its own: the last is what a whole reduction waits for.
+        self._bucket = self.axes.chunks - 1
+        self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
     def _play_partly(self) -> None:
         """When some buckets are whole on some ranks, none on one that is late, and nowhere all."""
@@ -324,8 +327,8 @@ class Play:
         if self.point.nth >= 0 and (self.variant.is_plain or not self.point.event.endswith("_mid")):
             dp = coordinates(self.axes, self.members.index(rank)).dp
             where["micro_batch"] = dp + self.point.nth * self.axes.dp
-        if self.point.bucket >= 0:
-            where["bucket"] = self.point.bucket
+        if self._bucket >= 0:
+            where["bucket"] = self._bucket
         self.driver.hold(rank, self.point.event, iteration, then=then, **where)
 
     def _come(self) -> None:
