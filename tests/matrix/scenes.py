@@ -135,7 +135,7 @@ class Play:
             self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
                           STRUCK)
 
-        # Each chunk of layers has a bucket of its own: the last is what a whole reduction waits for.
+        # Each chunk of layers has a bucket of its own: the last ends a whole reduction.
         self._bucket = self.axes.chunks - 1
         self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
