@@ -22,10 +22,11 @@ def record(kind: str, generation: int, **body: Any) -> recovery_moved.Record:
     return {"seq": 0, "kind": kind, "body": {"task": 1, "generation": generation, **body}}
 
 
-def order(generation: int, ranks: list[int], axes: recovery_moved.Axes | None
-          ) -> recovery_moved.Record:
-    return record("Reconfigure", generation, axes=axes,
-                  members=[{"rank": rank, "node": "n1"} for rank in ranks])
+def order(generation: int, ranks: list[int], axes: recovery_moved.Axes | None,
+          again: int = -1) -> recovery_moved.Record:
+    """`again` is in a new process."""
+    return record("Reconfigure", generation, axes=axes, members=[
+        {"rank": rank, "node": "n1", "attempt": 1 + (rank == again)} for rank in ranks])
 
 
 def told(generation: int, rank: int, taken: dict[int, int], settle_s: float = 0.1, *,
@@ -43,13 +44,20 @@ def test_what_moved_is_what_members_took_from_others() -> None:
         # 2 is gone; the generation after that never trains. 3 is beside the third, and gives.
         order(2, [0, 1, 3], TP2), order(3, [1, 0, 3], TP2), record("Resume", 3),
         told(3, 1, {1: 500, 3: 40}), told(3, 0, {}, 0.3, origin="own"), told(3, 3, {}),
-        order(4, [1, 0, 3, 2], TP2DP2), told(4, 1, {}), told(4, 3, {1: 100}), told(4, 2, {0: 70}),
+        order(4, [1, 0, 3, 2], TP2DP2, 2), told(4, 1, {}), told(4, 3, {1: 100}), told(4, 2, {0: 70}),
         told(4, 0, {}),
     ]
     assert change(records, 3) == Change(TP2DP2, TP2, (1, 0), 40, 0.3)
     # What 3 still had of the second generation is older than what the others have.
     assert change(records, 4) == Change(TP2, TP2DP2, (0, 1, None, None), 170, 0.1)
     assert in_words(TP2) == "TP2xDP1"
+
+
+def test_who_is_back_before_the_others_have_settled_has_nothing() -> None:
+    records = [order(1, [0, 1, 2, 3], TP2DP2), record("Resume", 1),
+               order(2, [0, 1, 2, 3], TP2DP2, 2), told(2, 0, {}), told(2, 1, {}),
+               told(2, 2, {0: 70}), told(2, 3, {})]
+    assert change(records, 2) == Change(TP2DP2, TP2DP2, (0, 1, None, 3), 70, 0.1)
 
 
 def test_who_is_set_back_has_nothing_that_counts() -> None:

@@ -36,12 +36,14 @@ def change(records: Sequence[Record], generation: int) -> Change:
     orders = {record["body"]["generation"]: record["body"] for record in records
               if record["kind"] == "Reconfigure"}
     resumed = [record["body"]["generation"] for record in records if record["kind"] == "Resume"]
-    told = _told(records, generation)
-    now, trained = orders[generation], max(one for one in resumed if one < generation)
-    before, told_before = orders[trained], _told(records, trained)
+    told = {record["body"]["rank"]: record["body"] for record in records
+            if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation}
+    now = orders[generation]
+    before = orders[max(one for one in resumed if one < generation)]
+    was, now_is = _attempts(before), _attempts(now)
     # Who was struck may be back by then, in a new process that has nothing.
-    had = {rank: place for place, rank in enumerate(_seated(before)) if rank in told
-           and told_before[rank]["attempt"] == told[rank]["attempt"]}
+    had = {rank: place for place, rank in enumerate(_seated(before))
+           if was[rank] == now_is.get(rank)}
     first = told[_seated(now)[0]]
     is_set_back = first["origin"] not in ("own", "peer")
     moved_bytes = sum(one["taken_bytes"] for body in told.values() for one in body["taken"]
@@ -52,10 +54,9 @@ def change(records: Sequence[Record], generation: int) -> Change:
                   max(body["settle_s"] for body in told.values()))
 
 
-def _told(records: Sequence[Record], generation: int) -> dict[int, dict[str, Any]]:
-    """What each rank said of a generation when it was up."""
-    return {record["body"]["rank"]: record["body"] for record in records
-            if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation}
+def _attempts(order: dict[str, Any]) -> dict[int, int]:
+    """Of its members."""
+    return {member["rank"]: member["attempt"] for member in order["members"]}
 
 
 def _seated(order: dict[str, Any]) -> list[int]:
