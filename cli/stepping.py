@@ -51,9 +51,7 @@ class Stepping(Struct):
             num, self.num, self.resumed = self.num, 0, 0
             self.stopped_s = self._since_s(kind, body, at_s)
             return num * (at_s - self.stopped_s)
-        if kind == "Quiesce" and not self.num:
-            self.resumed = 0  # what it still tells on its way to the boundary does not end a pause
-        elif kind == "TaskPlaced":
+        if kind == "TaskPlaced":
             self.num_seats = len(body["seats"])
         elif kind == "Reconfigure":
             self.members = {one["rank"]: one["attempt"] for one in body["members"]}
