@@ -44,8 +44,8 @@ def test_what_moved_is_what_members_took_from_others() -> None:
         # 2 is gone; the generation after that never trains. 3 is beside the third, and gives.
         order(2, [0, 1, 3], TP2), order(3, [1, 0, 3], TP2), record("Resume", 3),
         told(3, 1, {1: 500, 3: 40}), told(3, 0, {}, 0.3, origin="own"), told(3, 3, {}),
-        order(4, [1, 0, 3, 2], TP2DP2, 2), told(4, 1, {}), told(4, 3, {1: 100}), told(4, 2, {0: 70}),
-        told(4, 0, {}),
+        order(4, [1, 0, 3, 2], TP2DP2, 2), told(4, 1, {}), told(4, 3, {1: 100}),
+        told(4, 2, {0: 70}), told(4, 0, {}),
     ]
     assert change(records, 3) == Change(TP2DP2, TP2, (1, 0), 40, 0.3)
     # What 3 still had of the second generation is older than what the others have.
