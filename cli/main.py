@@ -12,7 +12,15 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from . import classify_command, entry, locate_command, operator_commands, plan_command, say
+from . import (
+    classify_command,
+    entry,
+    locate_command,
+    operator_commands,
+    plan_command,
+    say,
+    simulate_command,
+)
 from .options import Checks, Form, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -220,6 +228,7 @@ app.add_typer(plan_command.app)
 app.add_typer(operator_commands.app)
 app.add_typer(classify_command.app)
 app.add_typer(locate_command.app)
+app.add_typer(simulate_command.app)
 
 
 @app.command()

@@ -30,6 +30,7 @@ from .state import ClusterState, Task, live_tasks
 from .wishes import PlanInput
 
 Known = Callable[[PlanInput], Found | None]
+Decide = Callable[[ClusterState, Record, Known | None], Iterator[r.Body]]
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
            r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed,
            DeviceErred, HealthChanged, QuarantineLifted)
@@ -57,26 +58,26 @@ def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterato
         fault = processes.inject_fault(state, record.body)
         if fault is not None:
             yield fault
-    for task in _concerned(state, record):
+    for task in concerned(state, record):
         yield from transition.step(state, task)
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not _can_plan(state):
+        if not state.replan or not can_plan(state):
             return
-        yield from _plan(state, known)
+        yield from plan(state, known)
         for task in [state.tasks[key] for key in sorted(state.tasks)]:
             yield from transition.step(state, task)
         yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
 
-def _can_plan(state: ClusterState) -> bool:
+def can_plan(state: ClusterState) -> bool:
     """Whether there is a task that a plan may change. Else what made the plan out of date stands,
     and a plan follows when there is one."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
-def _concerned(state: ClusterState, record: Record) -> list[Task]:
+def concerned(state: ClusterState, record: Record) -> list[Task]:
     """Tasks whose step may yield something: all others are at rest."""
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
@@ -87,7 +88,7 @@ def _concerned(state: ClusterState, record: Record) -> list[Task]:
     return [task]
 
 
-def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..events.orders import IncidentOpened
 from ..events.records import Record, Report, incident_of
 from ..events.reports import Body
-from .decide import Known, decide
+from .decide import Decide, Known, decide
 from .fold import fold
 from .state import ClusterState
 
@@ -14,11 +14,12 @@ HEART = 10
 
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
-            known: Known | None = None) -> list[Record]:
+            known: Known | None = None, decide: Decide = decide) -> list[Record]:
     """Fold the report, decide, fold the decisions: all of it is one batch for the log.
 
     `at_s` is the leader's clock; the records carry it unless it runs behind the log. The caller
-    has asked `accepts` before. `known`: optima that were found before (lookout.py).
+    has asked `accepts` before. `known`: optima that were found before (lookout.py). `decide`: by
+    another policy than ours, in a simulation.
     """
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)

@@ -43,6 +43,10 @@ PURE = (
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
         "seating")),
+    *(f"control_plane/simulation/{name}.py" for name in (
+        "baseline", "costs", "earnings", "engine", "happening", "job", "paper", "policy", "run",
+        "scenario", *(f"policies/{one}" for one in (
+            "megatron", "requeue", "shrink", "spares", "unicron")))),
     "events/places.py", "events/parallel.py", "events/refused.py",
     "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",
     "workers/error_rule.py",

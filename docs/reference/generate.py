@@ -116,8 +116,9 @@ def render_support() -> str:
 
 MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"
 MAP_END = "<!-- End of the code map. -->\n"
-MAP_ROOMS = ("events", "control_plane", "workers", "workers/agent", "workers/agent/health",
-             "workers/keeper", "workers/training", "cli")
+MAP_ROOMS = ("events", "control_plane", "control_plane/simulation",
+             "control_plane/simulation/policies", "workers", "workers/agent",
+             "workers/agent/health", "workers/keeper", "workers/training", "cli")
 
 
 def render_map(root: Path) -> str:

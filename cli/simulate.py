@@ -1,0 +1,164 @@
+"""`unicron simulate`: what each policy earns of a scenario, and what it loses, to what."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import __version__
+from ..control_plane.simulation import happening
+from ..control_plane.simulation import scenario as scenarios
+from ..control_plane.simulation.earnings import LOST
+from ..control_plane.simulation.happening import Happening
+from ..control_plane.simulation.run import Ground, Outcome, Run
+from ..control_plane.simulation.scenario import Scenario
+from ..events import archive
+from ..events.errors import SpecError, UsageError
+from . import say
+from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, scaled, span, table
+from .job_file import FILE_BYTES_MAX, read_text, read_yaml
+
+TRACE_BYTES_MAX = 64 << 20
+OURS = "unicron"
+Plain = dict[str, Any]
+
+
+class Played(NamedTuple):
+    """What a policy made of the scenario."""
+
+    outcome: Outcome
+    num_records: int
+    took_s: float
+
+
+def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
+    """Read, play, show. Raises UsageError for files that are not as they must be."""
+    if log is not None and log.exists():
+        raise UsageError(f"{log} exists", "name a new file")
+    scenario, happenings = load(path)
+    if log is not None and OURS not in scenario.policies:
+        raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
+                         f"add {OURS}: {{}} to policies:")
+    played = {name: _play(scenario, name, happenings, log if name == OURS else None)
+              for name in scenario.policies}
+    if as_json:
+        say.out(json.dumps(told(scenario, played)))
+    else:
+        say.lines(screen(scenario, played, path, log))
+
+
+def load(path: Path) -> tuple[Scenario, list[Happening]]:
+    """The scenario, and what befalls its cluster. Raises UsageError."""
+    try:
+        text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
+        scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
+        for name in scenario.policies:
+            chosen = scenarios.policy(scenario, name)
+            scenarios.jobs(scenario, heals=chosen.heals)
+            scenarios.limits(scenario, chosen)
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+    trace = path.parent / scenario.trace
+    lines = read_text(trace, TRACE_BYTES_MAX, "trace: names a CSV file, beside the scenario",
+                      scenarios.DOCS).splitlines()
+    happenings = happening.read(lines, str(trace))
+    _check_nodes(scenario, happenings, trace)
+    return scenario, [one for one in happenings if one.at_s <= scenario.horizon_s]
+
+
+def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
+    """A node is there from the beginning, or joins before anything befalls it."""
+    known = set(scenario.cluster.names)
+    for one in happenings:
+        if one.event == "joined":
+            known.add(one.node)
+        elif one.node not in known:
+            raise UsageError(f"{trace}: {one.event} of {one.node}, which is no node by then",
+                             f"the cluster has {scenario.cluster.names[0]} to "
+                             f"{scenario.cluster.names[-1]}; another one is first `joined`")
+
+
+def _play(scenario: Scenario, name: str, happenings: list[Happening], log: Path | None) -> Played:
+    chosen = scenarios.policy(scenario, name)
+    ground = Ground(slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
+                    tasks=scenarios.jobs(scenario, heals=chosen.heals),
+                    iteration_s=scenario.iteration_s, happenings=happenings,
+                    horizon_s=scenario.horizon_s, limits=scenarios.limits(scenario, chosen))
+    began_s = time.perf_counter()
+    with ExitStack() as stack:
+        writer = stack.enter_context(archive.create(
+            log, cluster=scenario.name, code=__version__)) if log is not None else None
+        run = Run(ground, chosen.decides(), chosen.costs, writer.add if writer else None)
+        outcome = run.play()
+    return Played(outcome, run.engine.num_records, time.perf_counter() - began_s)
+
+
+# --- as data ------------------------------------------------------------------------------------
+def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
+    """All of it; FLOP are weighted, times in seconds from the beginning of the horizon."""
+    return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
+            "policies": {name: _policy(one) for name, one in played.items()}}
+
+
+def _policy(one: Played) -> Plain:
+    earnings, counts = one.outcome.earnings, one.outcome.counts
+    return {
+        "accumulated_waf_flop": earnings.flop, "full_waf_flop": full_flop(one.outcome),
+        "share_of_full": share(one.outcome), "lost_waf_flop": earnings.lost_flop,
+        "downtime_task_s": earnings.down_s,
+        "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
+        "plans": counts["PlanChosen"], "ignored": counts["ignored"], "records": one.num_records,
+        "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
+    }
+
+
+def full_flop(outcome: Outcome) -> float:
+    """What the cluster would have earned without a fault."""
+    earnings = outcome.earnings
+    found = earnings.flop
+    for flop in earnings.lost_flop.values():
+        found += flop
+    return found
+
+
+def share(outcome: Outcome) -> float:
+    """Of that, what was earned."""
+    full = full_flop(outcome)
+    return outcome.earnings.flop / full if full else 0.0
+
+
+# --- for people -------------------------------------------------------------------------------
+def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path | None
+           ) -> list[str]:
+    """The page, at most 100 columns."""
+    cluster = scenario.cluster
+    num = len(cluster.names)
+    took_s = max(one.took_s for one in played.values())
+    lines = [f"{scenario.name}: {number_of(num, 'node')} of {number_of(cluster.slots, 'slot')}, "
+             f"{number_of(len(scenario.tasks), 'task')}, {span(scenario.horizon_s)}; "
+             f"each policy in {span(took_s)} at most", ""]
+    best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
+    rows = [_row(name, one, best) for name, one in played.items()]
+    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(what.upper() for what in LOST))
+    lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
+    lines += ["", *labelled("lost", "shares of what the cluster earns without a fault: until a "
+                            "fault is told, on the way to train again, without slots, on fewer or "
+                            "slower ones, and what is done again")]
+    ignored = max(one.outcome.counts["ignored"] for one in played.values())
+    if ignored:
+        lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
+                          "node that was away, or a repair of one that was not")
+    then = (f"unicron replay {log} --verify" if log else
+            f"unicron simulate --scenario {path} -o json")
+    return [*lines, *labelled("next", command(then))]
+
+
+def _row(name: str, one: Played, best: Played) -> list[str]:
+    earnings, full = one.outcome.earnings, full_flop(one.outcome)
+    behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
+    return [name, scaled(earnings.flop, "FLOP"), f"{100 * share(one.outcome):.2f} %",
+            f"{behind:.3f} x" if one is not best else "-",
+            *(f"{100 * earnings.lost_flop[what] / full:.2f} %" if full else "-" for what in LOST)]

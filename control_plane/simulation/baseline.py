@@ -1,0 +1,142 @@
+"""What policies beside Unicron's own have in common: who sits where is theirs to say, no more.
+
+Until the first fault all plan as Unicron does, on what their spares leave, so that all begin alike.
+From then on `allocate` says where each task is to sit; the transitions follow by the heart's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from ...events import reports as r
+from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
+from ...events.records import Record
+from .. import node_incidents, placement, planner, throughput, transition
+from ..decide import Decide, Known, concerned
+from ..plan_input import plan_input
+from ..state import ClusterState, Task, live_tasks, usable_slots
+
+Seats = Mapping[int, tuple[Seat, ...]]
+"""By task."""
+Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
+"""Where each task is to sit, of which so many slots were its own before the first fault."""
+
+
+def following(allocate: Allocate, num_spares: int = 0) -> Decide:
+    """A `decide` for one run: this allocation after the first fault, so many nodes idle before."""
+    sizes: dict[int, int] = {}
+
+    def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
+        if isinstance(record.body, r.TaskSubmitted):
+            yield throughput.table(record.seq, record.body.spec,
+                                   state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
+        for task in concerned(state, record):
+            yield from transition.step(state, task)
+        yield from node_incidents.settle(state, record)
+        for _ in range(2 * len(state.tasks) + 2):
+            if not state.replan or not live_tasks(state):
+                return
+            if has_failed(state):
+                seats = allocate(state, sizes)
+            else:
+                seats = _planned(state, num_spares)
+                sizes.update({task: len(mine) for task, mine in seats.items()})
+            yield from _seat(state, seats)
+            for task in live_tasks(state):
+                yield from transition.step(state, task)
+            yield from node_incidents.settle(state, record)
+        raise AssertionError(f"seq {record.seq}: it does not come to rest: {state.replan}")
+
+    return decide
+
+
+def has_failed(state: ClusterState) -> bool:
+    """Whether anything has befallen the cluster yet."""
+    return bool(state.incidents) or any(
+        node.health != "healthy" or node.drained or node.slots_out
+        for node in state.nodes.values())
+
+
+def _planned(state: ClusterState, num_spares: int) -> Seats:
+    """By the planner, as if the last nodes were not there."""
+    ground = plan_input(state)
+    names = sorted({slot.node for slot in ground.slots})
+    spare = set(names[len(names) - num_spares:] if num_spares else ())
+    slots = [slot for slot in ground.slots if slot.node not in spare]
+    choice = planner.choose(replace(ground.asked, num_slots=len(slots)))
+    tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
+    where = {name: node.labels for name, node in state.nodes.items()}
+    return placement.place(tasks, choice.plan.slots, slots, where)
+
+
+def _seat(state: ClusterState, seats: Seats) -> Iterator[r.Body]:
+    tasks = live_tasks(state)
+    given = [Allocation(task=task.id, slots_before=len(task.target),
+                        slots=len(seats.get(task.id, ())),
+                        waf=task.weight * _rate(task, len(seats.get(task.id, ()))))
+             for task in tasks]
+    waf = 0.0
+    for one in given:
+        waf += one.waf
+    yield PlanChosen(trigger=state.replan, num_slots=len(usable_slots(state)),
+                     allocations=tuple(given), waf=waf, objective=0, alternatives=())
+    for task in tasks:
+        mine = seats.get(task.id, ())
+        if mine != task.target:
+            yield TaskPlaced(task=task.id, seats=mine, why="by the policy")
+
+
+def _rate(task: Task, size: int) -> float:
+    """T(t, x), of a size in between that of the next smaller one."""
+    table = task.throughput
+    return max((flops for one, flops in zip(table.sizes, table.rates_flops, strict=True)
+                if one <= size), default=0.0) if table is not None else 0.0
+
+
+# --- where tasks sit ----------------------------------------------------------------------------
+def kept(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
+    """Every task stays where it is, whatever becomes of its nodes."""
+    return {task.id: task.target for task in live_tasks(state)}
+
+
+def moved(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
+    """What a task lost is taken from free slots, if there are enough for all of it; else it waits.
+    """
+    return _refilled(state, sizes, whole=True)
+
+
+def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
+    """A task goes on with what is left to it, and gets free slots up to what it had."""
+    return _refilled(state, sizes, whole=False)
+
+
+def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
+    tasks = live_tasks(state)
+    usable = usable_slots(state)
+    there = frozenset(usable)
+    own = {task.id: [seat.slot for seat in task.target if seat.slot in there] for task in tasks}
+    taken = {slot for slots in own.values() for slot in slots}
+    free = [slot for slot in usable if slot not in taken]
+    found: dict[int, tuple[Seat, ...]] = {}
+    for task in tasks:
+        lacks = sizes.get(task.id, 0) - len(own[task.id])
+        if whole and lacks > len(free):
+            found[task.id] = task.target
+            continue
+        more, free = free[:max(lacks, 0)], free[max(lacks, 0):]
+        slots = [*own[task.id], *more]
+        size = max((one for one in task.spec.slots.counts if one <= len(slots)), default=0)
+        free += slots[size:]
+        found[task.id] = _seats(task, slots[:size])
+    return found
+
+
+def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
+    """Who sits there already keeps its number; newcomers get the smallest that are free."""
+    numbers = {seat.slot: seat.rank for seat in task.target}
+    used = frozenset(numbers[slot] for slot in slots if slot in numbers)
+    new = iter([number for number in range(2 * len(slots) + 1) if number not in used])
+    return tuple(sorted(Seat(numbers[slot] if slot in numbers else next(new), slot)
+                        for slot in slots))

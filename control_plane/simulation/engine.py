@@ -1,0 +1,65 @@
+"""Virtual time: what is due next happens next, through the heart's one door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+from ...events.records import Record, Report
+from ...events.reports import Body, DeadlineReached
+from ..decide import Decide
+from ..heart import advance
+from ..state import ClusterState
+
+LEADER = "leader/simulated"
+
+
+class Engine:
+    """One leader, its state, and all that is still to happen. `decide` is the policy.
+
+    `answer` is told of the records that a report makes, when all of them are folded.
+    """
+
+    def __init__(self, decide: Decide) -> None:
+        self.state = ClusterState()
+        self.now_s = 0.0
+        self.num_records = 0
+        self.answer: Callable[[Sequence[Record]], None] = _nobody
+        self._decide = decide
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_due = 0
+        self._told: dict[str, int] = {}
+
+    def later(self, in_s: float, call: Callable[[], None]) -> None:
+        """`call` in so many seconds; what is due at the same time keeps its order."""
+        self._num_due += 1
+        heappush(self._due, (self.now_s + in_s, self._num_due, call))
+
+    def tell(self, source: str, body: Body) -> None:
+        """A report comes in: it is folded and decided upon."""
+        told = self._told[source] = self._told.get(source, 0) + 1
+        report = Report(source=source, source_seq=told, occurred_s=self.now_s, body=body)
+        records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
+        self.num_records += len(records)
+        self.answer(records)
+
+    def run(self, until_s: float) -> None:
+        """All that is due by then. Of one time, a deadline comes before what else is due."""
+        while True:
+            due_s = self._due[0][0] if self._due else inf
+            deadline_s, name = min(((one.due_s, name) for name, one in
+                                    self.state.deadlines.items()), default=(inf, ""))
+            if min(due_s, deadline_s) > until_s:
+                self.now_s = until_s
+                return
+            if deadline_s <= due_s:
+                self.now_s = max(self.now_s, deadline_s)
+                self.tell(LEADER, DeadlineReached(deadline=name))
+            else:
+                self.now_s, _, call = heappop(self._due)
+                call()
+
+
+def _nobody(records: Sequence[Record]) -> None:
+    pass

@@ -1,0 +1,236 @@
+"""A cluster on paper: nodes carry out what is ordered, each thing in the time that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ...events import orders as o
+from ...events import reports as r
+from ...events.records import Record
+from ...events.reports import Body
+from ..state import Rank, Task
+from .costs import Costs
+from .engine import LEADER, Engine
+from .job import Job
+
+SLACK_RATIO = 1 + 1e-9
+"""An iteration is done when it is: sums of seconds are not exact."""
+Key = tuple[int, int, int]
+"""Task, rank, attempt."""
+
+
+@dataclass
+class PaperNode:
+    """A node, in its newest incarnation."""
+
+    name: str
+    num_slots: int
+    incarnation: int = 0
+    up: bool = False
+    processes: dict[Key, bool] = field(default_factory=dict[Key, bool])
+    """Those that live, and whether they have the state of their task."""
+
+    @property
+    def source(self) -> str:
+        return f"{self.name}/{self.incarnation}"
+
+
+class Paper:
+    """Nodes by name, and the tasks that run on them by number."""
+
+    def __init__(self, engine: Engine, costs: Costs, jobs: dict[int, Job]) -> None:
+        self.engine, self.costs, self.jobs = engine, costs, jobs
+        self.nodes: dict[str, PaperNode] = {}
+        self.lost: Callable[[int, float], None] = lambda task, flop: None
+        self.changed: Callable[[int], None] = lambda task: None
+        self._pid = 0
+
+    # --- nodes --------------------------------------------------------------------------------
+    def join(self, name: str, num_slots: int) -> None:
+        """Its agent starts; what an older one ran is gone."""
+        node = self.nodes.setdefault(name, PaperNode(name, num_slots))
+        node.incarnation, node.up = node.incarnation + 1, True
+        node.processes.clear()
+        self.engine.tell(node.source, r.NodeJoined(
+            node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
+            num_slots=node.num_slots))
+
+    def leave(self, name: str) -> None:
+        """Its agent stops on purpose, and its processes with it."""
+        node = self.nodes[name]
+        node.up = False
+        node.processes.clear()
+        self.engine.tell(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
+                                                 reason="it leaves"))
+
+    def fall(self, name: str) -> None:
+        """The node is gone, and says nothing of it."""
+        node = self.nodes[name]
+        node.up = False
+        node.processes.clear()
+        incarnation = node.incarnation
+
+        def silent() -> None:
+            if not node.up and node.incarnation == incarnation:
+                self.engine.tell(LEADER, r.NodeSilenced(
+                    node=name, incarnation=incarnation, silence_s=self.costs.silence_s))
+
+        self.engine.later(self.costs.silence_s, silent)
+
+    def say(self, name: str, in_s: float, body: Body) -> None:
+        """The node says so then, if it is still up, and in the same incarnation."""
+        node = self.nodes[name]
+        incarnation = node.incarnation
+
+        def tell() -> None:
+            if node.up and node.incarnation == incarnation:
+                self.engine.tell(node.source, body)
+
+        self.engine.later(in_s, tell)
+
+    # --- orders -------------------------------------------------------------------------------
+    def carry_out(self, records: Sequence[Record]) -> None:
+        """What the orders among these ask for."""
+        for record in records:
+            match record.body:
+                case o.StartRank() as order:
+                    self._start(order)
+                case o.StopRank() as order:
+                    self._stop(order)
+                case o.Quiesce() as order:
+                    self._quiesce(order)
+                case o.Reconfigure() as order:
+                    self._reconfigure(order)
+                case o.Resume() as order:
+                    self._resume(order)
+                case o.PublishCheckpoint() as order:
+                    self.say(order.nodes[0], 0.0, r.CheckpointPublished(
+                        task=order.task, order=record.seq, path=order.path))
+                case _:
+                    pass
+
+    def _start(self, order: o.StartRank) -> None:
+        node, key = self.nodes[order.slot.node], (order.task, order.rank, order.attempt)
+        if not node.up:
+            return
+        self._pid += 1
+        node.processes[key] = False
+        started = r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
+                                node=node.name, pid=self._pid, log_path="/paper")
+        if order.spec.training is None:
+            self._of(key, node, self.costs.start_s, partial(_said, started))
+            return
+        ready = r.RankReady(
+            task=order.task, rank=order.rank, attempt=order.attempt,
+            endpoint=f"{node.name}.paper:{self._pid}", num_params=0, state_bytes=0,
+            iteration_flops=0.0, data_digest="paper")
+        self._of(key, node, 0.0, partial(_said, started))
+        self._of(key, node, self.costs.start_s, partial(_said, ready))
+
+    def _of(self, key: Key, node: PaperNode, in_s: float, made: Callable[[], Body]) -> None:
+        """Said of a process, if it still lives then."""
+        incarnation = node.incarnation
+
+        def tell() -> None:
+            if node.up and node.incarnation == incarnation and key in node.processes:
+                self.engine.tell(node.source, made())
+
+        self.engine.later(in_s, tell)
+
+    def end(self, node: PaperNode, key: Key, in_s: float, *, status: str = "",
+            exit_code: int = 1) -> None:
+        """A process ends now, and that is told in so many seconds."""
+        node.processes.pop(key, None)
+        self.say(node.name, in_s, r.RankExited(
+            task=key[0], rank=key[1], attempt=key[2], pid=1, exit_code=exit_code, signal=None,
+            status=status, rule="on paper" if status else ""))
+
+    def fails(self, node: PaperNode, key: Key, in_s: float, status: str) -> None:
+        """A collective fails under this process, and it says so in so many seconds."""
+        generation = self._task(key[0]).generation
+        self._of(key, node, in_s, lambda: r.CollectiveFailed(
+            task=key[0], rank=key[1], attempt=key[2], generation=generation,
+            iteration=self.jobs[key[0]].iteration, error=status or "closed by peer",
+            status=status))
+
+    def _stop(self, order: o.StopRank) -> None:
+        node = self.nodes[order.nodes[0]]
+        key = (order.task, order.rank, order.attempt)
+        if key in node.processes:
+            self.end(node, key, 0.0)
+
+    def _task(self, number: int) -> Task:
+        return self.engine.state.tasks[number]
+
+    def _quiesce(self, order: o.Quiesce) -> None:
+        task, job = self._task(order.task), self.jobs[order.task]
+        in_s = self.costs.quiesce_s
+        if order.mode == "boundary" and job.rate_flops:
+            in_s = job.until_boundary_s(self.engine.now_s)
+
+        def quiesced(rank: Rank) -> Callable[[], Body]:
+            return lambda: r.Quiesced(
+                task=task.id, rank=rank.rank, attempt=rank.attempt, generation=order.generation,
+                step_version=job.iteration, micro_batches=(), buckets_reduced=0, num_buckets=1)
+
+        self.engine.later(in_s, lambda: self._halt(order))
+        for number in order.ranks:
+            rank = task.ranks[number]
+            key = (task.id, number, rank.attempt)
+            self._of(key, self.nodes[rank.slot.node], in_s, quiesced(rank))
+
+    def _halt(self, order: o.Quiesce) -> None:
+        """Its members have come to where they leave their generation."""
+        if self._task(order.task).generation == order.generation:
+            self.jobs[order.task].goes_at(self.engine.now_s, 0.0)
+            self.changed(order.task)
+
+    def _reconfigure(self, order: o.Reconfigure) -> None:
+        job = self.jobs[order.task]
+        has = {member.rank: self.nodes[member.node].processes.get(
+            (order.task, member.rank, member.attempt), False) for member in order.members}
+        giver = next((rank for rank, state in has.items() if state), -1)
+        if giver < 0:
+            self.lost(order.task, job.fall_back(self.engine.now_s))
+        for member in order.members:
+            origin = "own" if has[member.rank] else "peer" if giver >= 0 else job.origin
+            told: Body = r.Reconfigured(
+                task=order.task, rank=member.rank, attempt=member.attempt,
+                generation=order.generation, step_version=job.iteration, kept=(), todo=(),
+                dealt=(), source=member.rank if has[member.rank] else giver, received_bytes=0,
+                down_s=0.0, up_s=0.0, settle_s=self.costs.regroup_s, origin=origin)
+            self._of((order.task, member.rank, member.attempt), self.nodes[member.node],
+                     self.costs.regroup_s, partial(_said, told))
+
+    def _resume(self, order: o.Resume) -> None:
+        task, job = self._task(order.task), self.jobs[order.task]
+        for member in task.members:
+            key = (order.task, member.rank, member.attempt)
+            processes = self.nodes[member.node].processes
+            if key in processes:
+                processes[key] = True
+            else:
+                return  # it is gone since, and nobody was told
+        job.stuck, job.told = False, True
+        self.changed(order.task)
+        first = task.members[0]
+        key, node = (task.id, first.rank, first.attempt), self.nodes[first.node]
+        forgiven = 1 + self.engine.state.policy.restart_iterations
+        for begin, end in ((0, 1), (1, forgiven)):
+            self._of(key, node, end * job.iteration_s * SLACK_RATIO,
+                     self._progress(order, begin, end))
+
+    def _progress(self, order: o.Resume, begin: int, end: int) -> Callable[[], Body]:
+        """Of the iterations of this generation from `begin` to `end`."""
+        job = self.jobs[order.task]
+        first, rate_flops, num = job.iteration + begin, job.rate_flops, end - begin
+        return lambda: r.TaskProgressed(
+            task=order.task, generation=order.generation, first_iteration=first,
+            losses=(0.0,) * num, step_s=(job.iteration_s,) * num, rate_flops=rate_flops,
+            micro_batches=1)
+
+
+def _said(body: Body) -> Body:
+    return body

@@ -1,0 +1,21 @@
+"""Spares and a restart in the process: today's strongest practice for one job (NVRx, HyperPod)."""
+
+from __future__ import annotations
+
+from ..baseline import following, moved
+from ..costs import Costs
+from ..policy import Policy
+
+POLICY = Policy(
+    what="a spare node takes over; in-process restart from a checkpoint",
+    heals=False,
+    decides=lambda: following(moved, num_spares=1),
+    costs=Costs(
+        # Detected in about 60 s before anything is localised (ByteRobust, arXiv 2509.16293, 2.2).
+        detect_s={}, detect_other_s=60.0,
+        # HyperPod without reading checkpoints: recovery in 1 min 45 s (AWS), the detection in it.
+        start_s=45.0,
+        # Ours: with state out of a peer's memory, so much is done again at most.
+        checkpoint_s=60.0,
+    ),
+)

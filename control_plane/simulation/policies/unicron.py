@@ -1,0 +1,26 @@
+"""Unicron: the heart as it is, with what its steps take as measured."""
+
+from __future__ import annotations
+
+from ....events import statuses as s
+from ... import decide
+from ..costs import Costs
+from ..policy import Policy
+
+POLICY = Policy(
+    what="replan the cluster by what it earns, heal in memory",
+    heals=True,
+    decides=lambda: decide.decide,
+    costs=Costs(
+        # docs/guides/bench-detection.md: medians of ten faults each on two cores.
+        detect_s={s.EXITED_ABNORMALLY: 0.076, s.LOST_CONNECTION: 1.17, s.NCCL_TIMEOUT: 1.35,
+                  s.LINK_FLAPPING: 1.35, s.OTHER_NETWORK: 1.35, s.TASK_HANG: 1.18},
+        detect_other_s=0.019,
+        # The paper's own scale: a rank with a CUDA context and NCCL is there in tens of seconds;
+        # what was measured here without a GPU is 1.4 s (docs/guides/bench-recovery.md, `restart`).
+        start_s=30.0,
+        # docs/guides/bench-recovery.md, `breakdown` and the layouts: on gloo, 0.3 to 0.6 s in all.
+        quiesce_s=0.3, regroup_s=0.3,
+        checkpoint_s=1800.0, copy_s=300.0,
+    ),
+)

@@ -1,0 +1,224 @@
+"""The simulator: what it earns and loses by hand, exactly; its logs verify; the same twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unicron.cli import simulate as command
+from unicron.control_plane.replay import verify
+from unicron.control_plane.severity import TABLE
+from unicron.control_plane.simulation import happening, scenario
+from unicron.control_plane.simulation.happening import Happening
+from unicron.control_plane.simulation.run import Ground, Outcome, Run
+from unicron.events.errors import SpecError, UsageError
+from unicron.events.records import Record
+
+EXAMPLE = Path(__file__).parents[1] / "deploy" / "scenarios" / "two-weeks.yaml"
+DAY_S = 86400.0
+NODE, DEVICE, PROCESS = "lost connection", "ECC errors", "exited abnormally"
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """Four nodes of two slots, one task on all of them that earns 1e12 a slot."""
+    return {
+        "apiVersion": "unicron/v1", "name": "by-hand", "cluster": {"nodes": 4, "slots": 2},
+        "tasks": [{"name": "one", "slots": {"min": 1, "max": 8},
+                   "throughput": {size: 1e12 * size for size in range(1, 9)}}],
+        "policies": {name: {} for name in scenario.POLICIES}, "trace": "trace.csv",
+        "horizon_s": 10 * DAY_S,
+    } | changes
+
+
+def play(policy: str, happenings: list[Happening], data: dict[str, Any] | None = None,
+         log: list[Record] | None = None) -> Outcome:
+    given = scenario.parse(data or plain())
+    chosen = scenario.policy(given, policy)
+    return Run(Ground(slots=dict.fromkeys(given.cluster.names, given.cluster.slots),
+                      tasks=scenario.jobs(given, heals=chosen.heals),
+                      iteration_s=given.iteration_s, happenings=happenings,
+                      horizon_s=given.horizon_s, limits=scenario.limits(given, chosen)),
+               chosen.decides(), chosen.costs, log.append if log is not None else None).play()
+
+
+def full_waf(policy: str) -> float:
+    """Without a fault; a spare node earns nothing."""
+    return 6e12 if policy == "spares" else 8e12
+
+
+def lost(node: str, at_s: float, back_s: float) -> list[Happening]:
+    return [Happening(at_s, node, "fault", NODE), Happening(back_s, node, "repaired")]
+
+
+def test_a_week_without_a_fault_earns_all() -> None:
+    for policy in scenario.POLICIES:
+        found = play(policy, [])
+        assert found.earnings.flop == pytest.approx(full_waf(policy) * 10 * DAY_S, rel=1e-12)
+        assert command.share(found) == 1.0
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_who_waits_for_a_node_loses_its_repair_and_a_restart(num: int) -> None:
+    """One task, faults apart from each other, constant repair: the closed form of a restart."""
+    costs = scenario.POLICIES["megatron"].costs
+    away_s, apart_s = 4 * 3600.0, 2 * DAY_S
+    happenings = [one for number in range(num) for at_s in [apart_s * (number + 1) + 700]
+                  for one in lost("n1", at_s, at_s + away_s)]
+    data = plain(limits={"quarantine_faults": 100})
+    found = play("megatron", happenings, data).earnings
+    stood_s = num * (away_s + costs.start_s)
+    assert sum(found.down_s.values()) == pytest.approx(stood_s)
+    again_flop = found.lost_flop["recomputed"]
+    assert 0 < again_flop < num * 8e12 * costs.checkpoint_s
+    assert found.flop == pytest.approx(8e12 * (10 * DAY_S - stood_s) - again_flop, rel=1e-12)
+
+
+def test_what_is_done_again_is_what_was_done_since_the_checkpoint() -> None:
+    """Two faults as far from each other as a restart and so many checkpoints and a half."""
+    costs = scenario.POLICIES["megatron"].costs
+    away_s, half_s = 3600.0, costs.checkpoint_s / 2
+    second_s = DAY_S + away_s + costs.start_s + 20 * costs.checkpoint_s + half_s
+    first = lost("n1", DAY_S, DAY_S + away_s)
+    data = plain(limits={"quarantine_faults": 100})
+    one, two = (play("megatron", happenings, data).earnings.lost_flop["recomputed"]
+                for happenings in (first, first + lost("n1", second_s, second_s + away_s)))
+    assert two - one == pytest.approx(8e12 * half_s)
+
+
+def test_who_goes_on_without_a_node_loses_that_node_alone() -> None:
+    away_s = 4 * 3600.0
+    found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert found.lost_flop["waiting"] == 0
+    assert found.lost_flop["recomputed"] == 0
+    # A quarter of the cluster for as long as the node is away, until the newcomers are in.
+    costs = scenario.POLICIES["unicron"].costs
+    assert found.lost_flop["sub-healthy"] == pytest.approx(
+        2e12 * (away_s + costs.start_s), rel=0.01)
+    assert sum(found.down_s.values()) < 10
+
+
+def test_a_spare_takes_over_and_the_job_that_shrinks_goes_on() -> None:
+    away_s, costs = 4 * 3600.0, scenario.POLICIES["spares"].costs
+    found = play("spares", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert found.lost_flop["waiting"] == 0
+    # A process elsewhere ends with it, and the node counts as lost by these two.
+    assert sum(found.down_s.values()) == pytest.approx(
+        costs.until_told_s(NODE) + costs.start_s, abs=1.0)
+    shrunk = play("shrink", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert sum(shrunk.down_s.values()) < 15
+    assert shrunk.lost_flop["sub-healthy"] == pytest.approx(2e12 * away_s, rel=0.01)
+
+
+def test_no_free_nodes_means_waiting_for_ones_own() -> None:
+    happenings = lost("n1", DAY_S, DAY_S + 4 * 3600)
+    assert play("requeue", happenings).earnings.down_s == pytest.approx(
+        play("megatron", happenings).earnings.down_s, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", scenario.POLICIES)
+def test_a_process_that_dies_is_started_again(policy: str) -> None:
+    costs = scenario.POLICIES[policy].costs
+    found = play(policy, [Happening(DAY_S, "n2", "fault", PROCESS)]).earnings
+    told_s = costs.until_told_s(PROCESS)
+    assert found.down_s["detection"] == pytest.approx(told_s)
+    if not scenario.POLICIES[policy].heals:
+        assert sum(found.down_s.values()) == pytest.approx(told_s + costs.start_s)
+
+
+HAPPENINGS = st.lists(st.builds(
+    Happening, st.floats(0, 9.9 * DAY_S), st.sampled_from(["n0", "n1", "n2", "n3"]),
+    st.sampled_from(["fault", "fault", "repaired", "left", "joined"]), st.sampled_from([*TABLE])),
+    max_size=12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(HAPPENINGS, st.sampled_from([*scenario.POLICIES]))
+@example([Happening(0.0, "n0", "left"), Happening(0.0, "n0", "repaired"),
+          Happening(0.0, "n0", "fault", NODE)], "requeue")
+def test_nothing_is_earned_twice_or_forgotten(happenings: list[Happening], policy: str) -> None:
+    """What was earned and what was lost to each cause is what the cluster could have earned."""
+    log: list[Record] = []
+    found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
+    full = full_waf(policy) * 10 * DAY_S
+    assert command.full_flop(found) == pytest.approx(full, rel=1e-9)
+    assert -1e-9 * full <= found.earnings.flop <= (1 + 1e-9) * 8e12 * 10 * DAY_S
+    assert [record.seq for record in log] == list(range(1, len(log) + 1))
+    if policy == "unicron":
+        assert verify(log).ok
+
+
+def test_the_same_scenario_gives_the_same_log() -> None:
+    given, happenings = command.load(EXAMPLE)
+    logs: list[list[Record]] = [[], []]
+    chosen = scenario.policy(given, "unicron")
+    for log in logs:
+        Run(Ground(slots=dict.fromkeys(given.cluster.names, given.cluster.slots),
+                   tasks=scenario.jobs(given, heals=True), iteration_s=given.iteration_s,
+                   happenings=happenings, horizon_s=given.horizon_s,
+                   limits=scenario.limits(given, chosen)),
+            chosen.decides(), chosen.costs, log.append).play()
+    assert logs[0] == logs[1]
+
+
+def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=True)
+    told = json.loads(capsys.readouterr().out)["policies"]
+    assert [*told] == [*scenario.POLICIES]
+    assert told["unicron"]["accumulated_waf_flop"] > told["megatron"]["accumulated_waf_flop"]
+    assert told["unicron"]["waf_over_time"][0][0] == 0
+    assert told["unicron"]["ignored"] == 0
+    command.simulate(EXAMPLE, log=None, as_json=False)
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100
+    assert "unicron simulate --scenario" in page
+    with pytest.raises(UsageError, match="exists"):
+        command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=False)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "line 1: the header is missing"),
+    ("at_s,node,event\n", "line 1: the header is at_s,node,event"),
+    ("at_s,node,event,cause\n1,n1,fault\n", "line 2: 3 columns"),
+    ("at_s,node,event,cause\nsoon,n1,fault,ECC errors\n", "line 2: at_s is 'soon'"),
+    ("at_s,node,event,cause\n-1,n1,fault,ECC errors\n", "line 2: at_s is '-1'"),
+    ("at_s,node,event,cause\n1,,left,\n", "line 2: names no node"),
+    ("at_s,node,event,cause\n1,n1,died,\n", "line 2: event is 'died'"),
+    ("at_s,node,event,cause\n1,n1,fault,gremlins\n", "line 2: cause is 'gremlins'"),
+])
+def test_a_trace_that_is_none_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        happening.read(text.splitlines(), "t.csv")
+    assert str(refused.value).startswith(f"t.csv: {said}")
+    assert refused.value.hint or "node" in said
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"policies": {"magic": {}}}, "policies.magic: is no policy"),
+    ({"policies": {}}, "policies: is empty"),
+    ({"policies": {"unicron": {"start": 1}}}, "policies.unicron: start: is not a field"),
+    ({"policies": {"unicron": {"start_s": -1}}}, "policies.unicron: start_s: must be a number"),
+    ({"cluster": {"nodes": 0}}, "cluster.nodes: must be at least 1"),
+    ({"cluster": {"nodes": ["a", "a"]}}, "cluster.nodes: names a node twice"),
+    ({"horizon_s": 0}, "horizon_s: must be above 0"),
+    ({"tasks": []}, "tasks: is empty"),
+    ({"tasks": [{"name": "x"}]}, "tasks[0]: has to have one of throughput and model"),
+    ({"tasks": [{"name": "X", "throughput": {1: 1.0}}]}, "tasks[0]: name: 'X' is not a name"),
+    ({"limits": {"silence": 1}}, "limits: silence: is not a field"),
+    ({"apiVersion": "v2"}, "apiVersion: is 'v2'"),
+])
+def test_a_scenario_that_is_none_is_one_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        read(plain(**changes))
+    assert str(refused.value).startswith(said)
+
+
+def read(data: dict[str, Any]) -> None:
+    """All of it, as the command does."""
+    given = scenario.parse(data)
+    for name in given.policies:
+        scenario.limits(given, scenario.policy(given, name))
+        scenario.jobs(given, heals=True)
