@@ -13,7 +13,7 @@ from .state import ClusterState, Task
 
 def step(state: ClusterState, task: Task) -> Iterator[Body]:
     """The next decisions for a command task; none when it is as it should be."""
-    seats = {seat.rank: seat.slot for seat in task.target}
+    seats = task.seats_at
     if task.target and not task.ranks and all(number in task.finished for number in seats):
         yield from end_incident(state, task, "the task is finished")
         yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")

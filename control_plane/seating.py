@@ -40,7 +40,7 @@ def next_seating(state: ClusterState, task: Task) -> Seating:
     train = task.spec.training
     assert train is not None
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
-    slots = task.slots
+    slots = task.seats_at
     seated = [rank for rank in holding if slots.get(rank.rank) == rank.slot]
     others = [rank for rank in holding if rank.has_state and slots.get(rank.rank) != rank.slot]
     if any(coming(state, task, seat) for seat in task.target):

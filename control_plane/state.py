@@ -266,7 +266,7 @@ class Task(Struct, kw_only=True):
         return found
 
     @property
-    def slots(self) -> dict[int, Slot]:
+    def seats_at(self) -> dict[int, Slot]:
         """Where the target has each rank: whose process is there has a seat."""
         return {seat.rank: seat.slot for seat in self.target}
 

@@ -75,7 +75,7 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
     if any(coming(state, task, seat) for seat in task.target):
         return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
-    slots = task.slots
+    slots = task.seats_at
     keeps = [slots.get(rank.rank) == rank.slot for rank in task.living_members()]
     return newcomer or (any(keeps) and not all(keeps))
 
@@ -261,7 +261,7 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
     """End processes that are too late for something or have no place in the task any more."""
-    slots = task.slots
+    slots = task.seats_at
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.overdue:
