@@ -13,6 +13,7 @@ from ..control_plane.simulation import happening
 from ..control_plane.simulation import scenario as scenarios
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.happening import Happening
+from ..control_plane.simulation.policy import Policy
 from ..control_plane.simulation.run import Ground, Outcome, Run
 from ..control_plane.simulation.scenario import Scenario
 from ..events import archive
@@ -24,6 +25,13 @@ from .job_file import FILE_BYTES_MAX, read_text, read_yaml
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
 Plain = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """What is played."""
+
+    policy: Policy
+    ground: Ground
 
 
 class Played(NamedTuple):
@@ -38,35 +46,35 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     """Read, play, show. Raises UsageError for files that are not as they must be."""
     if log is not None and log.exists():
         raise UsageError(f"{log} exists", "name a new file")
-    scenario, happenings = load(path)
-    if log is not None and OURS not in scenario.policies:
+    scenario, stages = load(path)
+    if log is not None and OURS not in stages:
         raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
                          f"add {OURS}: {{}} to policies:")
-    played = {name: _play(scenario, name, happenings, log if name == OURS else None)
-              for name in scenario.policies}
+    played = {name: _play(stage, scenario.name, log if name == OURS else None)
+              for name, stage in stages.items()}
     if as_json:
         say.out(json.dumps(told(scenario, played)))
     else:
         say.lines(screen(scenario, played, path, log))
 
 
-def load(path: Path) -> tuple[Scenario, list[Happening]]:
-    """The scenario, and what befalls its cluster. Raises UsageError."""
+def load(path: Path) -> tuple[Scenario, dict[str, Stage]]:
+    """The scenario, and by policy what it is played on. Raises UsageError."""
     try:
         text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
         scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
-        for name in scenario.policies:
-            chosen = scenarios.policy(scenario, name)
-            scenarios.jobs(scenario, heals=chosen.heals)
-            scenarios.limits(scenario, chosen)
+        policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
+        grounds = {name: scenarios.ground(scenario, one) for name, one in policies.items()}
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     trace = path.parent / scenario.trace
     lines = read_text(trace, TRACE_BYTES_MAX, "trace: names a CSV file, beside the scenario",
                       scenarios.DOCS).splitlines()
-    happenings = happening.read(lines, str(trace))
-    _check_nodes(scenario, happenings, trace)
-    return scenario, [one for one in happenings if one.at_s <= scenario.horizon_s]
+    told = happening.read(lines, str(trace))
+    _check_nodes(scenario, told, trace)
+    within = [one for one in told if one.at_s <= scenario.horizon_s]
+    return scenario, {name: Stage(policies[name], ground._replace(happenings=within))
+                      for name, ground in grounds.items()}
 
 
 def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
@@ -81,17 +89,12 @@ def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -
                              f"{scenario.cluster.names[-1]}; another one is first `joined`")
 
 
-def _play(scenario: Scenario, name: str, happenings: list[Happening], log: Path | None) -> Played:
-    chosen = scenarios.policy(scenario, name)
-    ground = Ground(slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
-                    tasks=scenarios.jobs(scenario, heals=chosen.heals),
-                    iteration_s=scenario.iteration_s, happenings=happenings,
-                    horizon_s=scenario.horizon_s, limits=scenarios.limits(scenario, chosen))
+def _play(stage: Stage, cluster: str, log: Path | None) -> Played:
     began_s = time.perf_counter()
     with ExitStack() as stack:
         writer = stack.enter_context(archive.create(
-            log, cluster=scenario.name, code=__version__)) if log is not None else None
-        run = Run(ground, chosen.decides(), chosen.costs, writer.add if writer else None)
+            log, cluster=cluster, code=__version__)) if log is not None else None
+        run = Run(stage.ground, stage.policy, writer.add if writer else None)
         outcome = run.play()
     return Played(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
@@ -110,7 +113,7 @@ def _policy(one: Played) -> Plain:
         "share_of_full": share(one.outcome), "lost_waf_flop": earnings.lost_flop,
         "downtime_task_s": earnings.down_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
-        "plans": counts["PlanChosen"], "ignored": counts["ignored"], "records": one.num_records,
+        "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "records": one.num_records,
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
     }
 
@@ -147,7 +150,7 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
     lines += ["", *labelled("lost", "shares of what the cluster earns without a fault: until a "
                             "fault is told, on the way to train again, without slots, on fewer or "
                             "slower ones, and what is done again")]
-    ignored = max(one.outcome.counts["ignored"] for one in played.values())
+    ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
         lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
                           "node that was away, or a repair of one that was not")

@@ -31,6 +31,8 @@ from .wishes import PlanInput
 
 Known = Callable[[PlanInput], Found | None]
 Decide = Callable[[ClusterState, Record, Known | None], Iterator[r.Body]]
+Plan = Callable[[ClusterState, Known | None], Iterator[r.Body]]
+"""How many slots each task gets, which ones, and why."""
 _OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
            r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed,
            DeviceErred, HealthChanged, QuarantineLifted)
@@ -44,11 +46,13 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
     The driver folds each body before it asks for the next. Called for reports only. `known`: optima
     that were found before; with them and without the decisions are the same.
     """
-    yield from _answer(state, record, known)
+    yield from answer(state, record, known, _plan)
     yield from degraded.priced(state)
 
 
-def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
+def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
+           ) -> Iterator[r.Body]:
+    """The decisions, with this way to plan."""
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,
                                state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
@@ -58,11 +62,11 @@ def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterato
         fault = processes.inject_fault(state, record.body)
         if fault is not None:
             yield fault
-    for task in concerned(state, record):
+    for task in _concerned(state, record):
         yield from transition.step(state, task)
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not can_plan(state):
+        if not state.replan or not _can_plan(state):
             return
         yield from plan(state, known)
         for task in [state.tasks[key] for key in sorted(state.tasks)]:
@@ -71,13 +75,13 @@ def _answer(state: ClusterState, record: Record, known: Known | None) -> Iterato
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
 
-def can_plan(state: ClusterState) -> bool:
+def _can_plan(state: ClusterState) -> bool:
     """Whether there is a task that a plan may change. Else what made the plan out of date stands,
     and a plan follows when there is one."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
-def concerned(state: ClusterState, record: Record) -> list[Task]:
+def _concerned(state: ClusterState, record: Record) -> list[Task]:
     """Tasks whose step may yield something: all others are at rest."""
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
@@ -88,7 +92,7 @@ def concerned(state: ClusterState, record: Record) -> list[Task]:
     return [task]
 
 
-def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]

@@ -112,9 +112,15 @@ def _below(rates: Mapping[int, float], size: int) -> float:
     return rates[max(below)] if below else 0.0
 
 
+def rate_at(throughput: ThroughputSet | None, size: int) -> float:
+    """T(t, size) of any size: workers may idle, T(x) = max over y <= x."""
+    return max((rate for one, rate in zip(throughput.sizes, throughput.rates_flops, strict=True)
+                if one <= size), default=0.0) if throughput is not None else 0.0
+
+
 def candidates(throughput: ThroughputSet, now: int,
                floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) worth choosing, by size: workers may idle, T(x) = max over y <= x.
+    """(size, FLOP/s) worth choosing, by size, as `rate_at` has it.
 
     A size that earns no more than a smaller one is left out, unless the task has it `now`, or asks
     for no fewer.

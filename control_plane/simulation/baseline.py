@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from ...events import reports as r
 from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
-from ...events.records import Record
-from .. import node_incidents, placement, planner, throughput, transition
-from ..decide import Decide, Known, concerned
+from .. import placement, planner, throughput
+from ..decide import Decide, Known, answer
 from ..plan_input import plan_input
 from ..state import ClusterState, Task, live_tasks, usable_slots
 
@@ -28,28 +27,15 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
     """A `decide` for one run: this allocation after the first fault, so many nodes idle before."""
     sizes: dict[int, int] = {}
 
-    def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
-        if isinstance(record.body, r.TaskSubmitted):
-            yield throughput.table(record.seq, record.body.spec,
-                                   state.slot_flops or throughput.SLOT_FLOPS, record.body.modelled)
-        for task in concerned(state, record):
-            yield from transition.step(state, task)
-        yield from node_incidents.settle(state, record)
-        for _ in range(2 * len(state.tasks) + 2):
-            if not state.replan or not live_tasks(state):
-                return
-            if has_failed(state):
-                seats = allocate(state, sizes)
-            else:
-                seats = _planned(state, num_spares)
-                sizes.update({task: len(mine) for task, mine in seats.items()})
-            yield from _seat(state, seats)
-            for task in live_tasks(state):
-                yield from transition.step(state, task)
-            yield from node_incidents.settle(state, record)
-        raise AssertionError(f"seq {record.seq}: it does not come to rest: {state.replan}")
+    def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+        if has_failed(state):
+            yield from _seat(state, allocate(state, sizes))
+            return
+        seats = _planned(state, num_spares)
+        sizes.update({task: len(mine) for task, mine in seats.items()})
+        yield from _seat(state, seats)
 
-    return decide
+    return lambda state, record, known: answer(state, record, known, plan)
 
 
 def has_failed(state: ClusterState) -> bool:
@@ -73,10 +59,9 @@ def _planned(state: ClusterState, num_spares: int) -> Seats:
 
 def _seat(state: ClusterState, seats: Seats) -> Iterator[r.Body]:
     tasks = live_tasks(state)
-    given = [Allocation(task=task.id, slots_before=len(task.target),
-                        slots=len(seats.get(task.id, ())),
-                        waf=task.weight * _rate(task, len(seats.get(task.id, ()))))
-             for task in tasks]
+    given = [Allocation(task=task.id, slots_before=len(task.target), slots=size,
+                        waf=task.weight * throughput.rate_at(task.throughput, size))
+             for task in tasks for size in [len(seats.get(task.id, ()))]]
     waf = 0.0
     for one in given:
         waf += one.waf
@@ -86,13 +71,6 @@ def _seat(state: ClusterState, seats: Seats) -> Iterator[r.Body]:
         mine = seats.get(task.id, ())
         if mine != task.target:
             yield TaskPlaced(task=task.id, seats=mine, why="by the policy")
-
-
-def _rate(task: Task, size: int) -> float:
-    """T(t, x), of a size in between that of the next smaller one."""
-    table = task.throughput
-    return max((flops for one, flops in zip(table.sizes, table.rates_flops, strict=True)
-                if one <= size), default=0.0) if table is not None else 0.0
 
 
 # --- where tasks sit ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...events.orders import ThroughputSet
 from ...events.taken import Origin
 
 
@@ -26,9 +27,11 @@ class Kept:
 
 @dataclass
 class Job:
-    """`iteration_flop` is that of one iteration, whatever the size. FLOP are not weighted."""
+    """`table` is what it achieves, whatever the heart comes to believe. `iteration_flop` is that of
+    one iteration at any size. FLOP are not weighted."""
 
     task: int
+    table: ThroughputSet
     iteration_flop: float
     checkpoint: Kept
     copy: Kept

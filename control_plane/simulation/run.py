@@ -12,21 +12,20 @@ from ...events import reports as r
 from ...events.records import Record
 from ...events.spec import JobSpec
 from ...events.statuses import CONNECTION_RESET, LOST_CONNECTION
-from ..decide import Decide
+from .. import throughput
 from ..heart import HEART
 from ..severity import TABLE
 from ..state import Task
-from .costs import Costs
 from .earnings import Earnings, Lost
 from .engine import LEADER, Engine
 from .happening import Happening
 from .job import Job, Kept
 from .paper import Key, Paper, PaperNode
+from .policy import Policy
 
 SITE = "operator/site"
 """Whoever repairs nodes."""
 WARM_TRIES_NUM = 12
-KINDS = (o.Quiesce, o.Reconfigure, o.IncidentOpened, o.PlanChosen)
 
 
 class Ground(NamedTuple):
@@ -48,21 +47,23 @@ class Outcome(NamedTuple):
     """When the horizon began on the log's clock: all that could train did."""
     transitions: int
     counts: Counter[str]
-    """Records by kind; `ignored`: happenings to nodes that were not there."""
+    """Records by kind."""
+    ignored: int
+    """Happenings to nodes that were not there, or are not to be repaired."""
 
 
 class Run:
     """`keep` takes each record of the log."""
 
-    def __init__(self, ground: Ground, decide: Decide, costs: Costs,
+    def __init__(self, ground: Ground, policy: Policy,
                  keep: Callable[[Record], None] | None = None) -> None:
-        self.ground, self.costs = ground, costs
-        self.engine = Engine(decide)
+        self.ground, self.costs = ground, policy.costs
+        self.engine = Engine(policy.decides())
         self.jobs: dict[int, Job] = {}
         self.earnings = Earnings()
-        self.paper = Paper(self.engine, costs, self.jobs)
+        self.paper = Paper(self.engine, policy.costs, self.jobs)
         self.counts: Counter[str] = Counter()
-        self.transitions = 0
+        self.transitions = self.ignored = 0
         self._keep = keep
         self._drained: set[str] = set()
         self._untold: dict[str, set[int]] = {}
@@ -94,7 +95,8 @@ class Run:
         for task in self.jobs:
             self._look(task)
         self.earnings.end(engine.now_s)
-        return Outcome(self.earnings, began_s, self.transitions, self.counts)
+        return Outcome(self.earnings, began_s, self.transitions, self.counts,
+                       self.ignored)
 
     def _warm(self) -> None:
         """Until all that was given slots trains, and has shown so."""
@@ -131,7 +133,7 @@ class Run:
             most = max(self.ground.slots.values(), default=1)
             self.paper.join(one.node, self.ground.slots.get(one.node, most))
         else:
-            self.counts["ignored"] += 1
+            self.ignored += 1
 
     def _fault(self, node: PaperNode, cause: str) -> None:
         until_told_s = self.costs.until_told_s(cause)
@@ -213,10 +215,10 @@ class Run:
 
     def _submitted(self, number: int) -> None:
         task = self.engine.state.tasks[number]
-        table = task.throughput
-        assert table is not None
+        assert task.throughput is not None
         self.jobs[number] = Job(
-            number, max(table.rates_flops) * self.costs.speed * self.ground.iteration_s,
+            number, task.throughput,
+            max(task.throughput.rates_flops) * self.ground.iteration_s,
             Kept(self.costs.checkpoint_s), Kept(self.costs.copy_s))
 
     def _round(self, number: int) -> None:
@@ -239,20 +241,13 @@ class Run:
         task = state.tasks[number]
         now_s, rate_flops = self.engine.now_s, 0.0
         if not job.stuck and task.phase == "training":
-            rate_flops = self._speed(task)
+            size = len(task.members) if task.heals_in_memory else len(task.target)
+            rate_flops = throughput.rate_at(job.table, size)
         elif not job.stuck and task.phase == "quiescing" and task.mode == "boundary":
             rate_flops = job.rate_flops
         job.goes_at(now_s, rate_flops)
         self.earnings.earns(now_s, number, task.weight * rate_flops,
                             "sub-healthy" if rate_flops else self._why(task, job))
-
-    def _speed(self, task: Task) -> float:
-        size = len(task.members) if task.heals_in_memory else len(task.target)
-        table = task.throughput
-        assert table is not None
-        rate = max((rate for one, rate in zip(table.sizes, table.rates_flops, strict=True)
-                    if one <= size), default=0.0)
-        return rate * self.costs.speed
 
     def _why(self, task: Task, job: Job) -> Lost:
         if job.stuck and not job.told:

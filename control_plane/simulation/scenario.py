@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from ...events.spec import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
 from ...events.spec import parse as parse_job
 from ..best_layout import modelled
 from ..nodes import NUM_SLOTS_MAX
+from .happening import Happening
 from .policies import POLICIES
 from .policy import Policy
+from .run import Ground
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
@@ -112,7 +115,7 @@ def policy(scenario: Scenario, name: str) -> Policy:
     return msgspec.structs.replace(known, costs=found)
 
 
-def limits(scenario: Scenario, chosen: Policy) -> Limits:
+def _limits(scenario: Scenario, chosen: Policy) -> Limits:
     """Those of the scenario; where it says nothing, no step of the policy takes too long."""
     costs = chosen.costs
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + scenario.iteration_s)
@@ -129,27 +132,31 @@ def limits(scenario: Scenario, chosen: Policy) -> Limits:
         raise SpecError("limits", str(told), told.hint) from None
 
 
-def jobs(scenario: Scenario, *, heals: bool) -> tuple[JobSpec, ...]:
-    """The tasks as they are submitted. Raises SpecError."""
-    return tuple(_job(scenario, number, heals=heals) for number in range(len(scenario.tasks)))
+def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = ()) -> Ground:
+    """What a policy is played on. Raises SpecError."""
+    return Ground(
+        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
+        tasks=tuple(_job(scenario, number, chosen) for number in range(len(scenario.tasks))),
+        iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
+        limits=_limits(scenario, chosen))
 
 
-def _job(scenario: Scenario, number: int, *, heals: bool) -> JobSpec:
+def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
     task, path = scenario.tasks[number], f"tasks[{number}]"
     need(bool(task.throughput) != (task.model is not None), path,
          "has to have one of throughput and model", "FLOP/s by slots, or what it trains")
-    given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
-        "slots": {key: value for key, value in msgspec.to_builtins(task.slots).items() if value},
-        "throughput": dict(task.throughput), "command": ["on-paper"]}
-    if not task.slots.sizes:
-        given["slots"].pop("sizes", None)
+    rates = task.throughput
     if task.model is not None:
         most = len(scenario.cluster.names) * scenario.cluster.slots
         told = modelled(task.model, min(task.slots.max, most))
         need(bool(told.sizes), f"{path}.model", told.refused)
-        given["throughput"] = dict(zip(told.sizes, told.rates_flops, strict=True))
-    if heals:
+        rates = dict(zip(told.sizes, told.rates_flops, strict=True))
+    given: dict[str, Any] = {
+        "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
+        "slots": {key: value for key, value in msgspec.to_builtins(task.slots).items() if value},
+        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()},
+        "command": ["on-paper"]}
+    if chosen.heals:
         given |= {"heal": "in-memory", "loop": {
             "micro_batches": max(task.slots.max, 1), "iterations": COUNT_NUM_MAX,
             "output": "/on-paper", "copy_every": 0}}
