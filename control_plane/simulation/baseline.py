@@ -1,11 +1,13 @@
 """What policies beside Unicron's own have in common: who sits where is theirs to say, no more.
 
-Until the first fault all plan as Unicron does, on what their spares leave, so that all begin alike.
-From then on `allocate` says where each task is to sit; the transitions follow by the heart's table.
+Until the first fault they plan as Unicron does, on what their spares leave, so that all begin
+alike. From then on `allocate` says where each task is to sit. Allocation rules say from the
+beginning how many slots each gets. The transitions follow by the heart's table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -14,13 +16,16 @@ from ...events import reports as r
 from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
 from .. import placement, planner, throughput
 from ..decide import Decide, Known, answer
-from ..plan_input import plan_input
+from ..plan_input import Ground, plan_input
 from ..state import ClusterState, Task, live_tasks, usable_slots
+from ..wishes import PlanInput, Wish
 
 Seats = Mapping[int, tuple[Seat, ...]]
 """By task."""
 Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
 """Where each task is to sit, of which so many slots were its own before the first fault."""
+Due = Callable[[Wish], float]
+"""What a task's share is in proportion to."""
 
 
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
@@ -45,6 +50,33 @@ def has_failed(state: ClusterState) -> bool:
         for node in state.nodes.values())
 
 
+def sharing(due: Due) -> Decide:
+    """A `decide` for one run: each task has its share, whatever that earns."""
+    def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+        ground = plan_input(state)
+        yield from _seat(state, _placed(state, ground, shared(ground.asked, due), ground.slots))
+
+    return lambda state, record, known: answer(state, record, known, plan)
+
+
+def shared(asked: PlanInput, due: Due) -> tuple[int, ...]:
+    """By task the largest size within its share. What is over goes, size by size, to whom the next
+    one exceeds its share least; of those to the first."""
+    dues = [due(wish) for wish in asked.wishes]
+    whole = math.fsum(dues)
+    shares = [asked.num_slots * one / whole for one in dues]
+    found = [max((size for size in wish.sizes if size <= share), default=0)
+             for wish, share in zip(asked.wishes, shares, strict=True)]
+    while True:
+        left = asked.num_slots - sum(found)
+        more = [(size - shares[at], at, size) for at, wish in enumerate(asked.wishes)
+                for size in wish.sizes if 0 < size - found[at] <= left]
+        if not more:
+            return tuple(found)
+        _, at, size = min(more)
+        found[at] = size
+
+
 def _planned(state: ClusterState, num_spares: int) -> Seats:
     """By the planner, as if the last nodes were not there."""
     ground = plan_input(state)
@@ -52,9 +84,14 @@ def _planned(state: ClusterState, num_spares: int) -> Seats:
     spare = set(names[len(names) - num_spares:] if num_spares else ())
     slots = [slot for slot in ground.slots if slot.node not in spare]
     choice = planner.choose(replace(ground.asked, num_slots=len(slots)))
+    return _placed(state, ground, choice.plan.slots, slots)
+
+
+def _placed(state: ClusterState, ground: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
+            ) -> Seats:
     tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
     where = {name: node.labels for name, node in state.nodes.items()}
-    return placement.place(tasks, choice.plan.slots, slots, where)
+    return placement.place(tasks, counts, slots, where)
 
 
 def _seat(state: ClusterState, seats: Seats) -> Iterator[r.Body]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -10,13 +10,21 @@ from ..decide import Decide
 from .costs import Costs
 
 
+class Told(Struct, frozen=True, kw_only=True):
+    """What a policy knows of a run before it begins. `params`: of the model, by task's name."""
+
+    costs: Costs
+    params: Mapping[str, float]
+
+
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members go on in memory; else all processes of a task start again together.
 
-    `decides` makes the `decide` of one run.
+    `decides` makes the `decide` of one run. `by_params`: it asks for each task's parameters.
     """
 
     what: str
     heals: bool
-    decides: Callable[[], Decide]
+    decides: Callable[[Told], Decide]
     costs: Costs
+    by_params: bool = False

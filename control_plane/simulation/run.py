@@ -21,7 +21,7 @@ from .engine import LEADER, Engine
 from .happening import Happening
 from .job import Job, Kept
 from .paper import Key, Paper, PaperNode
-from .policy import Policy
+from .policy import Policy, Told
 
 SITE = "operator/site"
 """Whoever repairs nodes."""
@@ -29,7 +29,7 @@ WARM_TRIES_NUM = 12
 
 
 class Ground(NamedTuple):
-    """What all policies of a scenario have in common. `slots` by node."""
+    """What all policies of a scenario have in common. `slots` by node, `params` by task's name."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
@@ -37,6 +37,7 @@ class Ground(NamedTuple):
     happenings: Sequence[Happening]
     horizon_s: float
     limits: r.Policy
+    params: dict[str, float]
 
 
 class Outcome(NamedTuple):
@@ -58,7 +59,7 @@ class Run:
     def __init__(self, ground: Ground, policy: Policy,
                  keep: Callable[[Record], None] | None = None) -> None:
         self.ground, self.costs = ground, policy.costs
-        self.engine = Engine(policy.decides())
+        self.engine = Engine(policy.decides(Told(costs=policy.costs, params=ground.params)))
         self.jobs: dict[int, Job] = {}
         self.earnings = Earnings()
         self.paper = Paper(self.engine, policy.costs, self.jobs)
@@ -136,7 +137,7 @@ class Run:
             self.ignored += 1
 
     def _fault(self, node: PaperNode, cause: str) -> None:
-        until_told_s = self.costs.until_told_s(cause)
+        until_told_s = self.costs.until_told_s(cause, self.ground.iteration_s)
         if cause == LOST_CONNECTION:
             hurt = self._hurt(node.processes)
             self._untold[node.name] = hurt

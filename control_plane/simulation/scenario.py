@@ -16,6 +16,7 @@ from ...events.refused import refused
 from ...events.spec import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
 from ...events.spec import parse as parse_job
 from ..best_layout import modelled
+from ..model_flops import parameters
 from ..nodes import NUM_SLOTS_MAX
 from .happening import Happening
 from .policies import POLICIES
@@ -41,13 +42,22 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PaperTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task as a job spec has it, as far as a plan follows from it: FLOP/s by size, or a model."""
+    """A task as a job spec has it, as far as a plan follows from it: FLOP/s by size, or a model.
+
+    `params` are the model's, where it is not there: a rule that goes by size asks for them.
+    """
 
     name: str
     weight: float = 1.0
     slots: Slots = field(default_factory=Slots)
     throughput: dict[int, float] = field(default_factory=dict[int, float])
     model: MegatronModel | None = None
+    params: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """Parameters of what it trains, 0 where nothing says so."""
+        return float(parameters(self.model).total) if self.model is not None else self.params
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,12 +116,14 @@ def policy(scenario: Scenario, name: str) -> Policy:
         told = refused(str(error), costs, DOCS, given=given)
         raise SpecError(f"policies.{name}", str(told), told.hint) from None
     plain: dict[str, Any] = msgspec.to_builtins(found)
-    times: dict[str, float] = {**plain.pop("detect_s"), **plain}
+    times: dict[str, float] = {**plain.pop("detect_s"), **plain.pop("detect_iterations"), **plain}
     for key, value in times.items():
         need(math.isfinite(value) and value >= 0, f"policies.{name}: {key}",
              "must be a number, at least 0")
     need(found.checkpoint_s > 0 and found.speed > 0 and found.start_s > 0, f"policies.{name}",
          "checkpoint_s, start_s and speed must be above 0")
+    need(found.num_spares < len(scenario.cluster.names), f"policies.{name}",
+         "num_spares leaves no node", "fewer than the cluster has")
     return msgspec.structs.replace(known, costs=found)
 
 
@@ -134,11 +146,15 @@ def _limits(scenario: Scenario, chosen: Policy) -> Limits:
 
 def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = ()) -> Ground:
     """What a policy is played on. Raises SpecError."""
+    for number, task in enumerate(scenario.tasks):
+        need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
+             "says nothing of its model's size, and a policy goes by it", "add params: 7.0e+9")
     return Ground(
         slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
         tasks=tuple(_job(scenario, number, chosen) for number in range(len(scenario.tasks))),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
-        limits=_limits(scenario, chosen))
+        limits=_limits(scenario, chosen),
+        params={task.name: task.size for task in scenario.tasks})
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from ..policy import Policy
-from . import megatron, requeue, shrink, spares, unicron
+from . import (
+    bamboo,
+    by_size,
+    by_weight,
+    equally,
+    kubernetes,
+    megatron,
+    megatron_spares,
+    oobleck,
+    requeue,
+    shrink,
+    spares,
+    unicron,
+    varuna,
+)
 
 POLICIES: dict[str, Policy] = {
     "unicron": unicron.POLICY, "shrink": shrink.POLICY, "spares": spares.POLICY,
-    "requeue": requeue.POLICY, "megatron": megatron.POLICY}
+    "requeue": requeue.POLICY, "kubernetes": kubernetes.POLICY, "megatron": megatron.POLICY,
+    "megatron-spares": megatron_spares.POLICY, "oobleck": oobleck.POLICY, "bamboo": bamboo.POLICY,
+    "varuna": varuna.POLICY, "equally": equally.POLICY, "by-weight": by_weight.POLICY,
+    "by-size": by_size.POLICY}

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from ....events import statuses as s
 from ..baseline import following, kept
 from ..costs import Costs
 from ..policy import Policy
 
+COSTS = Costs(
+    # Unicron (arXiv 2401.00134), table 2, "without": a lost node 5.7 s (our reading), all else
+    # when the collective's timeout has passed, 30 min.
+    detect_s={s.LOST_CONNECTION: 5.7}, detect_other_s=1800.0,
+    # The same, of one fault of a 256-GPU task: 9 min to resubmit and queue, 14 min for the
+    # environment and CUDA; and 15 min to compute again since the checkpoint: one each half hour.
+    start_s=540.0 + 840.0, checkpoint_s=1800.0,
+)
 POLICY = Policy(
     what="restart from the checkpoint, once the node is back",
-    heals=False,
-    decides=lambda: following(kept),
-    costs=Costs(
-        # Without Unicron a process's end, an exception or a hang shows when the collective's
-        # timeout has passed: 30 min (Unicron, table 2; torch's default). A lost node is noticed by
-        # its heartbeat in the same table, which is Unicron's own: Megatron has none.
-        detect_s={}, detect_other_s=1800.0,
-        # Scheduling, communicators, the checkpoint: what HyperPod gives for a restart of a job
-        # without its own in-process healing, 15 min (AWS; SemiAnalysis).
-        start_s=900.0,
-        # Our reading of the paper: a checkpoint each half hour.
-        checkpoint_s=1800.0,
-    ),
-)
+    heals=False, decides=lambda _: following(kept), costs=COSTS)

@@ -9,7 +9,7 @@ from ..policy import Policy
 POLICY = Policy(
     what="the job that failed goes on smaller, until its nodes are back",
     heals=True,
-    decides=lambda: following(shrunk),
+    decides=lambda _: following(shrunk),
     costs=Costs(
         # docs/guides/bench-recovery.md, dp4_sigkill: torchft's release steps again 4.66 s after a
         # kill; nearly all of it is its lighthouse's 5 s of heartbeats.

@@ -10,12 +10,14 @@ from ..policy import Policy
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
     heals=True,
-    decides=lambda: decide.decide,
+    decides=lambda _: decide.decide,
     costs=Costs(
-        # docs/guides/bench-detection.md: medians of ten faults each on two cores.
-        detect_s={s.EXITED_ABNORMALLY: 0.076, s.LOST_CONNECTION: 1.17, s.NCCL_TIMEOUT: 1.35,
-                  s.LINK_FLAPPING: 1.35, s.OTHER_NETWORK: 1.35, s.TASK_HANG: 1.18},
+        # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
+        # collective that others wait in, is told after three iterations, a second at least.
+        detect_s={s.EXITED_ABNORMALLY: 0.076, s.LOST_CONNECTION: 1.17, s.OTHER_NETWORK: 1.35,
+                  s.NCCL_TIMEOUT: 1.18, s.LINK_FLAPPING: 1.18, s.TASK_HANG: 1.18},
         detect_other_s=0.019,
+        detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
         # The paper's own scale: a rank with a CUDA context and NCCL is there in tens of seconds;
         # what was measured here without a GPU is 1.4 s (docs/guides/bench-recovery.md, `restart`).
         start_s=30.0,
