@@ -35,6 +35,12 @@ class SpecError(UsageError):
         self.path = path
 
 
+def need(holds: bool, path: str, message: str, hint: str = "") -> None:
+    """Raises SpecError where something does not hold."""
+    if not holds:
+        raise SpecError(path, message, hint)
+
+
 class LogError(UnicronError):
     """Something about the log."""
 

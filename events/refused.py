@@ -15,7 +15,8 @@ from .parallel import NOT_KEYS, Parallel
 
 PLAIN = re.compile(r"[\w./-]{1,60}\Z", re.ASCII)
 """Text that stands in a list as it is."""
-WORDS = ((" | null`", "`"), ("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
+UNION = re.compile(r"`(\w+(?: \| \w+)+)`")
+WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
          ("`int`", "a whole number"), ("`float`", "a number"))
 
@@ -38,6 +39,8 @@ def refused(said: str, root: type[Struct], hint: str, *, given: object = None,
         hint = _words(path, root) or hint
     elif message.startswith("Expected `array"):
         hint = _listed(given, path) or hint
+    message = UNION.sub(lambda found: " or ".join(f"`{one}`" for one in found[1].split(" | ")),
+                        message.replace(" | null`", "`"))
     for theirs, ours in WORDS:
         message = message.replace(theirs, ours)
     if "`key` in" in at:
