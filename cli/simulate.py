@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
-from ..control_plane.simulation import happening
+from ..control_plane.simulation import drawn, trace_file
 from ..control_plane.simulation import scenario as scenarios
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.happening import Happening
@@ -61,32 +61,51 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
 def load(path: Path) -> tuple[Scenario, dict[str, Stage]]:
     """The scenario, and by policy what it is played on. Raises UsageError."""
     try:
-        text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
-        scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
+        scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
-        grounds = {name: scenarios.ground(scenario, one) for name, one in policies.items()}
+        return scenario, {name: Stage(one, scenarios.ground(scenario, one, happenings))
+                          for name, one in policies.items()}
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
-    trace = path.parent / scenario.trace
-    lines = read_text(trace, TRACE_BYTES_MAX, "trace: names a CSV file, beside the scenario",
-                      scenarios.DOCS).splitlines()
-    told = happening.read(lines, str(trace))
-    _check_nodes(scenario, told, trace)
-    within = [one for one in told if one.at_s <= scenario.horizon_s]
-    return scenario, {name: Stage(policies[name], ground._replace(happenings=within))
-                      for name, ground in grounds.items()}
+
+
+def read(path: Path) -> tuple[Scenario, list[Happening]]:
+    """A scenario with all its nodes, and what befalls them. Raises UsageError and SpecError."""
+    text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
+    scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
+    cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
+    if not isinstance(given, str):
+        scenario = scenarios.with_nodes(scenario, ())
+        return scenario, drawn.draw(given.drawn, cluster.names, cluster.slots, horizon_s)
+    trace = path.parent / given
+    told = trace_file.read(
+        read_text(trace, TRACE_BYTES_MAX, "trace: names a file beside the scenario, or is drawn",
+                  scenarios.DOCS), str(trace))
+    scenario = scenarios.with_nodes(scenario, told.nodes)
+    _check_nodes(scenario, told.happenings, trace)
+    return scenario, [one for one in told.happenings if one.at_s <= horizon_s]
 
 
 def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
     """A node is there from the beginning, or joins before anything befalls it."""
-    known = set(scenario.cluster.names)
+    names = scenario.cluster.names
+    known = set(names)
     for one in happenings:
         if one.event == "joined":
             known.add(one.node)
         elif one.node not in known:
             raise UsageError(f"{trace}: {one.event} of {one.node}, which is no node by then",
-                             f"the cluster has {scenario.cluster.names[0]} to "
-                             f"{scenario.cluster.names[-1]}; another one is first `joined`")
+                             f"the cluster has {names[0]} to {names[-1]}; another one is first "
+                             "`joined`")
+
+
+def print_trace(path: Path) -> None:
+    """What befalls the cluster, as a trace file."""
+    try:
+        happenings = read(path)[1]
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+    say.lines(trace_file.written(happenings))
 
 
 def _play(stage: Stage, cluster: str, log: Path | None) -> Played:
@@ -150,6 +169,10 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
     lines += ["", *labelled("lost", "shares of what the cluster earns without a fault: until a "
                             "fault is told, on the way to train again, without slots, on fewer or "
                             "slower ones, and what is done again")]
+    for task in scenario.tasks:
+        if task.slots.min > num * cluster.slots:
+            lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
+                              f"and the cluster begins with {num * cluster.slots}")
     ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
         lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "

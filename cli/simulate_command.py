@@ -20,9 +20,15 @@ def simulate(
     log: Annotated[Path | None, typer.Option(
         "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
         "does.")] = None,
+    print_trace: Annotated[bool, typer.Option(
+        "--print-trace", help="Play nothing: print what befalls the cluster, drawn or read, as "
+        "CSV.")] = False,
     output: Form = "text",
 ) -> None:
     """What each policy would have earned: the heart under a virtual clock, no cluster needed."""
     from . import simulate as command
 
+    if print_trace:
+        command.print_trace(scenario)
+        return
     command.simulate(scenario, log=log, as_json=output == "json")

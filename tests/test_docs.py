@@ -183,10 +183,11 @@ def test_every_scenario_is_one(tmp_path: Path) -> None:
     for at, block in enumerate(blocks):
         path = tmp_path / f"{at}.yaml"
         path.write_text(block, encoding="utf-8")
-        (tmp_path / scenario.parse(job_file.read_yaml(block)).trace).write_text(
-            "at_s,node,event,cause\n", encoding="utf-8")
+        given = scenario.parse(job_file.read_yaml(block))
+        if isinstance(given.trace, str):
+            (tmp_path / given.trace).write_text("at_s,node,event,cause\n", encoding="utf-8")
         simulate.load(path)
-    for path in sorted(ROOT.glob("deploy/scenarios/*.yaml")):
+    for path in sorted(ROOT.glob("deploy/scenarios/**/*.yaml")):
         simulate.load(path)
 
 

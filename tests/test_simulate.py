@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from unicron.cli import simulate as command
 from unicron.control_plane.replay import verify
 from unicron.control_plane.severity import TABLE
-from unicron.control_plane.simulation import happening, scenario
+from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.happening import Happening
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.events.errors import SpecError, UsageError
+from unicron.events.errors import UsageError
 from unicron.events.records import Record
 
 EXAMPLE = Path(__file__).parents[1] / "deploy" / "scenarios" / "two-weeks.yaml"
@@ -173,47 +173,3 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
     assert "unicron simulate --scenario" in page
     with pytest.raises(UsageError, match="exists"):
         command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=False)
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "line 1: the header is missing"),
-    ("at_s,node,event\n", "line 1: the header is at_s,node,event"),
-    ("at_s,node,event,cause\n1,n1,fault\n", "line 2: 3 columns"),
-    ("at_s,node,event,cause\nsoon,n1,fault,ECC errors\n", "line 2: at_s is 'soon'"),
-    ("at_s,node,event,cause\n-1,n1,fault,ECC errors\n", "line 2: at_s is '-1'"),
-    ("at_s,node,event,cause\n1,,left,\n", "line 2: names no node"),
-    ("at_s,node,event,cause\n1,n1,died,\n", "line 2: event is 'died'"),
-    ("at_s,node,event,cause\n1,n1,fault,gremlins\n", "line 2: cause is 'gremlins'"),
-])
-def test_a_trace_that_is_none_is_one_line(text: str, said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        happening.read(text.splitlines(), "t.csv")
-    assert str(refused.value).startswith(f"t.csv: {said}")
-    assert refused.value.hint or "node" in said
-
-
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"policies": {"magic": {}}}, "policies.magic: is no policy"),
-    ({"policies": {}}, "policies: is empty"),
-    ({"policies": {"unicron": {"start": 1}}}, "policies.unicron: start: is not a field"),
-    ({"policies": {"unicron": {"start_s": -1}}}, "policies.unicron: start_s: must be a number"),
-    ({"cluster": {"nodes": 0}}, "cluster.nodes: must be at least 1"),
-    ({"cluster": {"nodes": ["a", "a"]}}, "cluster.nodes: names a node twice"),
-    ({"horizon_s": 0}, "horizon_s: must be above 0"),
-    ({"tasks": []}, "tasks: is empty"),
-    ({"tasks": [{"name": "x"}]}, "tasks[0]: has to have one of throughput and model"),
-    ({"tasks": [{"name": "X", "throughput": {1: 1.0}}]}, "tasks[0]: name: 'X' is not a name"),
-    ({"limits": {"silence": 1}}, "limits: silence: is not a field"),
-    ({"apiVersion": "v2"}, "apiVersion: is 'v2'"),
-])
-def test_a_scenario_that_is_none_is_one_line(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        read(plain(**changes))
-    assert str(refused.value).startswith(said)
-
-
-def read(data: dict[str, Any]) -> None:
-    """All of it, as the command does."""
-    given = scenario.parse(data)
-    for name in given.policies:
-        scenario.ground(given, scenario.policy(given, name))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from ...events.errors import SpecError
+from ...events import policy_check
+from ...events.errors import SpecError, need
 from ...events.model_spec import MegatronModel
+from ...events.policy import BOUNDS
 from ...events.policy import Policy as Limits
 from ...events.refused import refused
 from ...events.spec import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
@@ -18,27 +20,39 @@ from ...events.spec import parse as parse_job
 from ..best_layout import modelled
 from ..model_flops import parameters
 from ..nodes import NUM_SLOTS_MAX
+from ..severity import TABLE
+from .drawn import DrawnTrace
 from .happening import Happening
 from .policies import POLICIES
 from .policy import Policy
 from .run import Ground
+from .trace_file import check_name
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
 HORIZON_S_MAX = 1e12
+ITERATION_S_MAX = 1e5
+COST_S_MAX = 1e9
+SPEED_RATIO_MAX = 1e3
+NAME_CHARS_MAX = 100
 STOP_S = 0.1
+BY_CAUSE = ("detect_s", "detect_iterations")
+"""Constants that are many: of these a scenario names those that are others."""
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """So many nodes, named n0, n1 and so on, or those that are named; `slots` of each are GPUs."""
+    """So many nodes, named n0, n1 and so on, or those that are named; `slots` of each are GPUs.
 
-    nodes: int | tuple[str, ...]
+    Without `nodes` they are those with which a trace of churn begins.
+    """
+
+    nodes: int | tuple[str, ...] | None = None
     slots: int = 8
 
     @property
     def names(self) -> tuple[str, ...]:
         return (tuple(f"n{number}" for number in range(self.nodes))
-                if isinstance(self.nodes, int) else self.nodes)
+                if isinstance(self.nodes, int) else self.nodes or ())
 
 
 class PaperTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +75,8 @@ class PaperTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`policies`: by name, what of their constants is another. `trace` is a file beside this one.
+    """`policies`: by name, what of their constants is another. `trace` is a file beside this one,
+    or drawn.
 
     An iteration takes `iteration_s` at a task's largest size. `limits` are those of the heart.
     """
@@ -71,7 +86,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster: Cluster
     tasks: tuple[PaperTask, ...]
     policies: dict[str, dict[str, Any]]
-    trace: str
+    trace: str | DrawnTrace
     horizon_s: float
     iteration_s: float = 10.0
     limits: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -82,26 +97,68 @@ def parse(data: object) -> Scenario:
     if not isinstance(data, dict):
         raise SpecError("", "a scenario is a mapping", DOCS)
     given: dict[Any, Any] = {**data}
+    _check_policies(given.get("policies"))
     try:
         found = msgspec.convert(given, Scenario, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise refused(str(error), Scenario, DOCS, given=given) from None
     need(found.api_version == API_VERSION, "apiVersion", f"is {found.api_version!r}",
          f"write apiVersion: {API_VERSION}")
-    names = found.cluster.names
-    need(0 < len(names) <= NODES_NUM_MAX, "cluster.nodes",
-         f"must be at least 1 and at most {NODES_NUM_MAX}")
-    need(len(set(names)) == len(names), "cluster.nodes", "names a node twice")
-    need(0 < found.cluster.slots <= NUM_SLOTS_MAX, "cluster.slots",
-         f"must be at least 1 and at most {NUM_SLOTS_MAX}")
-    need(bool(found.tasks), "tasks", "is empty")
+    need(bool(found.name) and len(found.name) <= NAME_CHARS_MAX and found.name.isprintable(),
+         "name", f"{found.name[:NAME_CHARS_MAX]!r} is not a name",
+         f"printable text, at most {NAME_CHARS_MAX} characters")
+    _check_nodes(found)
+    need(not isinstance(found.trace, str) or (bool(found.trace) and found.trace.isprintable()),
+         "trace", "names no file", "a file beside the scenario, or drawn: {...}")
+    need(bool(found.tasks), "tasks", "is empty", DOCS)
+    for number, task in enumerate(found.tasks):
+        need(all(task.name != other.name for other in found.tasks[:number]),
+             f"tasks[{number}].name", f"{task.name[:NAME_CHARS_MAX]!r} is another task's too",
+             "give each a name of its own")
     need(bool(found.policies), "policies", "is empty", f"name some of {', '.join(POLICIES)}")
-    for name in found.policies:
-        need(name in POLICIES, f"policies.{name}", "is no policy",
-             f"one of {', '.join(POLICIES)}")
     for name, value, most in (("horizon_s", found.horizon_s, HORIZON_S_MAX),
-                              ("iteration_s", found.iteration_s, HORIZON_S_MAX)):
-        need(math.isfinite(value) and 0 < value <= most, name, "must be above 0, in seconds")
+                              ("iteration_s", found.iteration_s, ITERATION_S_MAX)):
+        need(0 < value <= most, name, f"is {value:g}",
+             f"seconds, above 0 and at most {most:g}")
+    return found
+
+
+def _check_policies(policies: object) -> None:
+    """Each by its name, which a converter does not tell."""
+    given: dict[Any, Any] = {**policies} if isinstance(policies, dict) else {}
+    for name, constants in given.items():
+        need(name in POLICIES, "policies", f"{str(name)[:NAME_CHARS_MAX]!r} is no policy",
+             f"one of {', '.join(POLICIES)}")
+        need(isinstance(constants, dict), f"policies.{name}", "is no mapping",
+             f"write {name}: {{}}, or the constants that are others")
+
+
+def _check_nodes(scenario: Scenario) -> None:
+    nodes, slots = scenario.cluster.nodes, scenario.cluster.slots
+    need(0 < slots <= NUM_SLOTS_MAX, "cluster.slots",
+         f"must be at least 1 and at most {NUM_SLOTS_MAX}", DOCS)
+    if isinstance(nodes, tuple):
+        for number, name in enumerate(nodes):
+            check_name(name, f"cluster.nodes[{number}]")
+        need(len(frozenset(nodes)) == len(nodes), "cluster.nodes", "names a node twice",
+             "each is named once")
+    num = nodes if isinstance(nodes, int) else 1 if nodes is None else len(nodes)
+    need(0 < num <= NODES_NUM_MAX, "cluster.nodes",
+         f"must be at least 1 and at most {NODES_NUM_MAX}", DOCS)
+
+
+def with_nodes(scenario: Scenario, nodes: tuple[str, ...]) -> Scenario:
+    """With the nodes that its trace begins with, if it says so. Raises SpecError."""
+    given = scenario.cluster.nodes
+    if not nodes:
+        need(given is not None, "cluster.nodes", "is missing",
+             "a number or names; only a trace of churn names its nodes")
+        return scenario
+    need(given is None or set(scenario.cluster.names) == set(nodes) or given == len(nodes),
+         "cluster.nodes", f"is not what the trace begins with, {len(nodes)} nodes",
+         "leave it out: the trace names them")
+    found = replace(scenario, cluster=replace(scenario.cluster, nodes=nodes))
+    _check_nodes(found)
     return found
 
 
@@ -110,21 +167,29 @@ def policy(scenario: Scenario, name: str) -> Policy:
     known = POLICIES[name]
     given = scenario.policies[name]
     costs = type(known.costs)
+    usual: dict[str, Any] = msgspec.to_builtins(known.costs)
+    for name_of in BY_CAUSE:
+        if isinstance(by_cause := given.get(name_of), dict):
+            given = given | {name_of: usual[name_of] | by_cause}
     try:
-        found = msgspec.convert(msgspec.to_builtins(known.costs) | given, costs, strict=True)
+        found = msgspec.convert(usual | given, costs, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         told = refused(str(error), costs, DOCS, given=given)
         raise SpecError(f"policies.{name}", str(told), told.hint) from None
+    for cause in (*found.detect_s, *found.detect_iterations):
+        need(cause in TABLE, f"policies.{name}", f"{cause[:NAME_CHARS_MAX]!r} is no cause",
+             f"one of {', '.join(TABLE)}")
     plain: dict[str, Any] = msgspec.to_builtins(found)
-    times: dict[str, float] = {**plain.pop("detect_s"), **plain.pop("detect_iterations"), **plain}
-    for key, value in times.items():
-        need(math.isfinite(value) and value >= 0, f"policies.{name}: {key}",
-             "must be a number, at least 0")
+    by_cause = [pair for name_of in BY_CAUSE for pair in plain.pop(name_of).items()]
+    for key, value in (*by_cause, *plain.items()):
+        most = SPEED_RATIO_MAX if key == "speed" else COST_S_MAX
+        need(0 <= value <= most, f"policies.{name}: {key}",
+             f"must be a number, at least 0 and at most {most:g}", DOCS)
     need(found.checkpoint_s > 0 and found.speed > 0 and found.start_s > 0, f"policies.{name}",
-         "checkpoint_s, start_s and speed must be above 0")
+         "checkpoint_s, start_s and speed must be above 0", DOCS)
     need(found.num_spares < len(scenario.cluster.names), f"policies.{name}",
          "num_spares leaves no node", "fewer than the cluster has")
-    return msgspec.structs.replace(known, costs=found)
+    return replace(known, costs=found)
 
 
 def _limits(scenario: Scenario, chosen: Policy) -> Limits:
@@ -132,16 +197,14 @@ def _limits(scenario: Scenario, chosen: Policy) -> Limits:
     costs = chosen.costs
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + scenario.iteration_s)
     usual = Limits()
-    ample = {name: max(getattr(usual, name), longest_s) for name in (
+    ample = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
         "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
     if not chosen.heals:
         ample["stop_s_max"] = STOP_S  # to end processes is part of a restart, as it is published
     try:
-        return msgspec.convert(msgspec.to_builtins(usual) | ample | scenario.limits, Limits,
-                               strict=True)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        told = refused(str(error), Limits, DOCS, given=scenario.limits)
-        raise SpecError("limits", str(told), told.hint) from None
+        return policy_check.parse(scenario.limits, replace(usual, **ample))
+    except SpecError as error:
+        raise SpecError("limits", str(error), error.hint) from None
 
 
 def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = ()) -> Ground:
@@ -165,7 +228,7 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
     if task.model is not None:
         most = len(scenario.cluster.names) * scenario.cluster.slots
         told = modelled(task.model, min(task.slots.max, most))
-        need(bool(told.sizes), f"{path}.model", told.refused)
+        need(bool(told.sizes), f"{path}.model", told.refused, DOCS)
         rates = dict(zip(told.sizes, told.rates_flops, strict=True))
     given: dict[str, Any] = {
         "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
@@ -181,7 +244,3 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
     except SpecError as error:
         raise SpecError(path, str(error), error.hint) from None
 
-
-def need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
-    if not holds:
-        raise SpecError(path, message, hint)
