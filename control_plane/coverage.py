@@ -36,10 +36,9 @@ def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
 def take_place(task: Task, rank: Rank, step_version: int) -> None:
     """Fold: the rank has settled, and has the part of its place. Who is beside the layout keeps
     what it had."""
-    place = place_of(task, rank)
     if task.axes is None:
         rank.held, rank.step_version = None, step_version
-    elif place < num_places(task.axes):
+    elif (place := place_of(task, rank)) < num_places(task.axes):
         rank.held = Held(generation=task.generation, axes=task.axes, place=place)
         rank.step_version = step_version
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..events import reports as r
 from ..events.detected import DeviceErred, HealthChanged, QuarantineLifted
@@ -12,6 +12,7 @@ from ..events.records import Record
 from . import (
     barring,
     calibration,
+    calm,
     degraded,
     explain,
     floors,
@@ -62,15 +63,13 @@ def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
         fault = processes.inject_fault(state, record.body)
         if fault is not None:
             yield fault
-    for task in _concerned(state, record):
-        yield from transition.step(state, task)
+    yield from steps(state, concerned(state, record))
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
             return
         yield from plan(state, known)
-        for task in [state.tasks[key] for key in sorted(state.tasks)]:
-            yield from transition.step(state, task)
+        yield from steps(state, [state.tasks[key] for key in sorted(state.tasks)])
         yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
@@ -81,8 +80,10 @@ def _can_plan(state: ClusterState) -> bool:
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
-def _concerned(state: ClusterState, record: Record) -> list[Task]:
+def concerned(state: ClusterState, record: Record) -> list[Task]:
     """Tasks whose step may yield something: all others are at rest."""
+    if calm.is_one_of_many(state, record.body):
+        return []
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
     task = state.tasks.get(getattr(record.body, "task", 0))
@@ -90,6 +91,14 @@ def _concerned(state: ClusterState, record: Record) -> list[Task]:
                         and not task.incident and not task.faults):
         return []  # progress heals, or shows that a slow rank holds up the others
     return [task]
+
+
+def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
+    """The next decisions for each of these."""
+    for task in tasks:
+        if task.id not in state.calm:
+            yield from transition.step(state, task)
+            calm.settle(state, task)
 
 
 def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:

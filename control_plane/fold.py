@@ -17,6 +17,7 @@ from ..events.orders import Reconfigure
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY
 from .calibration import keep_times
+from .calm import disturb
 from .coverage import covered, speaks, take_place
 from .economics import settle_mtbf, steps_again, void_standings, watch
 from .fold_copies import COPIES
@@ -43,7 +44,7 @@ from .folding import (
     stepped,
     take_origin,
 )
-from .input_count import part
+from .input_count import named, part
 from .node_incidents import is_open
 from .nodes import NUM_SLOTS_MAX
 from .severity import OF_DEVICES, TABLE, last_line, network_status
@@ -72,9 +73,11 @@ def fold(state: ClusterState, record: Record) -> None:
         state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
     handler = HANDLERS.get(type(record.body))
     if handler is not None:
-        before = part(state, record.body)
+        disturb(state, record.body)
+        names = named(state, record.body)
+        before = part(state, record.body, names)
         handler(state, record, record.body)
-        state.num_inputs += part(state, record.body) != before
+        state.num_inputs += part(state, record.body, names) != before
 
 
 # --- said by the leader -------------------------------------------------------------------------
@@ -155,7 +158,8 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
     """What an agent's predecessor spooled may still come; what was before that may not."""
-    for source in list(state.sources):
+    own = f"{name}/"
+    for source in [source for source in state.sources if source.startswith(own)]:
         node, _, incarnation = source.rpartition("/")
         if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
             del state.sources[source]

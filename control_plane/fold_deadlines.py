@@ -7,11 +7,12 @@ from collections.abc import Callable
 from ..events.records import Record
 from ..events.reports import DeadlineReached
 from ..events.statuses import TASK_HANG
+from .answers import has_settled, mute
 from .fold_health import late_of_node
 from .fold_ranks import declined, unproved
 from .fold_stalls import late_hang
 from .fold_unprinted import late_printed
-from .folding import STOPPED, broken, fault, find, has_settled, mute, price_anew
+from .folding import STOPPED, broken, fault, find, price_anew
 from .severity import network_status
 from .state import ClusterState, Rank, Task
 

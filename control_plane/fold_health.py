@@ -56,7 +56,7 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
         settle_sick(state)
         return
     was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
-    before = node.checks
+    before, state.is_checked = node.checks, True
     node.checks = [one for one in node.checks if not _is_of(one, body, devices)]
     if body.health != "healthy":
         said_s = [one.at_s for one in before if one not in node.checks
@@ -154,6 +154,9 @@ def settle_sick(state: ClusterState) -> None:
     One that was believed stays so, and counts until its slots are used again: a check that ends
     on one node after the other shall not take them out in turn.
     """
+    if not state.is_checked:
+        return
+    del state.is_checked
     unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
                  for node in state.nodes.values() if node.health != "left"}
     doubtful = sorted((min(x.seq for x in found), name) for name, found in unhealthy.items()

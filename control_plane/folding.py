@@ -9,6 +9,7 @@ from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
 from ..events.taken import Taken
+from .answers import has_settled, is_mute, is_silent, last_first
 from .coverage import covered
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
@@ -179,12 +180,6 @@ def settle_phase(state: ClusterState, task: Task) -> None:
         set_phase(state, task, "idle")
 
 
-def mute(task: Task) -> list[Rank]:
-    """Living members that have not said that they left the generation."""
-    return [rank for rank in task.living_members()
-            if rank.quiesced < task.generation and rank.state != "finished"]
-
-
 def await_silent(state: ClusterState, task: Task) -> None:
     """Hold a deadline for members on silent nodes while they alone keep the others waiting.
 
@@ -192,17 +187,19 @@ def await_silent(state: ClusterState, task: Task) -> None:
     They have the state, so nothing is lost without the silent. Theirs is the time of any
     second source.
     """
-    heard, silent = list[Rank](), list[Rank]()
-    for rank in task.living_members():
-        node = state.nodes.get(rank.slot.node)
-        (silent if node is None or node.silent else heard).append(rank)
-    if task.phase == "quiescing":
-        left = mute(task)
-        wanted = bool(left) and not any(rank in left for rank in heard)
-    else:
-        wanted = task.phase == "reconfiguring" and any(not has_settled(task, x) for x in silent)
     name = f"silent/{task.id}/{task.generation}"
-    if not wanted or not covered(task, heard):
+    wanted = False
+    if task.phase == "quiescing":
+        for rank in last_first(task):
+            if is_mute(task, rank):
+                wanted = is_silent(state, rank)
+                if not wanted:
+                    break
+    elif task.phase == "reconfiguring":
+        wanted = any(not has_settled(task, rank) and is_silent(state, rank)
+                     for rank in last_first(task))
+    if not wanted or not covered(task, [
+            rank for rank in task.living_members() if not is_silent(state, rank)]):
         disarm(state, name)
     elif name not in state.deadlines:
         arm(state, name, state.policy.evidence_s_max)
@@ -225,11 +222,6 @@ def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
     """Hold a deadline for a training rank whose process is stopped; not for one that is to end."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.overdue:
         arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
-
-
-def has_settled(task: Task, rank: Rank) -> bool:
-    """Whether the member has said that it is up in the current generation."""
-    return rank.reconfigured >= task.generation
 
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:

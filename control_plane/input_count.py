@@ -6,6 +6,7 @@ what a record can have changed is compared.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ..events import detected as d
@@ -13,6 +14,7 @@ from ..events import orders as o
 from ..events import reports as r
 from ..events.decided import DegradedPriced, NodeQuarantined
 from ..events.logged import IterationsLogged
+from ..events.records import incident_of
 from .plan_input import is_pinned, is_whole
 from .state import ClusterState, Task
 
@@ -23,29 +25,52 @@ _NEVER = frozenset((
     o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
     o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, d.DeviceErred, DegradedPriced))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
-_OF_NODES = frozenset((o.IncidentOpened, o.TaskEnded))
-"""Kinds that name a task, and may change nodes."""
 _OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
                           r.NodeUndrained, d.QuarantineLifted, NodeQuarantined))
-"""Kinds that change one node, and any task. What a check says may change others, too: whether it is
-believed."""
+"""Kinds that change one node, and any task that is not calm. What a check says may change others,
+too: whether it is believed."""
+_OF_INCIDENTS = frozenset((o.IncidentOpened, o.IncidentEscalated, o.IncidentClosed))
+"""Kinds that change the task of an incident, and the nodes that it is about."""
 
 
-def part(state: ClusterState, body: r.Body) -> tuple[Any, ...]:
-    """What a plan follows from, as far as a record of this body may change it; to compare."""
+def named(state: ClusterState, body: r.Body) -> Collection[str]:
+    """Before the fold of this body: the nodes that it may change."""
+    kind = type(body)
+    if kind in _NEVER or kind is o.IncidentClosed:
+        return ()
+    if kind in _OF_ONE_NODE:
+        return (getattr(body, "node", ""),)
+    if isinstance(body, (o.IncidentOpened, o.IncidentEscalated)):
+        task = _task_of(state, body)
+        ranks, seats = (task.ranks, task.seats_at) if task is not None else ({}, {})
+        slots = [*(ranks[number].slot for number in body.ranks if number in ranks),
+                 *(seats[number] for number in body.ranks if number in seats)]
+        return {body.node: None} | {slot.node: None for slot in slots}
+    return () if getattr(body, "task", 0) and kind is not o.TaskEnded else state.nodes
+
+
+def part(state: ClusterState, body: r.Body, names: Collection[str]) -> tuple[Any, ...]:
+    """What a plan follows from, as far as a record of this body may change it; to compare.
+
+    `names`: of nodes, `named` of it. A calm task is left out: nothing of it is changed.
+    """
     kind = type(body)
     if kind in _NEVER:
         return ()
-    number = getattr(body, "task", 0)
-    if not number:
-        name = getattr(body, "node", "") if kind in _OF_ONE_NODE else ""
-        return (state.policy, _nodes(state, name),
-                *(_task(state, task) for task in state.tasks.values()))
-    task = state.tasks.get(number)
-    if task is not None and isinstance(body, o.StartRank):
-        return _begun(state, task, body.rank)
-    found = _task(state, task) if task is not None else ()
-    return (found, _nodes(state)) if kind in _OF_NODES else (found,)
+    if kind in _OF_INCIDENTS or getattr(body, "task", 0) != 0:
+        task = _task_of(state, body)
+        if task is not None and isinstance(body, o.StartRank):
+            return _begun(state, task, body.rank)
+        return (_task(state, task) if task is not None else (), _nodes(state, names))
+    return (state.policy, _nodes(state, names),
+            *(_task(state, task) for task in state.tasks.values() if task.id not in state.calm))
+
+
+def _task_of(state: ClusterState, body: r.Body) -> Task | None:
+    """That it names, or the incident that it names."""
+    incident = state.incidents.get(incident_of(body))
+    number: int = getattr(body, "task", 0)
+    return state.tasks.get(number if incident is None else incident.task)
 
 
 def _begun(state: ClusterState, task: Task, number: int) -> tuple[Any, ...]:
@@ -60,11 +85,10 @@ def _begun(state: ClusterState, task: Task, number: int) -> tuple[Any, ...]:
             node is not None and node.silent)
 
 
-def _nodes(state: ClusterState, name: str = "") -> tuple[Any, ...]:
-    """Of the named node alone, or of all."""
-    found = [state.nodes[name]] if name in state.nodes else state.nodes.values() if not name else ()
+def _nodes(state: ClusterState, names: Collection[str]) -> tuple[Any, ...]:
     return tuple((node.name, node.health, node.takes_tasks, node.num_slots, tuple(node.slots_out),
-                  tuple(node.slots_sick)) for node in found)
+                  tuple(node.slots_sick)) for name in names
+                 if (node := state.nodes.get(name)) is not None)
 
 
 def _task(state: ClusterState, task: Task) -> tuple[Any, ...]:

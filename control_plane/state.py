@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -271,8 +272,11 @@ class Task(Struct, kw_only=True):
         return {seat.rank: seat.slot for seat in self.target}
 
 
-class ClusterState(Struct, kw_only=True):
-    """All that the heart knows: nothing but the fold of the log."""
+class ClusterState(Struct, kw_only=True, dict=True):
+    """All that the heart knows: nothing but the fold of the log.
+
+    What is found out from it once is held beside it, and is no part of it (calm.py).
+    """
 
     seq: int = 0
     epoch: int = 0
@@ -319,6 +323,22 @@ class ClusterState(Struct, kw_only=True):
     to_price: list[str] = field(default_factory=list[str])
     """Nodes that are to be priced with the next decision."""
     reports_lost: int = 0
+
+    @cached_property
+    def calm(self) -> set[int]:
+        """Tasks that are known to need no step."""
+        return set()
+
+    @cached_property
+    def resting(self) -> set[int]:
+        """Tasks whose last step was made after all that concerns them, but for single answers."""
+        return set()
+
+    @cached_property
+    def is_checked(self) -> bool:
+        """Whether a check has something against any node, or had until lately."""
+        return any(node.checks or node.slots_sick or node.slots_well or node.sick_why
+                   for node in self.nodes.values())
 
     @property
     def held(self) -> str:

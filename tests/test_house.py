@@ -42,6 +42,7 @@ PURE = (
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
+        "calm", "answers",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
         "baseline", "costs", "drawn", "earnings", "engine", "happening", "job", "paper", "policy",

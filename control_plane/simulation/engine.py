@@ -10,9 +10,31 @@ from ...events.records import Record, Report
 from ...events.reports import Body, DeadlineReached
 from ..decide import Decide
 from ..heart import advance
-from ..state import ClusterState
+from ..state import ClusterState, Deadline
 
 LEADER = "leader/simulated"
+
+
+class Deadlines(dict[str, Deadline]):
+    """A state's, which knows the next one without a look at all; none is due anew in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._due: list[tuple[float, str]] = []
+
+    def __setitem__(self, name: str, deadline: Deadline) -> None:
+        super().__setitem__(name, deadline)
+        heappush(self._due, (deadline.due_s, name))
+
+    def next(self) -> tuple[float, str]:
+        """When the first is due, and its name; of one time the first by name."""
+        while self._due:
+            due_s, name = self._due[0]
+            held = self.get(name)
+            if held is not None and held.due_s == due_s:
+                return due_s, name
+            heappop(self._due)
+        return inf, ""
 
 
 class Engine:
@@ -22,7 +44,8 @@ class Engine:
     """
 
     def __init__(self, decide: Decide) -> None:
-        self.state = ClusterState()
+        self._deadlines = Deadlines()
+        self.state = ClusterState(deadlines=self._deadlines)
         self.now_s = 0.0
         self.num_records = 0
         self.answer: Callable[[Sequence[Record]], None] = _nobody
@@ -48,8 +71,7 @@ class Engine:
         """All that is due by then. Of one time, a deadline comes before what else is due."""
         while True:
             due_s = self._due[0][0] if self._due else inf
-            deadline_s, name = min(((one.due_s, name) for name, one in
-                                    self.state.deadlines.items()), default=(inf, ""))
+            deadline_s, name = self._deadlines.next()
             if min(due_s, deadline_s) > until_s:
                 self.now_s = until_s
                 return

@@ -1,0 +1,57 @@
+"""Calm tasks: whoever is passed over would have decided nothing, in seeded lives and on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import structlog
+from simulated_world import World
+from simulation import quiet, simulate
+from test_simulate import EXAMPLE, command
+from unicron.control_plane import calm, decide, transition
+from unicron.control_plane.state import ClusterState, Task
+from unicron.events import reports as r
+from unicron.events.records import Record
+
+NUM_SEEDS = 8
+
+
+@pytest.fixture
+def passed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Which shortcuts were taken; each is asked whether it was one."""
+    taken: list[str] = []
+    steps, concerned = decide.steps, decide.concerned
+
+    def checked_steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
+        for task in tasks:
+            if task.id in state.calm:
+                taken.append("calm")
+                assert next(transition.step(state, task), None) is None, f"task {task.id}"
+            yield from steps(state, [task])
+
+    def checked_concerned(state: ClusterState, record: Record) -> list[Task]:
+        if calm.is_one_of_many(state, record.body):
+            taken.append("one of many")
+            task = state.tasks[getattr(record.body, "task", 0)]
+            assert next(transition.step(state, task), None) is None, f"seq {record.seq}"
+        return concerned(state, record)
+
+    monkeypatch.setattr(decide, "steps", checked_steps)
+    monkeypatch.setattr(decide, "concerned", checked_concerned)
+    yield taken
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_nothing_follows_of_whoever_is_passed_over(seed: int, passed_over: list[str]) -> None:
+    quiet()
+    simulate(lambda: World(seed))
+    assert "calm" in passed_over or "one of many" in passed_over
+
+
+def test_nor_on_paper(passed_over: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command.simulate(EXAMPLE, log=None, as_json=True)
+    assert passed_over.count("calm") > 40
+    assert passed_over.count("one of many") > 100
+    capsys.readouterr()
