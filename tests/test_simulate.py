@@ -173,3 +173,33 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
     assert "unicron simulate --scenario" in page
     with pytest.raises(UsageError, match="exists"):
         command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=False)
+
+
+def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> None:
+    """The second victim's end is told half an hour later than the first one's: by the order to
+    stop, the agent looks."""
+    second = Happening(DAY_S + 1000, "n3", "fault", PROCESS)
+    found = play("megatron", [Happening(DAY_S, "n2", "fault", PROCESS), second]).earnings
+    costs = scenario.POLICIES["megatron"].costs
+    assert sum(found.down_s.values()) == pytest.approx(
+        costs.until_told_s(PROCESS, 10.0) + costs.start_s)
+
+
+def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() -> None:
+    given = scenario.parse(plain())
+    chosen = scenario.policy(given, "unicron")
+    run = Run(scenario.ground(given, chosen, lost("n1", DAY_S, 2 * DAY_S)), chosen)
+    run.play()
+    (task,) = run.engine.state.tasks.values()
+    stood_s = [one for lengths in task.stood_s.values() for one in lengths]
+    assert stood_s
+    assert max(stood_s) < 60
+
+
+def test_only_who_knows_quarantine_has_it() -> None:
+    happenings = [one for number in range(1, 5) for one in lost(
+        "n1", number * DAY_S, number * DAY_S + 600)]
+    for policy, has in (("unicron", True), ("megatron", False)):
+        log: list[Record] = []
+        play(policy, happenings, log=log)
+        assert any(one.kind == "NodeQuarantined" for one in log) == has

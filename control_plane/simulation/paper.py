@@ -156,10 +156,8 @@ class Paper:
             status=status))
 
     def _stop(self, order: o.StopRank) -> None:
-        node = self.nodes[order.nodes[0]]
-        key = (order.task, order.rank, order.attempt)
-        if key in node.processes:
-            self.end(node, key, 0.0)
+        """An agent knows at once of a process that ended before, too."""
+        self.end(self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt), 0.0)
 
     def _task(self, number: int) -> Task:
         return self.engine.state.tasks[number]
@@ -184,8 +182,21 @@ class Paper:
     def _halt(self, order: o.Quiesce) -> None:
         """Its members have come to where they leave their generation."""
         if self._task(order.task).generation == order.generation:
+            self.catch_up(order.task)
             self.jobs[order.task].goes_at(self.engine.now_s, 0.0)
             self.changed(order.task)
+
+    def catch_up(self, number: int) -> None:
+        """Its last iteration is told, as it was when it was done: nothing stood until then."""
+        task, job = self._task(number), self.jobs[number]
+        job.settle(self.engine.now_s)
+        speaker = next((member for member in task.members if (
+            number, member.rank, member.attempt) in self.nodes[member.node].processes), None)
+        if job.rate_flops and job.iteration and speaker is not None:
+            self.engine.tell(self.nodes[speaker.node].source, r.TaskProgressed(
+                task=number, generation=task.generation, first_iteration=job.iteration - 1,
+                losses=(0.0,), step_s=(job.iteration_s,), rate_flops=job.rate_flops,
+                micro_batches=1))
 
     def _reconfigure(self, order: o.Reconfigure) -> None:
         job = self.jobs[order.task]

@@ -20,11 +20,13 @@ class Told(Struct, frozen=True, kw_only=True):
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members go on in memory; else all processes of a task start again together.
 
+    `escalates`: nodes are quarantined and tasks given up as the limits say; others know neither.
     `decides` makes the `decide` of one run. `by_params`: it asks for each task's parameters.
     """
 
     what: str
     heals: bool
+    escalates: bool = False
     decides: Callable[[Told], Decide]
     costs: Costs
     by_params: bool = False

@@ -178,6 +178,7 @@ class Run:
         hurt = {key[0] for key in processes}
         for number in sorted(hurt):
             job = self.jobs[number]
+            self.paper.catch_up(number)
             if not job.stuck:
                 job.stuck, job.told = True, False
             self._look(number)

@@ -202,9 +202,11 @@ def _limits(scenario: Scenario, chosen: Policy) -> Limits:
     if not chosen.heals:
         ample["stop_s_max"] = STOP_S  # to end processes is part of a restart, as it is published
     try:
-        return policy_check.parse(scenario.limits, replace(usual, **ample))
+        found = policy_check.parse(scenario.limits, replace(usual, **ample))
     except SpecError as error:
         raise SpecError("limits", str(error), error.hint) from None
+    return found if chosen.escalates else replace(
+        found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
 
 
 def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = ()) -> Ground:

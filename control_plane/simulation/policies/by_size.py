@@ -8,5 +8,5 @@ from .unicron import POLICY as UNICRON
 
 POLICY = Policy(
     what="slots in proportion to the models' sizes, healed in memory",
-    heals=True, by_params=True, costs=UNICRON.costs,
+    heals=True, escalates=True, by_params=True, costs=UNICRON.costs,
     decides=lambda run: sharing(lambda wish: run.params[wish.name]))

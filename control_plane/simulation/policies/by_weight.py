@@ -8,4 +8,5 @@ from .unicron import POLICY as UNICRON
 
 POLICY = Policy(
     what="slots in proportion to the weights, healed in memory",
-    heals=True, decides=lambda _: sharing(lambda wish: wish.weight), costs=UNICRON.costs)
+    heals=True, escalates=True, costs=UNICRON.costs,
+    decides=lambda _: sharing(lambda wish: wish.weight))

@@ -8,4 +8,4 @@ from .unicron import POLICY as UNICRON
 
 POLICY = Policy(
     what="the same number of slots to each task, healed in memory",
-    heals=True, decides=lambda _: sharing(lambda _: 1.0), costs=UNICRON.costs)
+    heals=True, escalates=True, decides=lambda _: sharing(lambda _: 1.0), costs=UNICRON.costs)

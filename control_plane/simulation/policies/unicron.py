@@ -9,7 +9,7 @@ from ..policy import Policy
 
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
-    heals=True,
+    heals=True, escalates=True,
     decides=lambda _: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
