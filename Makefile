@@ -13,7 +13,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection check types docs wheel clean
+.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +79,9 @@ bench-planner: setup types ## the same plans by Unicron and by other solvers (N=
 bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
+
+disasters: setup types ## play other people's disasters and write their figures into the guide
+	@$(BIN)/python docs/reference/disasters.py
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

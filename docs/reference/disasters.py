@@ -1,0 +1,100 @@
+"""Plays other people's disasters and writes their figures into disasters.md: `make disasters`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from unicron.cli import simulate
+from unicron.control_plane.simulation.run import Run
+from unicron.events import orders as o
+from unicron.events.decided import NodeQuarantined
+from unicron.events.records import Record
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+PAGE = ROOT / "docs" / "guides" / "disasters.md"
+SCENARIOS = ROOT / "deploy" / "scenarios" / "disasters"
+INCIDENTS = ROOT / "tests" / "data" / "incidents_opt_bloom.jsonl"
+BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->"
+# By line of the incidents' file; empty: the simulator cannot play it, and the page says why.
+NAMES = (
+    "opt-2021-11-05-ecc", "opt-2021-11-11-mixed", "opt-2021-11-17-forty-restarts",
+    "opt-2021-12-06-five-hosts", "opt-2021-12-21-cluster-deleted",
+    "opt-2021-12-25-eight-recoveries", "tr1-2021-08-12-same-node", "bloom-2022-03-21-gpu-crash",
+    "bloom-2022-03-22-maintenance", "bloom-2022-04-weekly-gpu", "", "bloom-2022-04-30-eval-hang",
+    "bloom-2022-05-09-eval-hang", "bloom-2022-05-18-eval-hang", "bloom-2022-07-04-half-the-nodes")
+# What others tell in words: 44 restarts of about 90 s each (NVIDIA/Megatron-LM 5281).
+TOLD_H = {"corrupt-replica": 44 * 90 / 3600, "bloom-2022-07-04-half-the-nodes": 2875.47 / 3600}
+MODERN = ("hot-spare-rendezvous", "corrupt-replica")
+GPUS_OF_A_SLOT = {"opt": 8, "tr1": 4, "bloom": 8}
+HEAD = ("| scenario | Unicron stood | lost, GPU-h | of that, without GPUs | incidents | plans, "
+        "reconfigurations | requeued, GPU-h | told: hours | told: GPU-h |\n"
+        "|---|---|---|---|---|---|---|---|---|\n")
+
+
+def told_h() -> dict[str, float]:
+    """What each cost those whom it befell, where they tell: hours of the whole job."""
+    lines = INCIDENTS.read_text(encoding="utf-8").splitlines()
+    found = {name: json.loads(line) for name, line in zip(NAMES, lines, strict=True) if name}
+    return {name: line["lost_h"] for name, line in found.items() if "lost_h" in line} | TOLD_H
+
+
+def row(name: str) -> str:
+    """One line of the table: the scenario under Unicron, and requeued."""
+    scenario, stages = simulate.load(SCENARIOS / f"{name}.yaml")
+    gpus = scenario.tasks[0].slots.max * GPUS_OF_A_SLOT.get(name.split("-")[0], 1)
+    gpu_h = gpus * scenario.horizon_s / 3600
+    log: list[Record] = []
+    run = Run(stages["unicron"].ground, stages["unicron"].policy, log.append)
+    ours = run.play()
+    theirs = Run(stages["requeue"].ground, stages["requeue"].policy).play()
+    full = simulate.full_flop(ours)
+    away = ours.earnings.lost_flop["waiting"] + ours.earnings.lost_flop["sub-healthy"]
+    stood_s = sum(ours.earnings.down_s.values())
+    told = told_h().get(name)
+    cells = (
+        f"`{name}`", f"{stood_s:.0f} s" if stood_s < 600 else f"{stood_s / 3600:.1f} h",
+        f"{(1 - simulate.share(ours)) * gpu_h:,.1f}", f"{away / full * gpu_h:,.1f}",
+        incidents(log), f"{ours.counts['PlanChosen'] - 1}, {ours.transitions}",
+        f"{(1 - simulate.share(theirs)) * gpu_h:,.0f}",
+        f"{told:.1f}" if told else "", f"{told * gpus:,.0f}" if told else "")
+    return f"| {' | '.join(cells)} |\n"
+
+
+def incidents(log: list[Record]) -> str:
+    """How many of each severity; what was graver in the end, and who was quarantined."""
+    num: Counter[str] = Counter(one.body.severity for one in log
+                                if isinstance(one.body, o.IncidentOpened))
+    num["escalated"] = sum(isinstance(one.body, o.IncidentEscalated) and
+                           one.body.severity == "SEV1" and "taken out" in one.body.why
+                           for one in log)
+    num["quarantined"] = sum(isinstance(one.body, NodeQuarantined) for one in log)
+    return ", ".join(f"{num[name]} {name}" for name in (
+        "SEV1", "SEV2", "SEV3", "escalated", "quarantined") if num[name]) or "none"
+
+
+def rows(page: str) -> dict[str, str]:
+    """The lines of the page's table, by scenario."""
+    table = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD)
+    return {line.split("`")[1]: line for line in table.splitlines(keepends=True)}
+
+
+def main() -> None:
+    """Write them all, or those that are named."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = rows(page)
+    names = [name for name in (*NAMES, *MODERN) if name]
+    for name in sys.argv[1:] or names:
+        found[name] = row(name)
+        sys.stderr.write(found[name])
+    table = HEAD + "".join(found[name] for name in names if name in found)
+    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + table + END, page,
+                           flags=re.DOTALL), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
