@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct, field
@@ -76,14 +76,16 @@ def replay(records: Iterable[Record]) -> ClusterState:
     return state
 
 
-def verify(records: Iterable[Record], *, complete: bool = True) -> Verdict:
+def verify(records: Iterable[Record], *, complete: bool = True,
+           watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
     """Fold the log, make every decision again, compare. Raises nothing: the verdict says.
 
     `complete` False allows the log to end inside a batch, as one that was cut on purpose does.
+    `watch` is shown each record, folded, before anything is decided upon it.
     """
     verdict, state = Verdict(), ClusterState()
     try:
-        _Check(verdict, state, complete).run(records)
+        _Check(verdict, state, complete, watch).run(records)
     except _Difference as found:
         verdict.seq, verdict.problem = found.seq, found.problem
         verdict.expected = to_plain(found.expected) if found.expected is not None else None
@@ -97,8 +99,10 @@ def verify(records: Iterable[Record], *, complete: bool = True) -> Verdict:
 class _Check:
     """One pass over the log, one record ahead."""
 
-    def __init__(self, verdict: Verdict, state: ClusterState, complete: bool) -> None:
+    def __init__(self, verdict: Verdict, state: ClusterState, complete: bool,
+                 watch: Callable[[ClusterState, Record], None] | None) -> None:
         self.verdict, self.state, self.complete = verdict, state, complete
+        self._watch = watch
         self._digest = hashlib.blake2b(digest_size=8)
         self._rest: Iterator[Record] = iter(())
         self._ahead: Record | None = None
@@ -177,6 +181,8 @@ class _Check:
 
     def _take(self, record: Record) -> None:
         fold(self.state, record)
+        if self._watch is not None:
+            self._watch(self.state, record)
         self._digest.update(encode_record(record))
         self.verdict.num_records += 1
         self._ahead = next(self._rest, None)

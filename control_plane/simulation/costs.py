@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from ...events.statuses import LOST_CONNECTION
-
 
 class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one policy. Where the figures are from stands in its file.
@@ -34,8 +32,3 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """From a fault of this cause until it is told, where an iteration takes so long."""
         return max(self.detect_s.get(cause, self.detect_other_s),
                    self.detect_iterations.get(cause, 0.0) * iteration_s)
-
-    @property
-    def silence_s(self) -> float:
-        """How long a node is silent until that is told."""
-        return self.until_told_s(LOST_CONNECTION, 0.0)

@@ -59,10 +59,11 @@ class Engine:
         self._num_due += 1
         heappush(self._due, (self.now_s + in_s, self._num_due, call))
 
-    def tell(self, source: str, body: Body) -> None:
-        """A report comes in: it is folded and decided upon."""
+    def tell(self, source: str, body: Body, occurred_s: float | None = None) -> None:
+        """A report comes in, of what occurred now or then: it is folded and decided upon."""
         told = self._told[source] = self._told.get(source, 0) + 1
-        report = Report(source=source, source_seq=told, occurred_s=self.now_s, body=body)
+        report = Report(source=source, source_seq=told, body=body,
+                        occurred_s=self.now_s if occurred_s is None else occurred_s)
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
         self.num_records += len(records)
         self.answer(records)

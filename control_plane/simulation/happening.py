@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ...events.reports import Body
+from .costs import Costs
+
 Event = Literal["fault", "repaired", "joined", "left"]
 EVENTS: dict[str, Event] = {
     "fault": "fault", "repaired": "repaired", "joined": "joined", "left": "left"}
@@ -14,10 +17,44 @@ class Happening(NamedTuple):
     """At `at_s` of the scenario something befalls a node.
 
     fault: by `cause`, a row of the paper's table. repaired: it may have tasks again, if a fault
-    took it out. joined: it is there for the first time, or again after it `left`.
+    took it out. joined: it is there for the first time, or again. A fault may be of one process: of
+    whoever is on `slot`, or of `rank` of a task; the site then does nothing of its own.
     """
 
     at_s: float
     node: str
     event: Event
     cause: str = ""
+    task: str = ""
+    rank: int = -1
+    slot: int = -1
+    num_slots: int = 0
+    """Of a node that joins; 0: as the others."""
+    told_in_s: float = -1.0
+    """Until the fault is told; below 0: as long as the policy takes for its cause."""
+
+
+class Asked(NamedTuple):
+    """An operator's request, of the task of that name; or another policy."""
+
+    at_s: float
+    body: Body
+    task: str = ""
+
+
+class Said(NamedTuple):
+    """The node says so of itself, or the leader of the node: whatever its incarnation is then."""
+
+    at_s: float
+    node: str
+    body: Body
+
+
+class Takes(NamedTuple):
+    """From now on the steps of the policy take so long."""
+
+    at_s: float
+    costs: Costs
+
+
+Anything = Happening | Asked | Said | Takes

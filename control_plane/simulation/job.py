@@ -10,19 +10,20 @@ from ...events.taken import Origin
 
 @dataclass
 class Kept:
-    """What is made every `every_s` of training, and holds all that was done until then."""
+    """What is made every `every_s` of training, and holds all iterations done until then."""
 
     every_s: float
     done_flop: float = 0.0
     since_s: float = 0.0
     """Of training, since it was made."""
 
-    def pass_by(self, done_flop: float, rate_flops: float, past_s: float) -> None:
-        """Training went on for so long, at that rate, and has come to `done_flop`."""
+    def pass_by(self, job: Job, past_s: float) -> None:
+        """The job went on for so long, at its rate."""
         self.since_s += past_s
         if self.every_s and self.since_s >= self.every_s:
             self.since_s %= self.every_s
-            self.done_flop = done_flop - rate_flops * self.since_s
+            num = job.iterations(job.done_flop - job.rate_flops * self.since_s)
+            self.done_flop = max(self.done_flop, num * job.iteration_flop)
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Job:
     """A fault has stopped it, and it has not gone on since."""
     told: bool = True
     """Whether somebody was told of that."""
+    halted: bool = False
+    """Its members have come to where they leave their generation."""
     round: int = 0
     """Of a command: how often all of its processes were started."""
     origin: Origin = "seed"
@@ -50,7 +53,11 @@ class Job:
     @property
     def iteration(self) -> int:
         """Iterations that are done."""
-        return int(self.done_flop // self.iteration_flop + 1e-9) if self.iteration_flop else 0
+        return self.iterations(self.done_flop)
+
+    def iterations(self, flop: float) -> int:
+        """Whole ones, sums of floats not being exact."""
+        return int(flop / self.iteration_flop + 1e-9) if self.iteration_flop else 0
 
     def settle(self, at_s: float) -> None:
         """What was done until now."""
@@ -59,7 +66,7 @@ class Job:
         if self.rate_flops and past_s > 0:
             self.done_flop += self.rate_flops * past_s
             for kept in (self.checkpoint, self.copy):
-                kept.pass_by(self.done_flop, self.rate_flops, past_s)
+                kept.pass_by(self, past_s)
 
     def goes_at(self, at_s: float, rate_flops: float) -> None:
         self.settle(at_s)
@@ -74,6 +81,11 @@ class Job:
         """Until the iteration that it is in is done."""
         self.settle(at_s)
         return ((self.iteration + 1) * self.iteration_flop - self.done_flop) / self.rate_flops
+
+    @property
+    def since_boundary_s(self) -> float:
+        """Since the last iteration was done, where it goes on."""
+        return max(self.done_flop - self.iteration * self.iteration_flop, 0.0) / self.rate_flops
 
     def keep(self, at_s: float) -> None:
         """All that is done is in a checkpoint: what is lost later was done later."""

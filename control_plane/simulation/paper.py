@@ -11,14 +11,12 @@ from ...events import reports as r
 from ...events.records import Record
 from ...events.reports import Body
 from ..state import Rank, Task
+from .account import Account, Key
 from .costs import Costs
 from .engine import LEADER, Engine
-from .job import Job
 
 SLACK_RATIO = 1 + 1e-9
 """An iteration is done when it is: sums of seconds are not exact."""
-Key = tuple[int, int, int]
-"""Task, rank, attempt."""
 
 
 @dataclass
@@ -38,13 +36,12 @@ class PaperNode:
 
 
 class Paper:
-    """Nodes by name, and the tasks that run on them by number."""
+    """Nodes by name; `account` is told what becomes of the tasks that run on them."""
 
-    def __init__(self, engine: Engine, costs: Costs, jobs: dict[int, Job]) -> None:
-        self.engine, self.costs, self.jobs = engine, costs, jobs
+    def __init__(self, engine: Engine, costs: Costs, account: Account) -> None:
+        self.engine, self.costs, self.account = engine, costs, account
+        self.jobs = account.jobs
         self.nodes: dict[str, PaperNode] = {}
-        self.lost: Callable[[int, float], None] = lambda task, flop: None
-        self.changed: Callable[[int], None] = lambda task: None
         self._pid = 0
 
     # --- nodes --------------------------------------------------------------------------------
@@ -65,8 +62,8 @@ class Paper:
         self.engine.tell(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
                                                  reason="it leaves"))
 
-    def fall(self, name: str) -> None:
-        """The node is gone, and says nothing of it."""
+    def fall(self, name: str, silence_s: float) -> None:
+        """The node is gone, and says nothing of it: in so many seconds that is told."""
         node = self.nodes[name]
         node.up = False
         node.processes.clear()
@@ -75,18 +72,18 @@ class Paper:
         def silent() -> None:
             if not node.up and node.incarnation == incarnation:
                 self.engine.tell(LEADER, r.NodeSilenced(
-                    node=name, incarnation=incarnation, silence_s=self.costs.silence_s))
+                    node=name, incarnation=incarnation, silence_s=silence_s))
 
-        self.engine.later(self.costs.silence_s, silent)
+        self.engine.later(silence_s, silent)
 
     def say(self, name: str, in_s: float, body: Body) -> None:
-        """The node says so then, if it is still up, and in the same incarnation."""
+        """What occurs now the node says then, if it is still up, and in the same incarnation."""
         node = self.nodes[name]
-        incarnation = node.incarnation
+        incarnation, now_s = node.incarnation, self.engine.now_s
 
         def tell() -> None:
             if node.up and node.incarnation == incarnation:
-                self.engine.tell(node.source, body)
+                self.engine.tell(node.source, body, now_s)
 
         self.engine.later(in_s, tell)
 
@@ -129,13 +126,14 @@ class Paper:
         self._of(key, node, 0.0, partial(_said, started))
         self._of(key, node, self.costs.start_s, partial(_said, ready))
 
-    def _of(self, key: Key, node: PaperNode, in_s: float, made: Callable[[], Body]) -> None:
+    def _of(self, key: Key, node: PaperNode, in_s: float, made: Callable[[], Body],
+            occurred_s: float | None = None) -> None:
         """Said of a process, if it still lives then."""
         incarnation = node.incarnation
 
         def tell() -> None:
             if node.up and node.incarnation == incarnation and key in node.processes:
-                self.engine.tell(node.source, made())
+                self.engine.tell(node.source, made(), occurred_s)
 
         self.engine.later(in_s, tell)
 
@@ -153,7 +151,7 @@ class Paper:
         self._of(key, node, in_s, lambda: r.CollectiveFailed(
             task=key[0], rank=key[1], attempt=key[2], generation=generation,
             iteration=self.jobs[key[0]].iteration, error=status or "closed by peer",
-            status=status))
+            status=status), self.engine.now_s)
 
     def _stop(self, order: o.StopRank) -> None:
         """An agent knows at once of a process that ended before, too."""
@@ -183,20 +181,19 @@ class Paper:
         """Its members have come to where they leave their generation."""
         if self._task(order.task).generation == order.generation:
             self.catch_up(order.task)
-            self.jobs[order.task].goes_at(self.engine.now_s, 0.0)
-            self.changed(order.task)
+            self.account.stands(self.engine.now_s, order.task)
 
     def catch_up(self, number: int) -> None:
         """Its last iteration is told, as it was when it was done: nothing stood until then."""
-        task, job = self._task(number), self.jobs[number]
-        job.settle(self.engine.now_s)
+        task, job, now_s = self._task(number), self.jobs[number], self.engine.now_s
+        job.settle(now_s)
         speaker = next((member for member in task.members if (
             number, member.rank, member.attempt) in self.nodes[member.node].processes), None)
         if job.rate_flops and job.iteration and speaker is not None:
             self.engine.tell(self.nodes[speaker.node].source, r.TaskProgressed(
                 task=number, generation=task.generation, first_iteration=job.iteration - 1,
                 losses=(0.0,), step_s=(job.iteration_s,), rate_flops=job.rate_flops,
-                micro_batches=1))
+                micro_batches=1), now_s - job.since_boundary_s)
 
     def _reconfigure(self, order: o.Reconfigure) -> None:
         job = self.jobs[order.task]
@@ -204,7 +201,7 @@ class Paper:
             (order.task, member.rank, member.attempt), False) for member in order.members}
         giver = next((rank for rank, state in has.items() if state), -1)
         if giver < 0:
-            self.lost(order.task, job.fall_back(self.engine.now_s))
+            self.account.undo(order.task, job.fall_back(self.engine.now_s))
         for member in order.members:
             origin = "own" if has[member.rank] else "peer" if giver >= 0 else job.origin
             told: Body = r.Reconfigured(
@@ -224,13 +221,16 @@ class Paper:
                 processes[key] = True
             else:
                 return  # it is gone since, and nobody was told
-        job.stuck, job.told = False, True
-        self.changed(order.task)
+        self.account.goes_on(order.task)
+        self.account.look(self.engine.now_s, order.task)
         first = task.members[0]
         key, node = (task.id, first.rank, first.attempt), self.nodes[first.node]
+        if not job.rate_flops:
+            return  # so few slots earn nothing
+        first_s = job.until_boundary_s(self.engine.now_s)
         forgiven = 1 + self.engine.state.policy.restart_iterations
         for begin, end in ((0, 1), (1, forgiven)):
-            self._of(key, node, end * job.iteration_s * SLACK_RATIO,
+            self._of(key, node, (first_s + (end - 1) * job.iteration_s) * SLACK_RATIO,
                      self._progress(order, begin, end))
 
     def _progress(self, order: o.Resume, begin: int, end: int) -> Callable[[], Body]:

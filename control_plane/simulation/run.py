@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ...events import orders as o
+from msgspec.structs import replace
+
 from ...events import reports as r
 from ...events.records import Record
 from ...events.spec import JobSpec
 from ...events.statuses import CONNECTION_RESET, LOST_CONNECTION
-from .. import throughput
 from ..heart import HEART
 from ..severity import TABLE
 from ..state import Task
-from .earnings import Earnings, Lost
+from .account import Account, Key
+from .earnings import Earnings
 from .engine import LEADER, Engine
-from .happening import Happening
+from .happening import Anything, Asked, Happening, Said, Takes
 from .job import Job, Kept
-from .paper import Key, Paper, PaperNode
+from .paper import Paper, PaperNode
 from .policy import Policy, Told
 
 SITE = "operator/site"
@@ -29,15 +30,17 @@ WARM_TRIES_NUM = 12
 
 
 class Ground(NamedTuple):
-    """What all policies of a scenario have in common. `slots` by node, `params` by task's name."""
+    """What all policies of a scenario have in common. `slots` by node, the rest by task's name:
+    `params` of its model, `iterations_s` at its largest size, where that is not `iteration_s`."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
     iteration_s: float
-    happenings: Sequence[Happening]
+    happenings: Sequence[Anything]
     horizon_s: float
     limits: r.Policy
     params: dict[str, float]
+    iterations_s: Mapping[str, float] = {}
 
 
 class Outcome(NamedTuple):
@@ -54,26 +57,21 @@ class Outcome(NamedTuple):
 
 
 class Run:
-    """`keep` takes each record of the log."""
+    """`keep` takes each record of the log. `earnings`: one that notes more than others do."""
 
     def __init__(self, ground: Ground, policy: Policy,
-                 keep: Callable[[Record], None] | None = None) -> None:
+                 keep: Callable[[Record], None] | None = None,
+                 earnings: Earnings | None = None) -> None:
         self.ground, self.costs = ground, policy.costs
         self.engine = Engine(policy.decides(Told(costs=policy.costs, params=ground.params)))
-        self.jobs: dict[int, Job] = {}
-        self.earnings = Earnings()
-        self.paper = Paper(self.engine, policy.costs, self.jobs)
+        self.account = Account(self.engine.state, earnings or Earnings(), self._opens)
+        self.paper = Paper(self.engine, policy.costs, self.account)
         self.counts: Counter[str] = Counter()
-        self.transitions = self.ignored = 0
+        self.ignored = 0
         self._keep = keep
         self._drained: set[str] = set()
-        self._untold: dict[str, set[int]] = {}
-        """By node: tasks that a fault of it has stopped, of which nobody was told."""
-        self._began_s = -1.0
         self._num_asked = 0
         self.engine.answer = self._answer
-        self.paper.changed = self._look
-        self.paper.lost = self._lost
 
     def play(self) -> Outcome:
         """The whole of it."""
@@ -85,18 +83,13 @@ class Run:
         for spec in ground.tasks:
             self._ask(r.TaskSubmitted(spec=spec))
         self._warm()
-        began_s = self._began_s = engine.now_s
-        self.earnings.begin(began_s)
-        for job in self.jobs.values():
-            job.keep(began_s)
-        self.transitions = 0
+        began_s = engine.now_s
+        self.account.begin(began_s)
         for one in ground.happenings:
             engine.later(one.at_s, partial(self._happens, one))
         engine.run(began_s + ground.horizon_s)
-        for task in self.jobs:
-            self._look(task)
-        self.earnings.end(engine.now_s)
-        return Outcome(self.earnings, began_s, self.transitions, self.counts,
+        self.account.end(engine.now_s)
+        return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
                        self.ignored)
 
     def _warm(self) -> None:
@@ -114,48 +107,119 @@ class Run:
         self.engine.tell(f"{SITE}-{self._num_asked}", body)
 
     # --- from outside ---------------------------------------------------------------------------
-    def _happens(self, one: Happening) -> None:
+    def _happens(self, one: Anything) -> None:
+        if not isinstance(one, Takes):
+            self.account.earnings.befalls(self.engine.now_s)
+        match one:
+            case Takes():
+                self.costs = self.paper.costs = one.costs
+            case Asked():
+                self._asked(one)
+            case Said():
+                self._told(one)
+            case Happening() if one.task or one.slot >= 0:
+                self._strikes(one)
+            case Happening():
+                self._befalls(one)
+
+    def _asked(self, one: Asked) -> None:
+        body = one.body
+        if isinstance(body, r.PolicySet):
+            self.engine.tell(LEADER, body)
+        elif one.task and not isinstance(body, r.TaskSubmitted):
+            number = self._number(one.task)
+            self._ask(replace(body, **{"task": number})) if number else self._ignore()
+        else:
+            self._ask(body)
+
+    def _told(self, one: Said) -> None:
+        node = self.paper.nodes.get(one.node)
+        if node is None or not node.up:
+            self._ignore()
+            return
+        of_leader = isinstance(one.body, r.NodeSilenced | r.NodeHeard)
+        self.engine.tell(LEADER if of_leader else node.source,
+                         replace(one.body, **{"incarnation": node.incarnation}))
+
+    def _befalls(self, one: Happening) -> None:
         node = self.paper.nodes.get(one.node)
         up = node is not None and node.up
         if one.event == "fault" and up:
             assert node is not None
-            self._fault(node, one.cause)
+            self._fault(node, one)
         elif one.event == "left" and up:
             assert node is not None
-            self._hurt(node.processes)
+            self._hurt(node)
             self.paper.leave(one.node)
         elif one.event == "repaired" and node is not None and (not up or one.node in self._drained):
-            self._hurt(node.processes)
+            self._hurt(node)
             self.paper.join(one.node, node.num_slots)
             if one.node in self._drained:
                 self._drained.discard(one.node)
                 self._ask(r.NodeUndrained(node=one.node, reason="repaired"))
         elif one.event == "joined" and not up:
             most = max(self.ground.slots.values(), default=1)
-            self.paper.join(one.node, self.ground.slots.get(one.node, most))
+            self.paper.join(one.node, one.num_slots or self.ground.slots.get(one.node, most))
         else:
-            self.ignored += 1
+            self._ignore()
 
-    def _fault(self, node: PaperNode, cause: str) -> None:
-        until_told_s = self.costs.until_told_s(cause, self.ground.iteration_s)
+    def _fault(self, node: PaperNode, one: Happening) -> None:
+        cause, until_told_s = one.cause, self._until_told_s(one)
         if cause == LOST_CONNECTION:
-            hurt = self._hurt(node.processes)
-            self._untold[node.name] = hurt
-            self.paper.fall(node.name)
-            for number in sorted(hurt):
+            hurt = self._hurt(node)
+            self.paper.fall(node.name, until_told_s)
+            for number in hurt:
                 self._peer_tells(self.engine.state.tasks[number], until_told_s)
             return
         victim = min(node.processes, default=None)
         if victim is not None:
-            self._hurt([victim])
-            in_memory = self.engine.state.tasks[victim[0]].heals_in_memory
-            if TABLE[cause] == "SEV3" and in_memory:
-                self.paper.fails(node, victim, until_told_s, cause)
-            else:
-                self.paper.end(node, victim, until_told_s, status=cause)
+            self._fails(victim, cause, until_told_s)
         if TABLE[cause] == "SEV1":
             self._drained.add(node.name)
             self.engine.later(until_told_s, lambda: self._drain(node.name, cause))
+
+    def _strikes(self, one: Happening) -> None:
+        """A process that lives, if there is one."""
+        state, number = self.engine.state, self._number(one.task)
+        if one.slot >= 0:
+            node = state.nodes.get(one.node)
+            found = node.occupants.get(one.slot) if node is not None else None
+            key = (found.task, found.rank, found.attempt) if found is not None else None
+        else:
+            task = state.tasks.get(number)
+            ranks = task.ranks if task is not None else {}
+            rank = ranks.get(one.rank) or ranks.get(min(ranks, default=-1))
+            key = (number, rank.rank, rank.attempt) if rank is not None else None
+        if key is None or not any(key in node.processes for node in self.paper.nodes.values()):
+            self._ignore()
+        else:
+            self._fails(key, one.cause, self._until_told_s(one))
+
+    def _fails(self, key: Key, cause: str, until_told_s: float) -> None:
+        """The process ends, or a collective fails under it."""
+        self._struck([key])
+        task = self.engine.state.tasks[key[0]]
+        node = next(node for node in self.paper.nodes.values() if key in node.processes)
+        if TABLE[cause] == "SEV3" and task.heals_in_memory and task.member(key[1]) is not None:
+            self.paper.fails(node, key, until_told_s, cause)
+        else:
+            self.paper.end(node, key, until_told_s, status=cause)
+
+    def _until_told_s(self, one: Happening) -> float:
+        if one.told_in_s >= 0:
+            return one.told_in_s
+        return self.costs.until_told_s(one.cause, self._iteration_s(one.task))
+
+    def _iteration_s(self, task: str) -> float:
+        return self.ground.iterations_s.get(task, self.ground.iteration_s)
+
+    def _number(self, name: str) -> int:
+        """Of the task of that name; 0: none was submitted."""
+        return next((task.id for task in self.engine.state.tasks.values()
+                     if task.spec.name == name), 0)
+
+    def _ignore(self) -> None:
+        self.ignored += 1
 
     def _drain(self, name: str, cause: str) -> None:
         """The site takes the node out, to have it repaired."""
@@ -173,90 +237,29 @@ class Run:
                 self.paper.end(node, key, in_s, status=CONNECTION_RESET)
                 return
 
-    def _hurt(self, processes: Sequence[Key] | dict[Key, bool]) -> set[int]:
-        """Their tasks do not train any more; which."""
-        hurt = {key[0] for key in processes}
-        for number in sorted(hurt):
-            job = self.jobs[number]
+    def _hurt(self, node: PaperNode) -> list[int]:
+        return self._struck(node.processes, node.name)
+
+    def _struck(self, keys: Collection[Key], node: str = "") -> list[int]:
+        """These processes stop now, and who needs them; what those had done until now is told."""
+        for number in sorted({key[0] for key in keys}):
             self.paper.catch_up(number)
-            if not job.stuck:
-                job.stuck, job.told = True, False
-            self._look(number)
-        return hurt
+        return self.account.strikes(self.engine.now_s, keys, node)
 
     # --- what the heart makes of it -------------------------------------------------------------
     def _answer(self, records: Sequence[Record]) -> None:
         touched: set[int] = set()
         for record in records:
-            body = record.body
             if self._keep is not None:
                 self._keep(record)
             self.counts[record.kind] += 1
-            number = getattr(body, "task", 0)
-            match body:
-                case r.TaskSubmitted():
-                    number = record.seq
-                    self._submitted(number)
-                case r.RankExited() | r.CollectiveFailed() if number in self.jobs:
-                    self.jobs[number].told = True
-                case r.NodeSilenced():
-                    for task in self._untold.pop(body.node, set()):
-                        self.jobs[task].told = True
-                        touched.add(task)
-                case o.StartRank() if body.spec.training is None:
-                    self._round(number)
-                case o.Reconfigure():
-                    self.transitions += 1
-                case _:
-                    pass
-            if number in self.jobs:
-                touched.add(number)
+            touched.update(self.account.read(self.engine.now_s, record))
         self.paper.carry_out(records)
         for number in sorted(touched):
-            self._look(number)
+            self.account.look(self.engine.now_s, number)
 
-    def _submitted(self, number: int) -> None:
-        task = self.engine.state.tasks[number]
+    def _opens(self, task: Task) -> Job:
         assert task.throughput is not None
-        self.jobs[number] = Job(
-            number, task.throughput,
-            max(task.throughput.rates_flops) * self.ground.iteration_s,
-            Kept(self.costs.checkpoint_s), Kept(self.costs.copy_s))
-
-    def _round(self, number: int) -> None:
-        """All processes of a command start: after the first time, from what is kept."""
-        task, job = self.engine.state.tasks[number], self.jobs[number]
-        if job.round != task.rounds:
-            job.round = task.rounds
-            job.stuck, job.told = False, True
-            if task.rounds > 1:
-                self.transitions += 1
-                self._lost(number, job.fall_back(self.engine.now_s))
-
-    def _lost(self, number: int, flop: float) -> None:
-        if self._began_s >= 0:
-            self.earnings.undo(flop * self.engine.state.tasks[number].weight)
-
-    def _look(self, number: int) -> None:
-        """At what rate the task goes on from now, and why at no higher one."""
-        state, job = self.engine.state, self.jobs[number]
-        task = state.tasks[number]
-        now_s, rate_flops = self.engine.now_s, 0.0
-        if not job.stuck and task.phase == "training":
-            size = len(task.members) if task.heals_in_memory else len(task.target)
-            rate_flops = throughput.rate_at(job.table, size)
-        elif not job.stuck and task.phase == "quiescing" and task.mode == "boundary":
-            rate_flops = job.rate_flops
-        job.goes_at(now_s, rate_flops)
-        self.earnings.earns(now_s, number, task.weight * rate_flops,
-                            "sub-healthy" if rate_flops else self._why(task, job))
-
-    def _why(self, task: Task, job: Job) -> Lost:
-        if job.stuck and not job.told:
-            return "detection"
-        if not task.target:
-            return "waiting"
-        nodes = self.engine.state.nodes
-        away = any((node := nodes.get(seat.slot.node)) is None or not node.takes_tasks
-                   for seat in task.target)
-        return "waiting" if away else "transition"
+        return Job(task.id, task.throughput,
+                   max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
+                   Kept(self.costs.checkpoint_s), Kept(self.costs.copy_s))
