@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from ..events.decided import NodeQuarantined
@@ -14,6 +16,9 @@ from .state import ClusterState, Node
 OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG))
 """Statuses that count against a node, where they were SEV1: of a device, a lost connection, and a
 process that nothing could end."""
+UNUSUAL_SHARE_MAX = 0.05
+"""A node has so many faults by chance alone in fewer cases than this: Poisson's tail, by the mean
+of the others."""
 
 
 def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> None:
@@ -48,7 +53,18 @@ def is_due(state: ClusterState, node: Node) -> bool:
     """Whether it has failed so often that it is to be quarantined, the last time since it was."""
     if node.quarantine is not None or not any(one.fresh for one in node.offences):
         return False
-    return len(counting(state, node)) >= state.policy.quarantine_faults
+    num = len(counting(state, node))
+    return num >= state.policy.quarantine_faults and _is_unusual(state, node, num)
+
+
+def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
+    """Whether a node that fails as often as the others would hardly ever have so many faults.
+
+    Where all fail often, to be without those that did would cost more than their next fault.
+    """
+    mean = max(sum(_shown(state)) - num, 0) / max(len(state.nodes) - 1, 1)
+    fewer = sum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
+    return 1 - fewer < UNUSUAL_SHARE_MAX
 
 
 def counting(state: ClusterState, node: Node) -> list[Offence]:
@@ -56,6 +72,20 @@ def counting(state: ClusterState, node: Node) -> list[Offence]:
     since_s = state.at_s - state.policy.quarantine_window_s
     return [one for one in node.offences if one.at_s >= since_s
             and not (one.status == LOST_CONNECTION and _is_shared(state, one))]
+
+
+def _shown(state: ClusterState) -> Iterator[int]:
+    """Of each node what counts against it, in one look at them all."""
+    since_s, near_s = (state.at_s - state.policy.quarantine_window_s,
+                       state.policy.replace_after_s)
+    most = num_unconfirmed_max(state)
+    lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.offences
+                    if one.status == LOST_CONNECTION)
+    for node in state.nodes.values():
+        yield sum(one.at_s >= since_s and not (
+            one.status == LOST_CONNECTION
+            and bisect_right(lost_s, one.at_s + near_s) - bisect_left(lost_s, one.at_s - near_s)
+            > most) for one in node.offences)
 
 
 def _is_shared(state: ClusterState, offence: Offence) -> bool:

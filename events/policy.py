@@ -63,7 +63,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hang_s_min: float = 2.0
     """A rank that stands still is no hang before this, however short its iterations are."""
     quarantine_faults: int = 2
-    """So many faults of one node within `quarantine_window_s` and it is quarantined."""
+    """So many faults of one node within `quarantine_window_s` and it is quarantined, where that is
+    more than the faults of the others let one expect."""
     quarantine_window_s: float = 30 * 86400.0
     quarantine_s: float = 86400.0
     """How long a quarantined node gets no tasks, unless an operator lifts it."""
