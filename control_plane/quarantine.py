@@ -63,7 +63,7 @@ def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
     Where all fail often, to be without those that did would cost more than their next fault.
     """
     mean = max(sum(_shown(state)) - num, 0) / max(len(state.nodes) - 1, 1)
-    fewer = sum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
+    fewer = math.fsum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
     return 1 - fewer < UNUSUAL_SHARE_MAX
 
 
@@ -82,10 +82,9 @@ def _shown(state: ClusterState) -> Iterator[int]:
     lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.offences
                     if one.status == LOST_CONNECTION)
     for node in state.nodes.values():
-        yield sum(one.at_s >= since_s and not (
-            one.status == LOST_CONNECTION
-            and bisect_right(lost_s, one.at_s + near_s) - bisect_left(lost_s, one.at_s - near_s)
-            > most) for one in node.offences)
+        yield len([one for one in node.offences if one.at_s >= since_s and not (
+            one.status == LOST_CONNECTION and bisect_right(lost_s, one.at_s + near_s)
+            - bisect_left(lost_s, one.at_s - near_s) > most)])
 
 
 def _is_shared(state: ClusterState, offence: Offence) -> bool:
