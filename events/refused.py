@@ -15,6 +15,7 @@ from .parallel import NOT_KEYS, Parallel
 
 PLAIN = re.compile(r"[\w./-]{1,60}\Z", re.ASCII)
 """Text that stands in a list as it is."""
+KEY_CHARS_MAX = 100
 UNION = re.compile(r"`(\w+(?: \| \w+)+)`")
 WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
@@ -33,7 +34,7 @@ def refused(said: str, root: type[Struct], hint: str, *, given: object = None,
     if missing := re.fullmatch("Object missing required field `(.*)`", message):
         return SpecError(_join(path, missing[1]), "is missing", hint)
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):
-        return SpecError(_join(path, unknown[1]), "is not a field",
+        return SpecError(_join(path, _shown(unknown[1])), "is not a field",
                          _meant(unknown[1], path, root, given, without) or hint)
     if message.startswith("Invalid enum value"):
         hint = _words(path, root) or hint
@@ -120,6 +121,12 @@ def _structs(kind: Any) -> Iterator[type[Struct]]:
 def _plain(path: str) -> str:
     """Without the places in lists."""
     return re.sub(r"\[[^]]*\]", "", path)
+
+
+def _shown(key: str) -> str:
+    """A stranger's word, so that it stands in a line and does nothing to a screen."""
+    cut = key[:KEY_CHARS_MAX]
+    return cut if cut.isprintable() else repr(cut)
 
 
 def _join(path: str, name: str) -> str:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from unicron.cli import simulate
 from unicron.cli.job_file import read_yaml
 from unicron.control_plane.severity import TABLE
 from unicron.control_plane.simulation import repairs, scenario, trace_file
@@ -214,6 +215,15 @@ def test_a_cluster_on_paper_ignores_nothing_of_it() -> None:
     for name in given.policies:
         chosen = scenario.policy(given, name)
         assert Run(scenario.ground(given, chosen, happenings), chosen).play().ignored == 0
+
+
+def test_what_is_printed_is_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "deploy" / "scenarios" / "disasters"
+    name = path / "opt-2021-11-17-forty-restarts.yaml"
+    simulate.print_trace(name)
+    printed = trace_file.read(capsys.readouterr().out, "printed").happenings
+    assert printed == simulate.read(name)[1]
+    assert sum(one.event == "fault" for one in printed) == 40
 
 
 def test_studies_are_those_of_the_table() -> None:

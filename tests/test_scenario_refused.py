@@ -59,6 +59,9 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "said"), [
     ({"apiVersion": "v2"}, "apiVersion: is 'v2'"),
     ({"horizon": 5}, "horizon: is not a field"),
+    ({"\x1b[1m": 5}, ".yaml: '\\x1b[1m': is not a field"),
+    ({"k" * 5000: 5}, "kkk: is not a field"),
+    ({"trace": "t" * 5000}, "trace: names no file"),
     ({"name": ""}, "name: '' is not a name"),
     ({"name": "a\x1b[31m"}, "name: 'a\\x1b[31m' is not a name"),
     ({"name": "a\nb"}, "name: 'a\\nb' is not a name"),

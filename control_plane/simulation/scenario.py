@@ -35,6 +35,7 @@ ITERATION_S_MAX = 1e5
 COST_S_MAX = 1e9
 SPEED_RATIO_MAX = 1e3
 NAME_CHARS_MAX = 100
+PATH_CHARS_MAX = 1024
 STOP_S = 0.1
 BY_CAUSE = ("detect_s", "detect_iterations")
 """Constants that are many: of these a scenario names those that are others."""
@@ -108,7 +109,8 @@ def parse(data: object) -> Scenario:
          "name", f"{found.name[:NAME_CHARS_MAX]!r} is not a name",
          f"printable text, at most {NAME_CHARS_MAX} characters")
     _check_nodes(found)
-    need(not isinstance(found.trace, str) or (bool(found.trace) and found.trace.isprintable()),
+    need(not isinstance(found.trace, str) or (
+        0 < len(found.trace) <= PATH_CHARS_MAX and found.trace.isprintable()),
          "trace", "names no file", "a file beside the scenario, or drawn: {...}")
     need(bool(found.tasks), "tasks", "is empty", DOCS)
     for number, task in enumerate(found.tasks):
