@@ -228,7 +228,7 @@ app.add_typer(plan_command.app)
 app.add_typer(operator_commands.app)
 app.add_typer(classify_command.app)
 app.add_typer(locate_command.app)
-app.add_typer(simulate_command.app)
+app.add_typer(simulate_command.app, name="simulate")
 
 
 @app.command()

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import __version__
 from ..control_plane.simulation import drawn, trace_file
 from ..control_plane.simulation import scenario as scenarios
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.happening import Happening
-from ..control_plane.simulation.policy import Policy
-from ..control_plane.simulation.run import Ground, Outcome, Run
+from ..control_plane.simulation.run import Outcome
 from ..control_plane.simulation.scenario import Scenario
-from ..events import archive
 from ..events.errors import SpecError, UsageError
 from . import say
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, scaled, span, table
 from .job_file import FILE_BYTES_MAX, read_text, read_yaml
+from .simulate_play import Played, Stage, play
 
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
 Plain = dict[str, Any]
-
-
-class Stage(NamedTuple):
-    """What is played."""
-
-    policy: Policy
-    ground: Ground
-
-
-class Played(NamedTuple):
-    """What a policy made of the scenario."""
-
-    outcome: Outcome
-    num_records: int
-    took_s: float
 
 
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
@@ -50,8 +31,9 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     if log is not None and OURS not in stages:
         raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
                          f"add {OURS}: {{}} to policies:")
-    played = {name: _play(stage, scenario.name, log if name == OURS else None)
-              for name, stage in stages.items()}
+    if log is not None:
+        stages[OURS] = stages[OURS]._replace(log=log, cluster=scenario.name)
+    played = dict(zip(stages, play([*stages.values()]), strict=True))
     if as_json:
         say.out(json.dumps(told(scenario, played)))
     else:
@@ -106,16 +88,6 @@ def print_trace(path: Path) -> None:
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     say.lines(trace_file.written(happenings))
-
-
-def _play(stage: Stage, cluster: str, log: Path | None) -> Played:
-    began_s = time.perf_counter()
-    with ExitStack() as stack:
-        writer = stack.enter_context(archive.create(
-            log, cluster=cluster, code=__version__)) if log is not None else None
-        run = Run(stage.ground, stage.policy, writer.add if writer else None)
-        outcome = run.play()
-    return Played(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
 
 # --- as data ------------------------------------------------------------------------------------
