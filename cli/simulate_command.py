@@ -19,6 +19,14 @@ def simulate(
     scenario: Annotated[Path | None, typer.Option(
         "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
         "faults, and how long (docs/guides/simulate.md).")] = None,
+    recorded: Annotated[Path | None, typer.Option(
+        "--from-log", metavar="FILE", help="Instead: what befell a cluster by its log, as "
+        "`export` writes it, under other choices.")] = None,
+    settings: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --from-log: weight.TASK=2, or policy.FIELD=VALUE, "
+        "a field of the policy file.")] = None,
+    policies: Annotated[list[str] | None, typer.Option(
+        "--policy", metavar="NAME", help="With --from-log: another policy than Unicron's.")] = None,
     log: Annotated[Path | None, typer.Option(
         "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
         "does.")] = None,
@@ -31,14 +39,26 @@ def simulate(
     from . import simulate as command
 
     if context.invoked_subcommand is not None:
-        if scenario is not None or log is not None or print_trace:
-            raise UsageError(f"--scenario, --log and --print-trace do not go with "
+        if scenario is not None or recorded is not None or log is not None or print_trace:
+            raise UsageError(f"--scenario, --from-log, --log and --print-trace do not go with "
                              f"{context.invoked_subcommand}",
                              f"unicron simulate {context.invoked_subcommand} --help")
         return
+    if recorded is not None:
+        if scenario is not None or log is not None or print_trace:
+            raise UsageError("--scenario, --log and --print-trace do not go with --from-log",
+                             f"unicron simulate --from-log {recorded}")
+        from . import from_log
+
+        from_log.from_log(recorded, settings=settings or (), policies=policies or (),
+                          as_json=output == "json")
+        return
     if scenario is None:
-        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, or the paper's "
-                         "evaluation: unicron simulate paper")
+        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, or --from-log "
+                         "FILE, or the paper's evaluation: unicron simulate paper")
+    if settings or policies:
+        raise UsageError("--set and --policy go with --from-log",
+                         "a scenario names its policies, and their constants")
     if print_trace:
         command.print_trace(scenario)
         return

@@ -45,9 +45,9 @@ PURE = (
         "calm", "answers",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
-        "account", "baseline", "befell", "costs", "drawn", "earnings", "engine",
-        "happening", "job", "paper", "policy", "recorded", "repairs", "run", "scenario",
-        "studies", "trace_file", "traced", *(f"policies/{one}" for one in (
+        "account", "baseline", "befell", "costs", "counterfactual", "drawn", "earnings", "engine",
+        "evidence", "happening", "job", "measured", "paper", "policy", "recorded", "repairs", "run",
+        "scenario", "studies", "trace_file", "traced", *(f"policies/{one}" for one in (
             "megatron", "requeue", "shrink", "spares", "unicron")))),
     "events/places.py", "events/parallel.py", "events/policy_check.py", "events/refused.py",
     "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",

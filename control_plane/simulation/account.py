@@ -120,6 +120,7 @@ class Account:
         """The task is finished, or somebody wants it to end. Who has failed is still missed."""
         if number in self.jobs:
             self._left.add(number)
+            self.jobs[number].goes_at(at_s, 0.0)
             self.earnings.leaves(at_s, number)
 
     def _starts(self, at_s: float, number: int) -> None:
@@ -146,6 +147,8 @@ class Account:
     # --- what a task earns ------------------------------------------------------------------------
     def look(self, at_s: float, number: int) -> None:
         """At what rate the task goes on from now, and why at no higher one."""
+        if number in self._left:
+            return
         task, job = self.state.tasks[number], self.jobs[number]
         rate_flops, slots = 0.0, 0
         if not job.stuck and (task.phase == "training" or (
@@ -153,9 +156,8 @@ class Account:
             slots = len(task.members) if task.heals_in_memory else len(task.target)
             rate_flops = throughput.rate_at(job.table, slots)
         job.goes_at(at_s, rate_flops)
-        if number not in self._left:
-            self.earnings.earns(at_s, number, task.weight * rate_flops, slots,
-                                "sub-healthy" if rate_flops else self._why(task, job))
+        self.earnings.earns(at_s, number, task.weight * rate_flops, slots,
+                            "sub-healthy" if rate_flops else self._why(task, job))
 
     def _why(self, task: Task, job: Job) -> Lost:
         if job.stuck and not job.told:

@@ -34,13 +34,27 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
 
     def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         if has_failed(state):
-            yield from _seat(state, allocate(state, sizes))
+            yield from _seat(state, _with_newcomers(state, allocate(state, sizes), sizes))
             return
         seats = _planned(state, num_spares)
         sizes.update({task: len(mine) for task, mine in seats.items()})
         yield from _seat(state, seats)
 
     return lambda state, record, known: answer(state, record, known, plan)
+
+
+def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) -> Seats:
+    """Tasks that came after the first fault get the most that is free, first come first served."""
+    found = {**seats}
+    for task in live_tasks(state):
+        if task.id in sizes or found.get(task.id):
+            continue
+        taken = [seat.slot for mine in found.values() for seat in mine]
+        free = [slot for slot in usable_slots(state) if slot not in taken]
+        size = max((one for one in task.spec.slots.counts if one <= len(free)), default=0)
+        if size:
+            found[task.id], sizes[task.id] = _seats(task, free[:size]), size
+    return found
 
 
 def has_failed(state: ClusterState) -> bool:

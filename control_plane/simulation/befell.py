@@ -60,7 +60,7 @@ class Befell:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        """Of tasks; of one that another had before: with a number."""
+        """Of tasks; where another had it before, with a number."""
         self._found: list[Happening | Asked | Said] = []
         self._strokes: list[tuple[Stroke, str]] = []
         """And whose clock says when."""
@@ -68,7 +68,9 @@ class Befell:
         """By node, as they will be told."""
         self._faults: list[tuple[Stroke, str, Fault, float]] = []
         self._silent: dict[str, Silence] = {}
-        self._gone: dict[str, Happening] = {}
+        self._lost: list[Silence] = []
+        self._told_s: dict[int, float] = {}
+        """When collectives that failed were told of, by seq."""
         self._up: dict[str, int] = {}
         self._harmed: dict[Key | str, float] = {}
         self._failed: dict[int, Stroke] = {}
@@ -89,11 +91,7 @@ class Befell:
             self._behind_s[node] = min(self._behind_s.get(node, behind_s), behind_s)
         match body:
             case r.TaskSubmitted():
-                taken = list(self.names.values())
-                num = 1 + sum(name.partition("~")[0] == body.spec.name for name in taken)
-                self.names[record.seq] = name = (
-                    body.spec.name if num == 1 else f"{body.spec.name}~{num}")
-                self._found.append(Asked(record.at_s, body, name))
+                self._found.append(Asked(record.at_s, body, self._name(record.seq, body)))
             case r.NodeJoined():
                 self._joined(state, record, body)
             case r.NodeLeft() if body.node in self._up:
@@ -138,11 +136,19 @@ class Befell:
         if record.source != "heart":
             self._see_faults(state, record, node)
 
+    def _name(self, number: int, body: r.TaskSubmitted) -> str:
+        name, num = body.spec.name, 1
+        while name in self.names.values():
+            num += 1
+            name = f"{body.spec.name}.{num}"
+        self.names[number] = name
+        return name
+
     # --- nodes ----------------------------------------------------------------------------------
     def _joined(self, state: ClusterState, record: Record, body: r.NodeJoined) -> None:
         name, silence = body.node, self._silent.pop(body.node, None)
         if silence is not None:
-            self._lost(silence)
+            self._lost.append(silence)
         elif self._up.get(name, body.incarnation) < body.incarnation:  # its agent ended, unseen
             faults = [fault for task in state.tasks.values() for fault in task.faults
                       if record.seq in fault.evidence]
@@ -160,24 +166,13 @@ class Befell:
                       if any(rank.slot.node == body.node for rank in task.ranks.values()))
         self._silent[body.node] = Silence(from_s, record.at_s, record.seq, tasks, body)
 
-    def _lost(self, silence: Silence) -> None:
-        """It was gone: since the first sign of it."""
-        name = silence.body.node
-        signs = [at_s for stroke, at_s in self._dated() if stroke.key[0] in silence.tasks
-                 and silence.from_s <= at_s <= silence.told_s]
-        at_s = min(signs, default=silence.from_s)
-        self._up.pop(name, None)
-        self._strokes.append((Stroke(at_s, silence.seq, name), ""))
-        self._found.append(Happening(at_s, name, "fault", LOST_CONNECTION,
-                                     told_in_s=silence.told_s - at_s))
-
     # --- processes ------------------------------------------------------------------------------
     def _collective(self, state: ClusterState, record: Record, body: r.CollectiveFailed,
                     node: str) -> None:
         if body.task in state.tasks:
             stroke = Stroke(record.occurred_s, record.seq, "", (
                 body.task, body.rank, body.attempt), body.generation)
-            self._failed[record.seq] = stroke
+            self._failed[record.seq], self._told_s[record.seq] = stroke, record.at_s
             self._strokes.append((stroke, node))
 
     def _see_faults(self, state: ClusterState, record: Record, node: str) -> None:
@@ -238,11 +233,21 @@ class Befell:
         for stroke, node in self._strokes:
             yield stroke, stroke.at_s + self._behind_s.get(node, 0.0)
 
+    def _gone(self, silence: Silence) -> tuple[Stroke, Happening]:
+        """A node that was lost: since the first sign of it."""
+        name = silence.body.node
+        signs = sorted((at_s, stroke.seq) for stroke, at_s in self._dated()
+                       if stroke.key[0] in silence.tasks
+                       and silence.from_s <= at_s <= silence.told_s)
+        at_s, seq = signs[0] if signs else (silence.from_s, 0)
+        return Stroke(at_s, silence.seq, name), Happening(
+            at_s, name, "fault", LOST_CONNECTION, told_in_s=silence.told_s - at_s,
+            seen_in_s=max(self._told_s.get(seq, at_s) - at_s, 0.0) if seq else -1.0)
+
     def all(self) -> Befallen:
         """When the log has been read."""
-        for name in [*self._silent]:
-            self._lost(self._silent.pop(name))
-        happenings = list(self._found)
+        gone = [self._gone(one) for one in (*self._lost, *self._silent.values())]
+        happenings = [*self._found, *(one for _, one in gone)]
         for stroke, node, fault, told_s in self._faults:
             at_s = stroke.at_s + self._behind_s.get(node, 0.0)
             happenings.append(Happening(
@@ -250,6 +255,7 @@ class Befell:
                 fault.status if fault.status in TABLE else OTHER_NETWORK,
                 task=self.names.get(stroke.key[0], ""), rank=stroke.key[1],
                 told_in_s=max(told_s - at_s, 0.0) if told_s >= 0 else -1.0))
-        strokes = sorted(stroke._replace(at_s=at_s) for stroke, at_s in self._dated())
+        strokes = sorted([*(stroke._replace(at_s=at_s) for stroke, at_s in self._dated()),
+                          *(stroke for stroke, _ in gone)])
         return Befallen(strokes, sorted(happenings, key=lambda one: one.at_s), self._num_hearsay,
                         self._behind_s)

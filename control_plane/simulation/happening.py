@@ -32,6 +32,8 @@ class Happening(NamedTuple):
     """Of a node that joins; 0: as the others."""
     told_in_s: float = -1.0
     """Until the fault is told; below 0: as long as the policy takes for its cause."""
+    seen_in_s: float = -1.0
+    """Until peers of a lost node tell what they see; below 0: as long."""
 
 
 class Asked(NamedTuple):
@@ -58,3 +60,9 @@ class Takes(NamedTuple):
 
 
 Anything = Happening | Asked | Said | Takes
+
+
+def is_felt(one: Anything) -> bool:
+    """Whether losses may be laid to it; those until a node is back are laid to what took it."""
+    return not isinstance(one, Takes) and not (
+        isinstance(one, Happening) and one.event in ("joined", "repaired"))

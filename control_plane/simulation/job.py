@@ -47,6 +47,8 @@ class Job:
     """Its members have come to where they leave their generation."""
     round: int = 0
     """Of a command: how often all of its processes were started."""
+    began_flop: float = 0.0
+    """What was done when the horizon began."""
     origin: Origin = "seed"
     """Where it went on from, the last time that nobody had its state."""
 
@@ -91,6 +93,7 @@ class Job:
         """All that is done is in a checkpoint: what is lost later was done later."""
         self.settle(at_s)
         self.checkpoint.done_flop, self.checkpoint.since_s = self.done_flop, 0.0
+        self.began_flop = self.done_flop
 
     def fall_back(self, at_s: float) -> float:
         """All that its processes held is gone: it goes on from what is kept; the FLOP lost."""

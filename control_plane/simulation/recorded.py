@@ -6,18 +6,19 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...events import orders as o
 from ...events import reports as r
 from ...events.logged import IterationsLogged
 from ...events.records import Record
 from ..fold import fold
-from ..state import ClusterState, Task
+from ..state import ClusterState, Task, live_tasks
 from ..throughput import rate_at
 from .account import Account, Key
 from .befell import Befallen, Stroke
 from .earnings import Earnings
-from .happening import Takes
+from .happening import is_felt
 from .job import Job, Kept
 from .run import Outcome
 
@@ -31,13 +32,8 @@ class Followed(Job):
 
     anchors: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
     """Iterations done, FLOP credited by then, and those of one iteration; ascending."""
-    began_flop: float = 0.0
     before: tuple[int, float] | None = None
     """Of a command that starts again: its round, and what was done before."""
-
-    def keep(self, at_s: float) -> None:
-        super().keep(at_s)
-        self.began_flop = self.done_flop
 
     def fall_back(self, at_s: float) -> float:
         """What a command has to do again only its own log tells, later."""
@@ -70,6 +66,15 @@ class Followed(Job):
         return done_flop + (iterations - num) * flop
 
 
+class Begun(NamedTuple):
+    """How the cluster was when the horizon began: tasks with their weights, nodes with slots."""
+
+    tasks: dict[int, float]
+    slots: dict[str, int]
+    drained: tuple[str, ...]
+    policy: r.Policy
+
+
 class Meter:
     """Folds a log, record by record, and keeps the account of its tasks.
 
@@ -82,11 +87,11 @@ class Meter:
         self.state = ClusterState()
         self.account = Account(self.state, earnings, self._opens)
         self.began_s = -1.0
+        self.begun: Begun | None = None
         self.counts: Counter[str] = Counter()
         self._tables, self._begin_s = tables, begin_s
         self._strokes, self._behind_s = befallen.strokes[::-1], befallen.behind_s
-        self._marks_s = [one.at_s for one in befallen.happenings
-                         if not isinstance(one, Takes)][::-1]
+        self._marks_s = [one.at_s for one in befallen.happenings if is_felt(one)][::-1]
         self._pending: dict[int, list[Key]] = {}
         """By the seq that will tell of it: processes that are gone."""
         self._jobs: dict[int, Followed] = {}
@@ -131,7 +136,13 @@ class Meter:
             self._begin(at_s)
 
     def _begin(self, at_s: float) -> None:
-        self.began_s = at_s
+        state, self.began_s = self.state, at_s
+        there = {name: node for name, node in state.nodes.items() if node.health == "healthy"}
+        self.begun = Begun(
+            tasks={task.id: task.weight for task in live_tasks(state) if not task.ending},
+            slots={name: node.num_slots for name, node in there.items() if not node.drained},
+            drained=tuple(name for name, node in there.items() if node.drained),
+            policy=state.policy)
         self._marks_s = [one for one in self._marks_s if one > at_s]
         self.account.begin(at_s)
 

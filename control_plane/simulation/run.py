@@ -19,7 +19,7 @@ from ..state import Task
 from .account import Account, Key
 from .earnings import Earnings
 from .engine import LEADER, Engine
-from .happening import Anything, Asked, Happening, Said, Takes
+from .happening import Anything, Asked, Happening, Said, Takes, is_felt
 from .job import Job, Kept
 from .paper import Paper, PaperNode
 from .policy import Policy, Told
@@ -108,7 +108,7 @@ class Run:
 
     # --- from outside ---------------------------------------------------------------------------
     def _happens(self, one: Anything) -> None:
-        if not isinstance(one, Takes):
+        if is_felt(one):
             self.account.earnings.befalls(self.engine.now_s)
         match one:
             case Takes():
@@ -169,7 +169,8 @@ class Run:
             hurt = self._hurt(node)
             self.paper.fall(node.name, until_told_s)
             for number in hurt:
-                self._peer_tells(self.engine.state.tasks[number], until_told_s)
+                self._peer_tells(self.engine.state.tasks[number],
+                                 one.seen_in_s if one.seen_in_s >= 0 else until_told_s)
             return
         victim = min(node.processes, default=None)
         if victim is not None:

@@ -194,17 +194,20 @@ def policy(scenario: Scenario, name: str) -> Policy:
     return replace(known, costs=found)
 
 
-def _limits(scenario: Scenario, chosen: Policy) -> Limits:
-    """Those of the scenario; where it says nothing, no step of the policy takes too long."""
-    costs = chosen.costs
-    longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + scenario.iteration_s)
-    usual = Limits()
+def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
+           usual: Limits | None = None) -> Limits:
+    """The usual ones, but for those given; where none is, no step of the policy takes too long.
+
+    Raises SpecError.
+    """
+    costs, usual = chosen.costs, usual or Limits()
+    longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     ample = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
         "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
     if not chosen.heals:
         ample["stop_s_max"] = STOP_S  # to end processes is part of a restart, as it is published
     try:
-        found = policy_check.parse(scenario.limits, replace(usual, **ample))
+        found = policy_check.parse(given, replace(usual, **ample))
     except SpecError as error:
         raise SpecError("limits", str(error), error.hint) from None
     return found if chosen.escalates else replace(
@@ -220,7 +223,7 @@ def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] =
         slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
         tasks=tuple(_job(scenario, number, chosen) for number in range(len(scenario.tasks))),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
-        limits=_limits(scenario, chosen),
+        limits=limits(chosen, scenario.limits, scenario.iteration_s),
         params={task.name: task.size for task in scenario.tasks})
 
 
