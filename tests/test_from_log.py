@@ -77,6 +77,17 @@ def test_a_simulated_log_is_read_back_as_its_simulation_told() -> None:
     same(found, told)
 
 
+def test_clocks_of_nodes_may_be_wrong() -> None:
+    """An hour behind the leader's: when a fault occurred is found all the same."""
+    told, log, horizon_s = simulated()
+    late = [replace(one, occurred_s=one.occurred_s - 3600.0) if one.source.startswith("n")
+            else one for one in log]
+    befallen, tables = witnessed(late)
+    found = Meter(befallen, tables, Earnings(), begin_s=told.began_s).measure(
+        late, end_s=told.began_s + horizon_s)
+    same(found, told)
+
+
 AWAY_S = st.floats(600, 2 * DAY_S)
 FAULTS = st.lists(st.tuples(st.floats(1, 2.9 * DAY_S), st.integers(0, 15), st.sampled_from(
     [*TABLE]), AWAY_S), max_size=6, unique_by=lambda one: one[1])
