@@ -163,6 +163,17 @@ def test_who_waits_for_its_node_loses_more() -> None:
     assert theirs.earnings.felt[0].lost_flop > ours.earnings.felt[0].lost_flop
 
 
+def test_allocation_rules_heal_as_unicron_did_in_this_log() -> None:
+    found = recorded([Happening(3600, "n2", "fault", CUDA_ERRORS), LAST])
+    fault = found.played.earnings.felt[0]
+    shared = counterfactual.play(found, Choice(policy="by-weight")).earnings.felt[0]
+    assert fault.over_s is not None
+    assert shared.over_s is not None
+    assert shared.over_s - shared.at_s == pytest.approx(fault.over_s - fault.at_s, abs=20.0)
+    sizes = counterfactual.play(found, Choice(policy="equally")).work
+    assert 0 < sizes["b"] == pytest.approx(sizes["a"], rel=0.02)
+
+
 def test_other_weights_give_the_slots_to_others() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     other = counterfactual.play(found, Choice(weights={"b": 5.0}))

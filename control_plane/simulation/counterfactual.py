@@ -135,10 +135,15 @@ def play(recording: Recording, choice: Choice) -> Played:
     return _played(outcome, earnings, run.account, names)
 
 
+def as_measured(choice: Choice) -> bool:
+    """Whether its steps are Unicron's, and take what they took in the log."""
+    return POLICIES[choice.policy].costs == POLICIES[OURS].costs
+
+
 def _policy(recording: Recording, choice: Choice) -> Policy:
     """Unicron's steps take what they took in this log; others', what is published."""
     known = POLICIES[choice.policy]
-    if choice.policy != OURS:
+    if not as_measured(choice):
         return known
     return replace(known, costs=recording.measured.costs(
         known.costs, recording.began_s, _faults(recording)))
@@ -168,7 +173,7 @@ def _ground(recording: Recording, choice: Choice, chosen: Policy) -> Ground:
 
 def _takes(recording: Recording, choice: Choice, chosen: Policy) -> list[Takes]:
     """From each thing that befell the cluster until the next, what the steps took then."""
-    if choice.policy != OURS:
+    if not as_measured(choice):
         return []
     times_s = [recording.began_s, *(one.at_s for one in recording.happenings), float("inf")]
     return [Takes(from_s - recording.began_s, recording.measured.costs_between(
@@ -180,7 +185,7 @@ def _moved(recording: Recording, one: Anything, choice: Choice, chosen: Policy) 
     at_s = one.at_s - recording.began_s
     if isinstance(one, Happening):
         moved = one._replace(at_s=at_s)
-        return moved if choice.policy == OURS else moved._replace(told_in_s=-1.0, seen_in_s=-1.0)
+        return moved if as_measured(choice) else moved._replace(told_in_s=-1.0, seen_in_s=-1.0)
     if not isinstance(one, Asked):
         return one._replace(at_s=at_s)
     body = one.body

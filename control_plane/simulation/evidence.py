@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .counterfactual import OURS, Choice, Played, Recording
+from .counterfactual import OURS, Choice, Played, Recording, as_measured
 from .happening import Happening
 from .measured import KEPT, STEPS, detected
 from .policies import POLICIES
@@ -79,7 +79,7 @@ def _of(recording: Recording, choice: Choice, one: Played) -> list[str]:
         found.append(f"{name}: {one.outcome.ignored} of what befell met nobody: what was to be "
                      "struck, or asked for, was not there")
     costs, horizon_s = POLICIES[choice.policy].costs, recording.end_s - recording.began_s
-    if choice.policy != OURS:
+    if not as_measured(choice):
         longest_s = max([costs.until_told_s(fault.cause, 0.0) for fault in _faults(recording)
                          if fault.event == "fault"], default=0.0) + costs.start_s
         found.append(f"{name}: our reading of it, with the costs that it publishes" + (
