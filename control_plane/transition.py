@@ -25,6 +25,7 @@ from ..events.reports import Body
 from . import command, copies
 from .incidents import close_incident, end_incident, network_incident, open_incidents
 from .leaving import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
+from .plan_input import is_pinned
 from .processes import port, slot_free, start_rank, stop_pending, stop_rank
 from .seating import next_seating
 from .state import ClusterState, Phase, Rank, Task
@@ -49,9 +50,9 @@ class Row(NamedTuple):
 # --- what a row waits for -----------------------------------------------------------------------
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
     """Every wanted rank holds: RankReady, and nothing is wrong with it; and they are enough."""
-    return bool(task.target) and all(_ready(task.ranks.get(seat.rank), seat)
-                                     for seat in task.target) and (
-        bool(next_seating(state, task).members))
+    return bool(task.target) and not _is_planned_anew(state, task) and all(
+        _ready(task.ranks.get(seat.rank), seat) for seat in task.target) and (
+            bool(next_seating(state, task).members))
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
@@ -96,7 +97,8 @@ def boundary_disturbed(state: ClusterState, task: Task) -> bool:
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
     """Every living member has left the generation and holds; and there is one to go on with."""
-    return all_quiesced(task) and bool(next_seating(state, task).members)
+    return (all_quiesced(task) and not _is_planned_anew(state, task)
+            and bool(next_seating(state, task).members))
 
 
 def generation_broken(state: ClusterState, task: Task) -> bool:
@@ -117,6 +119,12 @@ def _ready(rank: Rank | None, seat: Seat) -> bool:
 def _unreachable(state: ClusterState, task: Task) -> bool:
     return any((node := state.nodes.get(rank.slot.node)) is None or node.health != "healthy"
                for rank in task.living_members())
+
+
+def _is_planned_anew(state: ClusterState, task: Task) -> bool:
+    """Its seats are out of date, and a plan of the same batch follows: who has none now may have
+    one then, and has the state."""
+    return bool(state.replan) and not task.ending and not is_pinned(state, task)
 
 
 # --- what a row orders --------------------------------------------------------------------------

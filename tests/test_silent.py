@@ -60,6 +60,29 @@ def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver) -> N
     assert task_of(d, task).target == seats
 
 
+def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losses() -> None:
+    """Ten ranks, sizes of 6 and 10: the first loss frees three that live, and the second, told
+    while these hold, needs one of them: it goes on, with what it has in memory."""
+    d = Driver(nodes=10, slots=1)
+    task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
+    d.progress(task, 5)
+    failed(d, task, 0)
+    silence(d, "n2")
+    second = task_of(d, task).target[2].slot.node
+    silence(d, second)
+    assert len(task_of(d, task).target) == 6
+    for rank in task_of(d, task).living_members():
+        if rank.slot.node != second:
+            d.quiesced(task, rank.rank)
+    late = d.due(f"silent/{task}/1")
+    told = [kind for kind in kinds(late) if kind != "IncidentEscalated"]
+    assert told == ["PlanChosen", "TaskPlaced", "Reconfigure", "StopRank", "StopRank"]
+    assert len(the(o.Reconfigure, late).members) == 6
+    d.obey(late)
+    d.progress(task)
+    at_rest(d)
+
+
 def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds() -> None:
     d = Driver(nodes=4, slots=1)
     task = three(d)
@@ -239,7 +262,7 @@ def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -
     silence(d, home)
     assert kinds(d.obey(only(o.StartRank, moved))) == []
     new = d.due(f"replace/{home}")
-    assert kinds(new) == ["IncidentOpened", "Reconfigure", "PlanChosen"]
+    assert kinds(new) == ["IncidentOpened", "PlanChosen", "Reconfigure"]
     d.steps[task] = 0
     d.obey(new)
     closed = the(o.IncidentClosed, d.progress(task))

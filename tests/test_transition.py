@@ -232,8 +232,8 @@ def test_a_process_that_cannot_be_ended_is_given_up(d: Driver) -> None:
     assert kinds(d.due(f"stop/{task}/3/1")) == ["StopRank"]
     assert kinds(d.due(f"stop/{task}/3/1")) == ["StopRank"]
     given_up = d.due(f"stop/{task}/3/1")
-    assert kinds(given_up) == ["IncidentEscalated", "Reconfigure", "PlanChosen", "TaskPlaced",
-                               "StopRank"]
+    assert kinds(given_up) == ["IncidentEscalated", "PlanChosen", "TaskPlaced", "StopRank",
+                               "Reconfigure"]
     assert d.state.nodes["n2"].slots_out == [1]
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 2]
 
