@@ -203,3 +203,18 @@ def test_only_who_knows_quarantine_has_it() -> None:
         log: list[Record] = []
         play(policy, happenings, log=log)
         assert any(one.kind == "NodeQuarantined" for one in log) == has
+
+
+def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
+    """One node that stays is enough; who loses all at once goes on from the checkpoint."""
+    costs, at_s = scenario.POLICIES["unicron"].costs, DAY_S + 1000
+    every = [one for name in ("n0", "n1", "n2", "n3") for one in lost(name, at_s, at_s + 600)]
+    killed = [Happening(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]
+    data = plain(limits={"quarantine_faults": 100})
+    gone = play("unicron", sorted(every, key=lambda one: one.at_s), data).earnings
+    held = play("unicron", killed, data).earnings
+    # The state was saved when the horizon began.
+    assert gone.lost_flop["recomputed"] == pytest.approx(
+        8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10)
+    assert held.lost_flop["recomputed"] == pytest.approx(
+        8e12 * (at_s % costs.copy_s), abs=8e12 * 10)

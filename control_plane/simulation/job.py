@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...events.orders import ThroughputSet
 from ...events.taken import Origin
@@ -49,6 +49,8 @@ class Job:
     """Of a command: how often all of its processes were started."""
     began_flop: float = 0.0
     """What was done when the horizon began."""
+    holders: set[str] = field(default_factory=set[str])
+    """Nodes, each in its incarnation, that have a part in its copies in memory."""
     origin: Origin = "seed"
     """Where it went on from, the last time that nobody had its state."""
 
@@ -90,18 +92,28 @@ class Job:
         return max(self.done_flop - self.iteration * self.iteration_flop, 0.0) / self.rate_flops
 
     def keep(self, at_s: float) -> None:
-        """All that is done is in a checkpoint: what is lost later was done later."""
+        """All that is done is in a checkpoint and copied: what is lost later was done later."""
         self.settle(at_s)
-        self.checkpoint.done_flop, self.checkpoint.since_s = self.done_flop, 0.0
+        for kept in (self.checkpoint, self.copy):
+            kept.done_flop, kept.since_s = self.done_flop, 0.0
         self.began_flop = self.done_flop
 
+    def lose(self, holder: str) -> None:
+        """The node is gone; with the last of them all copies in memory are."""
+        if holder in self.holders:
+            self.holders.remove(holder)
+            if not self.holders:
+                self.copy.done_flop = self.copy.since_s = 0.0
+
     def fall_back(self, at_s: float) -> float:
-        """All that its processes held is gone: it goes on from what is kept; the FLOP lost."""
+        """All that its processes held is gone: it goes on from what is kept; the FLOP lost.
+
+        Until the next checkpoint, and the next copy, it is as long as ever from there.
+        """
         self.settle(at_s)
         to = max(self.checkpoint.done_flop, self.copy.done_flop)
         self.origin = ("seed" if not to else "copy" if to > self.checkpoint.done_flop
                        else "checkpoint")
         lost, self.done_flop = self.done_flop - to, to
-        for kept in (self.checkpoint, self.copy):
-            kept.done_flop, kept.since_s = to, 0.0
+        self.checkpoint.since_s = self.copy.since_s = 0.0
         return lost

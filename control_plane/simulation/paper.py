@@ -48,8 +48,8 @@ class Paper:
     def join(self, name: str, num_slots: int) -> None:
         """Its agent starts; what an older one ran is gone."""
         node = self.nodes.setdefault(name, PaperNode(name, num_slots))
+        self._empty(node)
         node.incarnation, node.up = node.incarnation + 1, True
-        node.processes.clear()
         self.engine.tell(node.source, r.NodeJoined(
             node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
             num_slots=node.num_slots))
@@ -57,16 +57,14 @@ class Paper:
     def leave(self, name: str) -> None:
         """Its agent stops on purpose, and its processes with it."""
         node = self.nodes[name]
-        node.up = False
-        node.processes.clear()
+        self._empty(node)
         self.engine.tell(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
                                                  reason="it leaves"))
 
     def fall(self, name: str, silence_s: float) -> None:
         """The node is gone, and says nothing of it: in so many seconds that is told."""
         node = self.nodes[name]
-        node.up = False
-        node.processes.clear()
+        self._empty(node)
         incarnation = node.incarnation
 
         def silent() -> None:
@@ -75,6 +73,13 @@ class Paper:
                     node=name, incarnation=incarnation, silence_s=silence_s))
 
         self.engine.later(silence_s, silent)
+
+    def _empty(self, node: PaperNode) -> None:
+        """All is gone that it had in memory."""
+        node.up = False
+        node.processes.clear()
+        for job in self.jobs.values():
+            job.lose(node.source)
 
     def say(self, name: str, in_s: float, body: Body) -> None:
         """What occurs now the node says then, if it is still up, and in the same incarnation."""
@@ -117,6 +122,7 @@ class Paper:
         started = r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                 node=node.name, pid=self._pid, log_path="/paper")
         if order.spec.training is None:
+            self.jobs[order.task].holders.add(node.source)
             self._of(key, node, self.costs.start_s, partial(_said, started))
             return
         ready = r.RankReady(
@@ -221,6 +227,7 @@ class Paper:
                 processes[key] = True
             else:
                 return  # it is gone since, and nobody was told
+        job.holders = {self.nodes[member.node].source for member in task.members}
         self.account.goes_on(order.task)
         self.account.look(self.engine.now_s, order.task)
         first = task.members[0]
