@@ -6,7 +6,6 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DRAWS := $(VENV)/.draws
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TEST_S_MAX := 3600
 BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST_S_MAX))
@@ -29,7 +28,7 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    $(VENV) from $(PYTHON); the first time this fetches a few hundred MB"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev]'; \
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw]'; \
 	touch $@; \
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"
@@ -51,14 +50,10 @@ N ?= 5
 comma := ,
 SYSTEMS ?=
 CASES ?=
-$(DRAWS): $(STAMP)
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[draw]'
-	@touch $@
-
 ROUNDS ?= 100
 SEED ?= 4
 PICTURE ?= build/chaos-training
-chaos-training: setup types $(DRAWS) ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
+chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
 	@$(BIN)/python tests/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
 
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables

@@ -10,7 +10,6 @@ from ..control_plane.simulation import drawn, trace_file
 from ..control_plane.simulation import scenario as scenarios
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.happening import Happening
-from ..control_plane.simulation.run import Outcome
 from ..control_plane.simulation.scenario import Scenario
 from ..events.errors import SpecError, UsageError
 from . import say
@@ -27,7 +26,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     """Read, play, show. Raises UsageError for files that are not as they must be."""
     if log is not None and log.exists():
         raise UsageError(f"{log} exists", "name a new file")
-    scenario, stages = load(path)
+    scenario, stages = load(path, whole=log is not None)
     if log is not None and OURS not in stages:
         raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
                          f"add {OURS}: {{}} to policies:")
@@ -40,13 +39,17 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
         say.lines(screen(scenario, played, path, log))
 
 
-def load(path: Path) -> tuple[Scenario, dict[str, Stage]]:
-    """The scenario, and by policy what it is played on. Raises UsageError."""
+def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, Stage]]:
+    """The scenario, and by policy what it is played on; ours slot by slot, where that is asked for.
+
+    Raises UsageError.
+    """
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
-        return scenario, {name: Stage(one, scenarios.ground(scenario, one, happenings))
-                          for name, one in policies.items()}
+        return scenario, {name: Stage(one, scenarios.ground(
+            scenario, one, happenings, condense=not (whole and name == OURS)))
+            for name, one in policies.items()}
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 
@@ -100,28 +103,13 @@ def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
 def _policy(one: Played) -> Plain:
     earnings, counts = one.outcome.earnings, one.outcome.counts
     return {
-        "accumulated_waf_flop": earnings.flop, "full_waf_flop": full_flop(one.outcome),
-        "share_of_full": share(one.outcome), "lost_waf_flop": earnings.lost_flop,
+        "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.whole_flop,
+        "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
         "downtime_task_s": earnings.down_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
         "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "records": one.num_records,
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
     }
-
-
-def full_flop(outcome: Outcome) -> float:
-    """What the cluster would have earned without a fault."""
-    earnings = outcome.earnings
-    found = earnings.flop
-    for flop in earnings.lost_flop.values():
-        found += flop
-    return found
-
-
-def share(outcome: Outcome) -> float:
-    """Of that, what was earned."""
-    full = full_flop(outcome)
-    return outcome.earnings.flop / full if full else 0.0
 
 
 # --- for people -------------------------------------------------------------------------------
@@ -155,8 +143,9 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
 
 
 def _row(name: str, one: Played, best: Played) -> list[str]:
-    earnings, full = one.outcome.earnings, full_flop(one.outcome)
+    earnings = one.outcome.earnings
+    full = earnings.whole_flop
     behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
-    return [name, scaled(earnings.flop, "FLOP"), f"{100 * share(one.outcome):.2f} %",
+    return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
             f"{behind:.3f} x" if one is not best else "-",
             *(f"{100 * earnings.lost_flop[what] / full:.2f} %" if full else "-" for what in LOST)]

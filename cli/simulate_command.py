@@ -63,3 +63,18 @@ def simulate(
         command.print_trace(scenario)
         return
     command.simulate(scenario, log=log, as_json=output == "json")
+
+
+@app.command()
+def paper(
+    seeds: Annotated[int, typer.Option(
+        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
+    report: Annotated[Path | None, typer.Option(
+        "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
+        "PNG.")] = None,
+    output: Form = "text",
+) -> None:
+    """The paper's evaluation: its traces and cases under every policy, beside its figures."""
+    from . import simulate_paper as command
+
+    command.paper(seeds=seeds, report=report, as_json=output == "json")

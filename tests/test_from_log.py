@@ -60,7 +60,7 @@ def witnessed(log: list[Record]) -> tuple[Befallen, dict[int, o.ThroughputSet]]:
 def same(found: Outcome, told: Outcome) -> None:
     """Earned, and lost to each cause: to 1e-9 of the whole."""
     assert found.transitions == told.transitions
-    full = command.full_flop(told)
+    full = told.earnings.whole_flop
     assert found.earnings.flop == pytest.approx(told.earnings.flop, rel=1e-9)
     for why in LOST:
         assert found.earnings.lost_flop[why] == pytest.approx(
@@ -110,7 +110,7 @@ def test_whatever_befalls_it_the_log_is_read_back(faults: list[tuple[float, int,
     same(found, told)
     lost = sum(told.earnings.lost_flop.values())
     assert sum(one.lost_flop for one in [*traced.felt, traced.loose]) == pytest.approx(
-        lost, abs=1e-9 * command.full_flop(told))
+        lost, abs=1e-9 * told.earnings.whole_flop)
 
 
 # --- other choices ------------------------------------------------------------------------------

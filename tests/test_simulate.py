@@ -21,6 +21,7 @@ from unicron.events.records import Record
 EXAMPLE = Path(__file__).parents[1] / "deploy" / "scenarios" / "two-weeks.yaml"
 DAY_S = 86400.0
 NODE, DEVICE, PROCESS = "lost connection", "ECC errors", "exited abnormally"
+HANG = "task hang"
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def test_a_week_without_a_fault_earns_all() -> None:
     for policy in scenario.POLICIES:
         found = play(policy, [])
         assert found.earnings.flop == pytest.approx(full_waf(policy) * 10 * DAY_S, rel=1e-12)
-        assert command.share(found) == 1.0
+        assert found.earnings.share == 1.0
 
 
 @pytest.mark.parametrize("num", [1, 3])
@@ -145,7 +146,7 @@ def test_nothing_is_earned_twice_or_forgotten(happenings: list[Happening], polic
     log: list[Record] = []
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
     full = full_waf(policy) * 10 * DAY_S
-    assert command.full_flop(found) == pytest.approx(full, rel=1e-9)
+    assert found.earnings.whole_flop == pytest.approx(full, rel=1e-9)
     assert -1e-9 * full <= found.earnings.flop <= (1 + 1e-9) * 8e12 * 10 * DAY_S
     assert [record.seq for record in log] == list(range(1, len(log) + 1))
     if policy == "unicron":
@@ -218,3 +219,39 @@ def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
         8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10)
     assert held.lost_flop["recomputed"] == pytest.approx(
         8e12 * (at_s % costs.copy_s), abs=8e12 * 10)
+
+
+@pytest.mark.parametrize("policy", scenario.POLICIES)
+def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
+    given = scenario.parse(plain(
+        cluster={"nodes": 6, "slots": 4}, tasks=[{
+            "name": "a", "params": 1e9, "slots": {"min": 4, "max": 24, "multiple_of": 4},
+            "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
+    chosen = scenario.policy(given, policy)
+    happenings = [
+        *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
+        Happening(3 * DAY_S, "n2", "fault", PROCESS), Happening(4 * DAY_S, "n3", "fault", HANG)]
+    device = [Happening(5 * DAY_S, "n0", "fault", DEVICE), Happening(5.5 * DAY_S, "n0", "repaired")]
+    few, whole, few_too, whole_too = (
+        Run(scenario.ground(given, chosen, told, condense=condense), chosen).play()
+        for told in (happenings, device) for condense in (True, False))
+    assert few.earnings.flop == pytest.approx(whole.earnings.flop, rel=1e-6)
+    # While a process starts again, those beside it are members: on paper they are one.
+    assert few.earnings.slot_s == pytest.approx(whole.earnings.slot_s, rel=1e-4)
+    for why, flop in whole.earnings.lost_flop.items():
+        assert few.earnings.lost_flop[why] == pytest.approx(flop, abs=1e-6 * whole.earnings.flop)
+    assert few.counts["StartRank"] <= whole.counts["StartRank"] / 3
+    # A device alone is out for a moment before all of its node is.
+    assert few_too.earnings.flop == pytest.approx(whole_too.earnings.flop, rel=1e-3)
+
+
+def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
+    for sizes, by in (({"min": 8, "max": 32, "multiple_of": 8}, 4), ({"min": 2, "max": 8}, 1),
+                      ({"min": 6, "max": 6}, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4),
+                      ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4)):
+        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, tasks=[{
+            "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
+        found = scenario.ground(given, scenario.policy(given, "unicron"))
+        assert found.grain == by, sizes
+        assert found.slots["n0"] == 4 // by
+        assert found.limits.mtbf_gpu_s == 2000 * 3600 / by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 Lost = Literal["detection", "transition", "waiting", "sub-healthy", "recomputed"]
@@ -44,6 +45,16 @@ class Earnings:
 
     def befalls(self, at_s: float) -> None:
         """Something befalls the cluster, or is asked of it: of no interest to the sum."""
+
+    @property
+    def whole_flop(self) -> float:
+        """What would have been earned without a fault."""
+        return math.fsum((self.flop, *self.lost_flop.values()))
+
+    @property
+    def share(self) -> float:
+        """Of that, what was."""
+        return self.flop / self.whole_flop if self.whole_flop else 0.0
 
     @property
     def total(self) -> float:
@@ -102,6 +113,11 @@ class Earnings:
         """Add up all."""
         for task in self.waf:
             self.settle(at_s, task)
+
+    def stand_for(self, num: int) -> None:
+        """Each slot was so many GPUs: their time."""
+        self.slot_s *= num
+        self.lost_slot_s = {why: num * one_s for why, one_s in self.lost_slot_s.items()}
 
     def _changed(self, at_s: float) -> None:
         if self.curve and self.curve[-1][0] == at_s:

@@ -41,6 +41,8 @@ class Ground(NamedTuple):
     limits: r.Policy
     params: dict[str, float]
     iterations_s: Mapping[str, float] = {}
+    grain: int = 1
+    """So many GPUs does a slot stand for."""
 
 
 class Outcome(NamedTuple):
@@ -89,6 +91,7 @@ class Run:
             engine.later(one.at_s, partial(self._happens, one))
         engine.run(began_s + ground.horizon_s)
         self.account.end(engine.now_s)
+        self.account.earnings.stand_for(ground.grain)
         return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
                        self.ignored)
 

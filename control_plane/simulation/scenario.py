@@ -21,6 +21,7 @@ from ..best_layout import modelled
 from ..model_flops import parameters
 from ..nodes import NUM_SLOTS_MAX
 from ..severity import TABLE
+from . import condensed
 from .drawn import DrawnTrace
 from .happening import Happening
 from .policies import POLICIES
@@ -214,17 +215,24 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
         found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
 
 
-def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = ()) -> Ground:
-    """What a policy is played on. Raises SpecError."""
+def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = (), *,
+           condense: bool = True) -> Ground:
+    """What a policy is played on; condensed where that is the same (condensed.py).
+
+    Raises SpecError.
+    """
     for number, task in enumerate(scenario.tasks):
         need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
              "says nothing of its model's size, and a policy goes by it", "add params: 7.0e+9")
+    tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
+    by = condensed.grain(scenario.cluster.slots, [spec.slots for spec in tasks]) if condense else 1
     return Ground(
-        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
-        tasks=tuple(_job(scenario, number, chosen) for number in range(len(scenario.tasks))),
+        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots // by),
+        tasks=tuple(condensed.of_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
-        limits=limits(chosen, scenario.limits, scenario.iteration_s),
-        params={task.name: task.size for task in scenario.tasks})
+        limits=condensed.of_limits(
+            limits(chosen, scenario.limits, scenario.iteration_s), by),
+        params={task.name: task.size for task in scenario.tasks}, grain=by)
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:

@@ -52,15 +52,15 @@ def row(name: str) -> str:
     run = Run(stages["unicron"].ground, stages["unicron"].policy, log.append)
     ours = run.play()
     theirs = Run(stages["requeue"].ground, stages["requeue"].policy).play()
-    full = simulate.full_flop(ours)
+    full = ours.earnings.whole_flop
     away = ours.earnings.lost_flop["waiting"] + ours.earnings.lost_flop["sub-healthy"]
     stood_s = sum(ours.earnings.down_s.values())
     told = told_h().get(name)
     cells = (
         f"`{name}`", f"{stood_s:.0f} s" if stood_s < 600 else f"{stood_s / 3600:.1f} h",
-        f"{(1 - simulate.share(ours)) * gpu_h:,.1f}", f"{away / full * gpu_h:,.1f}",
+        f"{(1 - ours.earnings.share) * gpu_h:,.1f}", f"{away / full * gpu_h:,.1f}",
         incidents(log), f"{ours.counts['PlanChosen'] - 1}, {ours.transitions}",
-        f"{(1 - simulate.share(theirs)) * gpu_h:,.0f}",
+        f"{(1 - theirs.earnings.share) * gpu_h:,.0f}",
         f"{told:.1f}" if told else "", f"{told * gpus:,.0f}" if told else "")
     return f"| {' | '.join(cells)} |\n"
 
