@@ -78,3 +78,45 @@ def paper(
     from . import simulate_paper as command
 
     command.paper(seeds=seeds, report=report, as_json=output == "json")
+
+
+Drawn = Annotated[Path | None, typer.Option(
+    "--scenario", metavar="FILE", help="A scenario whose trace is drawn; without one the paper's "
+    "case 5 at trace-a's rate.")]
+Seeds = Annotated[int, typer.Option(
+    "--seeds", min=1, max=100, metavar="N", help="Traces drawn for each point.")]
+Report = Annotated[Path | None, typer.Option(
+    "--report", metavar="FOLDER", help="Write report.html there, with the curves.")]
+
+
+@app.command()
+def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
+         output: Form = "text") -> None:
+    """What a worse MTBF costs, by policy, and where two of them break even."""
+    from . import simulate_capacity as command
+
+    command.mtbf(scenario, seeds=seeds, report=report, as_json=output == "json")
+
+
+@app.command()
+def spares(
+    scenario: Drawn = None,
+    most: Annotated[int, typer.Option(
+        "--most", min=1, max=1000, metavar="N", help="Up to so many idle nodes.")] = 4,
+    seeds: Seeds = 3, report: Report = None, output: Form = "text",
+) -> None:
+    """How many spare nodes pay."""
+    from . import simulate_capacity as command
+
+    command.spares(scenario, most=most, seeds=seeds, report=report, as_json=output == "json")
+
+
+@app.command()
+def weights(
+    task: Annotated[str, typer.Option("--task", metavar="TASK", help="Whose weight is another.")],
+    scenario: Drawn = None, seeds: Seeds = 3, report: Report = None, output: Form = "text",
+) -> None:
+    """What a task gets for its weight, and what that costs the others."""
+    from . import simulate_capacity as command
+
+    command.weights(scenario, task=task, seeds=seeds, report=report, as_json=output == "json")

@@ -23,6 +23,8 @@ class Earnings:
         self.flop = self.slot_s = 0.0
         self.lost_flop: dict[Lost, float] = dict.fromkeys(LOST, 0.0)
         self.lost_slot_s: dict[Lost, float] = dict.fromkeys(LOST, 0.0)
+        self.flop_of: dict[int, float] = {}
+        """Of `flop`, by task."""
         self.full: dict[int, float] = {}
         self.full_slots: dict[int, int] = {}
         self.waf: dict[int, float] = {}
@@ -39,6 +41,7 @@ class Earnings:
         """From here on it counts: what each task earns now is its full strength."""
         self.full, self.full_slots = dict(self.waf), dict(self.slots)
         self.flop, self.lost_flop = 0.0, dict.fromkeys(LOST, 0.0)
+        self.flop_of = dict.fromkeys(self.waf, 0.0)
         self.slot_s, self.lost_slot_s = 0.0, dict.fromkeys(LOST, 0.0)
         self.down_s, self.curve = dict.fromkeys(LOST, 0.0), [(at_s, self.total)]
         self._since_s = dict.fromkeys(self.waf, at_s)
@@ -96,6 +99,7 @@ class Earnings:
         waf, why = self.waf.get(task, 0.0), self._why.get(task, "waiting")
         slots = self.slots.get(task, 0)
         self.flop += waf * past_s
+        self.flop_of[task] = self.flop_of.get(task, 0.0) + waf * past_s
         self.slot_s += slots * past_s
         self.lost_flop[why] += (self.full.get(task, 0.0) - waf) * past_s
         self.lost_slot_s[why] += (self.full_slots.get(task, 0) - slots) * past_s
@@ -105,6 +109,7 @@ class Earnings:
     def undo(self, task: int, flop: float, slot_s: float) -> None:
         """What the task earned, and is to earn again in so many slot-seconds."""
         self.flop -= flop
+        self.flop_of[task] = self.flop_of.get(task, 0.0) - flop
         self.lost_flop["recomputed"] += flop
         self.slot_s -= slot_s
         self.lost_slot_s["recomputed"] += slot_s
@@ -117,6 +122,7 @@ class Earnings:
     def stand_for(self, num: int) -> None:
         """Each slot was so many GPUs: their time."""
         self.slot_s *= num
+        self.full_slots = {task: num * slots for task, slots in self.full_slots.items()}
         self.lost_slot_s = {why: num * one_s for why, one_s in self.lost_slot_s.items()}
 
     def _changed(self, at_s: float) -> None:

@@ -1,0 +1,200 @@
+"""`unicron simulate mtbf`, `spares` and `weights`: what more and less of each would earn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from ..control_plane.simulation import capacity
+from ..control_plane.simulation.capacity import OURS, BreakEven, Point
+from ..control_plane.simulation.scenario import Scenario
+from ..events.errors import SpecError, UsageError
+from . import report_page as html
+from . import say
+from .figures import command, labelled, number_of, table
+from .pictures import COLOURS, OURS_COLOUR, Picture
+from .simulate import read
+from .simulate_play import Played, Stage, play
+
+BREAK_EVENS_NUM_MAX = 6
+Curve = list[tuple[float, float]]
+Row = dict[str, Any]
+
+
+def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: bool) -> None:
+    """How the policies compare as faults come more and less often."""
+    asked = _asked(scenario)
+    points, played = _played(scenario, lambda: capacity.mtbf(asked, seeds))
+    unit_h, ideal = capacity.mtbf_gpu_h(asked), _ideal(points, played)
+    curves = {name: [(at * (unit_h or 1.0), flop / ideal) for at, flop in curve]
+              for name, curve in _curves(points, played).items()}
+    evens = capacity.break_evens(curves, geometric=True)
+    what = "MTBF OF A GPU, H" if unit_h else "MTBF, TIMES"
+    words = [f"{one.below} and {one.above} earn alike at {one.at:,.0f} h: below it {one.below} "
+             "earns more" for one in evens]
+    ahead = [name for name in curves if name != OURS and OURS in curves and all(
+        mine > its for (_, mine), (_, its) in zip(curves[OURS], curves[name], strict=True))]
+    if ahead:
+        words.append(f"at each of these MTBFs {OURS} earns more than {', '.join(ahead)}")
+    if asked.limits.get("floor"):
+        words.insert(0, f"{OURS} keeps every task on its floor (limits: floor); the others let "
+                     "tasks go without slots, which earns more where one task has the weight")
+    _tell(asked, "mtbf", what, curves, words, Picture(
+        "mtbf", "What a worse MTBF costs", "Of what the cluster earns under Unicron's plan "
+        "without a fault; means over the seeds.",
+        _drawn(curves, what.lower(), "share of that", log=True)), seeds, report, as_json,
+        lambda at: f"{at:,.0f}" if unit_h else f"{at:g}", evens)
+
+
+def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None, as_json: bool
+           ) -> None:
+    """How many idle nodes pay, under who has them."""
+    asked = _asked(scenario)
+    if most >= len(asked.cluster.names):
+        raise UsageError(f"--most {most} leaves no node", f"fewer than {len(asked.cluster.names)}")
+    points, played = _played(scenario, lambda: capacity.spares(asked, seeds, most))
+    ideal = _ideal(points, played)
+    curves = {name: [(at, flop / ideal) for at, flop in curve]
+              for name, curve in _curves(points, played).items()}
+    words: list[str] = []
+    for name, curve in curves.items():
+        if name != OURS:
+            share, num = max((share, -at) for at, share in curve)
+            words.append(f"{name}: {number_of(round(-num), 'idle node')} pay most, "
+                         f"{100 * share:.2f} %" + _beside(curves, share))
+    if OURS in curves:  # without spares: a line to compare with
+        curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
+    _tell(asked, "spares", "IDLE NODES", curves, words, Picture(
+        "spares", "How many spares pay", "Of what the cluster earns under Unicron's plan, all "
+        "nodes in use and without a fault; means over the seeds.",
+        _drawn(curves, "idle nodes", "share of that", log=False)), seeds, report, as_json,
+        lambda at: f"{at:.0f}", capacity.break_evens(curves, geometric=False))
+
+
+def _beside(curves: dict[str, Curve], share: float) -> str:
+    if OURS not in curves:
+        return ""
+    ours = curves[OURS][0][1]
+    return f"; {OURS} with none earns {100 * ours:.2f} %, {ours / share:.3f} x as much"
+
+
+def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None, as_json: bool
+            ) -> None:
+    """What a task gets, and what that costs the others, as its weight is another."""
+    asked = _asked(scenario)
+    points, played = _played(scenario, lambda: capacity.weights(asked, seeds, task))
+    usual = {one.name: one.weight for one in asked.tasks}
+    names = [*usual]
+    mine: dict[float, list[tuple[float, float, float]]] = {}
+    for point, one in zip(points, played, strict=True):
+        earnings = one.outcome.earnings
+        work = {name: earnings.flop_of[number] / spec.weight for name, number, spec in
+                zip(names, sorted(earnings.flop_of), point.ground.tasks, strict=True)}
+        slots = earnings.full_slots[sorted(earnings.full_slots)[names.index(task)]]
+        mine.setdefault(point.at, []).append((
+            slots, work[task], fsum(usual[name] * flop for name, flop in work.items())))
+    means = {at: [fsum(column) / len(every) for column in zip(*every, strict=True)]
+             for at, every in mine.items()}
+    base = means[1.0]
+    curves: dict[str, Curve] = {
+        "its slots, of all": [(at * usual[task], one[0] / (
+            len(asked.cluster.names) * asked.cluster.slots)) for at, one in means.items()],
+        "its FLOP, times": [(at * usual[task], one[1] / base[1] if base[1] else 0.0)
+                            for at, one in means.items()],
+        "all by the old weights, times": [(at * usual[task], one[2] / base[2])
+                                          for at, one in means.items()]}
+    words = [f"{task} has weight {usual[task]:g} and, without a fault, {base[0]:.0f} slots"]
+    _tell(asked, "weights", f"WEIGHT OF {task.upper()}", curves, words, Picture(
+        "weights", f"What {task} gets for its weight", "Under Unicron, through the faults; means "
+        "over the seeds.", _drawn(curves, f"weight of {task}", "share, or times", log=True)),
+        seeds, report, as_json, lambda at: f"{at:g}", [])
+
+
+# --- what all of them share ---------------------------------------------------------------------
+def _asked(path: Path | None) -> Scenario:
+    if path is None:
+        return capacity.usual()
+    try:
+        return read(path)[0]
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+
+
+def _played(path: Path | None, points: Callable[[], list[Point]]
+            ) -> tuple[list[Point], list[Played]]:
+    try:
+        found = points()
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}" if path is not None else str(error),
+                         error.hint) from None
+    return found, play([Stage(point.policy, point.ground) for point in found])
+
+
+def _ideal(points: Sequence[Point], played: Sequence[Played]) -> float:
+    """What the cluster would earn without a fault, under Unicron's plan if that is there."""
+    whole = [(point.system == OURS, one.outcome.earnings.whole_flop)
+             for point, one in zip(points, played, strict=True)]
+    return max(whole)[1]
+
+
+def _curves(points: Sequence[Point], played: Sequence[Played]) -> dict[str, Curve]:
+    """By system, what it earned at each point: the mean over the seeds."""
+    every: dict[str, dict[float, list[float]]] = {}
+    for point, one in zip(points, played, strict=True):
+        every.setdefault(point.system, {}).setdefault(point.at, []).append(
+            one.outcome.earnings.flop)
+    return {name: [(at, fsum(flops) / len(flops)) for at, flops in sorted(curve.items())]
+            for name, curve in every.items()}
+
+
+def _drawn(curves: dict[str, Curve], across: str, up: str, *, log: bool) -> Callable[[Any], None]:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, (name, curve) in enumerate(curves.items()):
+            axes.plot(*zip(*curve, strict=True), "o-", markersize=4, label=name,
+                      color=OURS_COLOUR if name == OURS else COLOURS[number % len(COLOURS)],
+                      linewidth=2.2 if name == OURS else 1.2)
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([at for at, _ in next(iter(curves.values()))],
+                            [f"{at:,.4g}" for at, _ in next(iter(curves.values()))])
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return draw
+
+
+def _tell(asked: Scenario, what: str, across: str, curves: dict[str, Curve], words: list[str],
+          picture: Picture, seeds: int, report: Path | None, as_json: bool,
+          told: Callable[[float], str], evens: Sequence[BreakEven]) -> None:
+    rows: list[Row] = [
+        {"case": f"{what}-{at:.6g}", "system": name, "metric": "share", "value": value,
+         "unit": "1", "n": seeds} for name, curve in curves.items() for at, value in curve]
+    rows += [{"case": f"{what}: {one.below} and {one.above}", "system": one.below,
+              "metric": "break_even", "value": one.at, "unit": across.lower(), "n": seeds}
+             for one in evens]
+    columns = [at for at, _ in next(iter(curves.values()))]
+    cells = [[told(at), *(f"{curve[number][1]:.4f}" for curve in curves.values())]
+             for number, at in enumerate(columns)]
+    head = [across, *(name.upper() for name in curves)]
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+        (report / "report.html").write_text(html.page(
+            picture.title, f"{asked.name}: {number_of(seeds, 'seed')}.",
+            [html.pictured(picture, report, "".join(f"<p>{word}</p>" for word in words),
+                           html.table(head, cells))],
+            f"unicron simulate {what}; docs/guides/capacity.md"), encoding="utf-8")
+    if as_json:
+        say.out(json.dumps(rows))
+        return
+    lines = [f"{asked.name}: {number_of(len(asked.cluster.names), 'node')}, "
+             f"{number_of(len(asked.tasks), 'task')}, {number_of(seeds, 'seed')}", "",
+             *table(head, cells, right=range(len(head))), ""]
+    for word in words[:BREAK_EVENS_NUM_MAX]:
+        lines += labelled("so", word)
+    then = f"open {report / 'report.html'}" if report is not None else (
+        f"unicron simulate {what} --report capacity")
+    say.lines([*lines, *labelled("next", command(then))])
