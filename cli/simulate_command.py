@@ -68,7 +68,7 @@ def simulate(
 @app.command()
 def paper(
     seeds: Annotated[int, typer.Option(
-        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
+        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 5,
     report: Annotated[Path | None, typer.Option(
         "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
         "PNG.")] = None,

@@ -17,8 +17,8 @@ OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"
 """Statuses that count against a node, where they were SEV1: of a device, a lost connection, and a
 process that nothing could end."""
 UNUSUAL_SHARE_MAX = 0.05
-"""A node has so many faults by chance alone in fewer cases than this: Poisson's tail, by the mean
-of the others."""
+"""Some node has so many faults by chance alone in fewer cases than this: Poisson's tail by the mean
+of the others, as often as there are nodes."""
 
 
 def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> None:
@@ -58,13 +58,13 @@ def is_due(state: ClusterState, node: Node) -> bool:
 
 
 def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
-    """Whether a node that fails as often as the others would hardly ever have so many faults.
+    """Whether, all failing alike, hardly ever one of the nodes would have so many faults.
 
     Where all fail often, to be without those that did would cost more than their next fault.
     """
     mean = max(sum(_shown(state)) - num, 0) / max(len(state.nodes) - 1, 1)
     fewer = math.fsum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
-    return 1 - fewer < UNUSUAL_SHARE_MAX
+    return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX
 
 
 def counting(state: ClusterState, node: Node) -> list[Offence]:

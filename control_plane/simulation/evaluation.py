@@ -18,7 +18,6 @@ from .run import Ground
 from .scenario import ground, policy
 
 OURS, THEIRS = "unicron", "megatron"
-SEEDS_NUM = 3
 RULES = ("equally", "by-weight", "by-size")
 REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
