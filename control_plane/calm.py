@@ -15,6 +15,7 @@ from ..events import orders as o
 from ..events import reports as r
 from ..events.decided import DegradedPriced, NodeQuarantined
 from ..events.logged import IterationsLogged
+from ..events.records import incident_of
 from .answers import last_first
 from .state import ClusterState, Node, Task
 
@@ -26,26 +27,42 @@ _OF_ITSELF = frozenset((
     o.Quiesce, o.Reconfigure, o.Resume))
 """Kinds after which nothing is another for any other task than the one that they name."""
 _OF_NOBODY = (o.PlanChosen, DegradedPriced)
+_DEADLINES_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
 _ANSWERS = (r.Quiesced, r.Reconfigured)
 
 
 def disturb(state: ClusterState, body: r.Body) -> None:
     """Before the fold of this body: whom it may concern is not known to be calm any more."""
-    number = getattr(body, "task", 0)
-    if number:
+    number = _task_of(state, body)
+    if number and type(body) in _OF_ITSELF:
         state.calm.discard(number)
-        if type(body) not in _OF_ITSELF:
-            state.resting.clear()
-        elif not isinstance(body, _ANSWERS):
+        if not isinstance(body, _ANSWERS):
             state.resting.discard(number)
         return
     state.resting.clear()
-    if isinstance(body, _OF_ONE_NODE):
+    if number is not None:
+        state.calm.discard(number)
+    elif isinstance(body, _OF_ONE_NODE):
         node = state.nodes.get(body.node)
         state.calm.difference_update(
             [one.task for one in node.occupants.values()] if node is not None else ())
     elif not isinstance(body, _OF_NOBODY):
         state.calm.clear()
+
+
+def _task_of(state: ClusterState, body: r.Body) -> int | None:
+    """The task that it is about, 0: an incident of a node alone; None where it may be about others,
+    too."""
+    number: int = getattr(body, "task", 0)
+    if number:
+        return number
+    incident = state.incidents.get(incident_of(body))
+    if incident is not None:
+        return incident.task
+    if isinstance(body, r.DeadlineReached) and body.deadline in state.deadlines:
+        what, _, rest = body.deadline.partition("/")
+        return None if what in _DEADLINES_OF_NODES else int(rest.partition("/")[0])
+    return None
 
 
 def settle(state: ClusterState, task: Task) -> None:
