@@ -22,6 +22,8 @@ from .state import ClusterState, Node, Task
 _OF_ONE_NODE = (r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
                 r.NodeUndrained, d.QuarantineLifted, NodeQuarantined)
 """Kinds that change one node, and of the tasks those that have ranks there."""
+_OF_SLOTS = (o.IncidentOpened, o.IncidentEscalated)
+"""Kinds that may take slots of their node out."""
 _OF_ITSELF = frozenset((
     r.TaskProgressed, IterationsLogged, r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured,
     o.Quiesce, o.Reconfigure, o.Resume))
@@ -40,14 +42,13 @@ def disturb(state: ClusterState, body: r.Body) -> None:
             state.resting.discard(number)
         return
     state.resting.clear()
-    if number is not None:
+    if number is not None and not isinstance(body, o.TaskEnded):  # which gives slots back
         state.calm.discard(number)
-    elif isinstance(body, _OF_ONE_NODE):
-        node = state.nodes.get(body.node)
-        state.calm.difference_update(
-            [one.task for one in node.occupants.values()] if node is not None else ())
-    elif not isinstance(body, _OF_NOBODY):
+    elif not isinstance(body, (*_OF_ONE_NODE, *_OF_NOBODY)):
         state.calm.clear()
+    node = state.nodes.get(body.node) if isinstance(body, _OF_ONE_NODE + _OF_SLOTS) else None
+    if node is not None:
+        state.calm.difference_update([one.task for one in node.occupants.values()])
 
 
 def _task_of(state: ClusterState, body: r.Body) -> int | None:
@@ -69,6 +70,7 @@ def settle(state: ClusterState, task: Task) -> None:
     """After a step of the task to its end."""
     state.resting.add(task.id)
     if _is_calm(state, task):
+        state.wishes.pop(task.id, None)
         state.calm.add(task.id)
 
 

@@ -44,7 +44,7 @@ from .folding import (
     stepped,
     take_origin,
 )
-from .input_count import named, part
+from .input_count import call_roll, named, part
 from .node_incidents import is_open
 from .nodes import NUM_SLOTS_MAX
 from .severity import OF_DEVICES, TABLE, last_line, network_status
@@ -78,6 +78,7 @@ def fold(state: ClusterState, record: Record) -> None:
         before = part(state, record.body, names)
         handler(state, record, record.body)
         state.num_inputs += part(state, record.body, names) != before
+        call_roll(state, names)
 
 
 # --- said by the leader -------------------------------------------------------------------------

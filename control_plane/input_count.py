@@ -16,6 +16,7 @@ from ..events.decided import DegradedPriced, NodeQuarantined
 from ..events.logged import IterationsLogged
 from ..events.records import incident_of
 from .plan_input import is_pinned, is_whole
+from .roll import Roll
 from .state import ClusterState, Task
 
 _NEVER = frozenset((
@@ -64,6 +65,19 @@ def part(state: ClusterState, body: r.Body, names: Collection[str]) -> tuple[Any
         return (_task(state, task) if task is not None else (), _nodes(state, names))
     return (state.policy, _nodes(state, names),
             *(_task(state, task) for task in state.tasks.values() if task.id not in state.calm))
+
+
+def call_roll(state: ClusterState, names: Collection[str]) -> None:
+    """After the fold, `names` as before it: what of these nodes a plan may give now."""
+    known: Roll | None = state.__dict__.get("roll")
+    if known is None or not names:
+        return
+    nodes = [state.nodes[name] for name in names if name in state.nodes]
+    if names is state.nodes or any(node.name not in known.by_node for node in nodes):
+        del state.roll
+        return
+    for node in nodes:
+        known.mark(node)
 
 
 def _task_of(state: ClusterState, body: r.Body) -> Task | None:

@@ -36,7 +36,8 @@ def plan_input(state: ClusterState, *, without: str = "") -> Ground:
     Tasks that are ending, or that have ranks on a node that is silent, keep what they have: their
     slots are not the plan's to give, unless another task has been given them already.
     """
-    slots = [slot for slot in usable_slots(state) if slot.node != without]
+    slots = [slot for slot in usable_slots(state) if slot.node != without] if without else (
+        usable_slots(state))
     open_tasks: list[Task] = []
     theirs: list[Slot] = []
     for task in live_tasks(state):
@@ -45,11 +46,12 @@ def plan_input(state: ClusterState, *, without: str = "") -> Ground:
             theirs += [seat.slot for seat in task.target]
         else:
             open_tasks.append(task)
-    given = {seat.slot for task in open_tasks for seat in task.target}
-    taken, usable = set(theirs) - given, set(slots)
-    free = tuple(slot for slot in slots if slot not in taken)
+    taken = set(theirs)
+    if taken:
+        taken -= {seat.slot for task in open_tasks for seat in task.target}
+    free = tuple(slot for slot in slots if slot not in taken) if taken else tuple(slots)
     policy = state.policy
-    every = {task.id: _wish(state, task, usable)
+    every = {task.id: _wish(state, task, without)
              for task in live_tasks(state) if not task.ending}
     spares = policy.hot_spare and not policy.alpha  # they are priced by what is earned alone
     asked = PlanInput(wishes=tuple(every[task.id] for task in open_tasks), num_slots=len(free),
@@ -75,6 +77,8 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
 
     As many steps as it has ranks, or as there are nodes.
     """
+    if task.heals_in_memory and task.id in state.calm:
+        return False
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
     if len(task.ranks) > len(state.nodes) and not any(
@@ -98,10 +102,21 @@ def is_whole(task: Task) -> bool:
     return bool(task.ranks)
 
 
-def _wish(state: ClusterState, task: Task, usable: set[Slot]) -> Wish:
+def _wish(state: ClusterState, task: Task, without: str) -> Wish:
+    """A calm task's is the same until it is stirred."""
+    if without or task.id not in state.calm:
+        return _made(state, task, without)
+    known: Wish | None = state.wishes.get(task.id)
+    if known is None:
+        known = state.wishes[task.id] = _made(state, task, "")
+    return known
+
+
+def _made(state: ClusterState, task: Task, without: str) -> Wish:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
-    fits = all(seat.slot in usable for seat in task.target)
+    fits = state.roll.has(task.target) and not (
+        without and any(seat.slot.node == without for seat in task.target))
     hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight
     return Wish(task=task.id, name=task.spec.name, now=len(task.target), hurt=hurt,

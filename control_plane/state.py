@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -20,6 +20,7 @@ from .nodes import Health as Health
 from .nodes import Node as Node
 from .nodes import Occupant as Occupant
 from .noticed import Crawl, Pace, Priced, Slow, Stall
+from .roll import Roll
 
 SCHEMA = "unicron-state-6"
 NUM_REQUESTS_MAX = 1024
@@ -335,6 +336,16 @@ class ClusterState(Struct, kw_only=True, dict=True):
         return set()
 
     @cached_property
+    def wishes(self) -> dict[int, Any]:
+        """Of calm tasks: what a plan follows from, as plan_input.py has it."""
+        return {}
+
+    @cached_property
+    def roll(self) -> Roll:
+        """Slots that a plan may give."""
+        return Roll(self.nodes)
+
+    @cached_property
     def is_checked(self) -> bool:
         """Whether a check has something against any node, or had until lately."""
         return any(node.checks or node.slots_sick or node.slots_well or node.sick_why
@@ -381,10 +392,6 @@ def live_tasks(state: ClusterState) -> list[Task]:
     return [state.tasks[key] for key in sorted(state.tasks) if state.tasks[key].phase != "ended"]
 
 
-def usable_slots(state: ClusterState) -> list[Slot]:
+def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may give: of nodes that take tasks, and not out."""
-    return [
-        Slot(name, index)
-        for name in sorted(state.nodes) if (node := state.nodes[name]).takes_tasks
-        for index in range(node.num_slots) if not node.is_out(index)
-    ]
+    return state.roll.every
