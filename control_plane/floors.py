@@ -18,7 +18,8 @@ from .wishes import PlanInput, Wish, waf_of
 
 def are_asked(asked: PlanInput) -> bool:
     """Whether a plan of this input has floors to think of."""
-    return any(asks(asked, wish) for wish in asked.wishes)
+    all_ask = asked.floor or asked.alpha >= 1
+    return any((all_ask or wish.floor) and asks(asked, wish) for wish in asked.wishes)
 
 
 def are_set(asked: PlanInput) -> bool:

@@ -75,10 +75,10 @@ def fold(state: ClusterState, record: Record) -> None:
     if handler is not None:
         disturb(state, record.body)
         names = named(state, record.body)
-        before = part(state, record.body, names)
+        before, any_sick = part(state, record.body, names), state.is_checked
         handler(state, record, record.body)
         state.num_inputs += part(state, record.body, names) != before
-        call_roll(state, names)
+        call_roll(state, state.nodes if any_sick and names else names)  # others are believed then
 
 
 # --- said by the leader -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..events.orders import Allocation, Alternative, HotSpare
-from . import constraints, floors, movers
+from . import constraints, floors, movers, steady
 from .constraints import Limits
 from .core import Ints
 from .knapsack import Solved, best
@@ -63,7 +63,7 @@ def gains(asked: PlanInput) -> Rows:
     """G(t, x) of each task and each size that its floor leaves, 0 too; integers on one scale.
 
     With alpha: what it is worth by that."""
-    return _floored(asked, *_rows(asked))[0]
+    return _floored(asked, *all_rows(asked))[0]
 
 
 def wanted(asked: PlanInput) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def wanted(asked: PlanInput) -> tuple[int, ...]:
                  for begin, end in pairwise(rows.starts.tolist()))
 
 
-def _rows(asked: PlanInput) -> tuple[Rows, Ints]:
+def all_rows(asked: PlanInput) -> tuple[Rows, Ints]:
     """Of every candidate, whatever floors leave."""
     found = exact(asked.wishes, asked.running_s, asked.num_slots, alpha=asked.alpha)
     return found.rows(shift_of(found.most()))
@@ -96,7 +96,7 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     the optimum where it is known already (foreseen.py); the choice is the same.
     """
     wishes, limits = asked.wishes, asked.limits
-    every, earned = _rows(asked)
+    every, earned = all_rows(asked)
     rows, left = _floored(asked, every, earned)
     made = _decide(asked, rows, left, known)
     plan, others = made.plan, list[tuple[str, Plan | None]]()
@@ -147,7 +147,12 @@ def _as_here(asked: PlanInput, every: Rows, plan: Plan, other: Plan) -> Plan:
 
 def planned(asked: PlanInput, known: Found | None = None) -> Plan:
     """The plan of `choose` alone, without those that it beat."""
-    return _decide(asked, *_floored(asked, *_rows(asked)), known).plan
+    every, earned = all_rows(asked)
+    if asked.limits is None and not floors.are_asked(asked):
+        sure = steady.surely(asked.wishes, every, earned, asked.num_slots, asked.gain_min)
+        if sure is not None:
+            return plan_of(asked.wishes, sure)
+    return _decide(asked, *_floored(asked, every, earned), known).plan
 
 
 class _Made(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from .constraints import Limits
 
@@ -26,7 +30,7 @@ class Transition(Struct, frozen=True, kw_only=True):
                    reshape_s=length_s)
 
 
-class Wish(Struct, frozen=True, kw_only=True):
+class Wish(Struct, frozen=True, kw_only=True, dict=True):
     """What the planner must know of one task: `sizes[i]` slots earn `wafs[i]`, 0 slots earn 0."""
 
     task: int
@@ -47,6 +51,28 @@ class Wish(Struct, frozen=True, kw_only=True):
     """By size: a number for how its layout there splits a replica; empty: all are alike."""
     floor: int = 0
     """It asks for no fewer slots; 0: for none."""
+
+    @cached_property
+    def sizes_and_0(self) -> NDArray[np.int64]:
+        """0, and `sizes`."""
+        return np.array((0, *self.sizes), dtype=np.int64)
+
+    @cached_property
+    def place(self) -> int:
+        """Of what it has, in `sizes_and_0`; 0 also where it is none of them."""
+        return self.sizes.index(self.now) + 1 if self.now in self.sizes else 0
+
+    @cached_property
+    def charged_s(self) -> NDArray[np.float64]:
+        """What each kind of change costs, none last."""
+        kinds = self.transition
+        return np.array((kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s,
+                         kinds.reshape_s, 0.0) if self.now else (0.0,) * 6)
+
+    @cached_property
+    def wafs_and_0(self) -> NDArray[np.float64]:
+        """What 0 slots earn, and `wafs`."""
+        return np.array((0.0, *self.wafs), dtype=np.float64)
 
 
 class PlanInput(Struct, frozen=True, kw_only=True):
@@ -97,6 +123,8 @@ class PlanInput(Struct, frozen=True, kw_only=True):
 
 def waf_of(wish: Wish, slots: int) -> float:
     """F(t, x) for a candidate x, 0 for 0."""
+    if slots == wish.now:
+        return wish.wafs[wish.place - 1] if wish.place else 0.0
     return wish.wafs[wish.sizes.index(slots)] if slots in wish.sizes else 0.0
 
 

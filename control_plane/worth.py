@@ -17,6 +17,7 @@ from .wishes import Wish, reshapes
 
 SUM_BITS = 52
 """The largest |G| of each task add up to less than one bit more."""
+_NO_SIZES, _NO_WAFS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 
 
 class Exact(Struct, frozen=True, kw_only=True):
@@ -80,8 +81,8 @@ def exact(wishes: Sequence[Wish], running_s: float, num_slots: int, *, free: boo
     """`num_slots`: that there are. `free`: changes cost nothing."""
     counts = [len(wish.sizes) + 1 for wish in wishes]
     starts = np.cumsum([0, *counts], dtype=np.int64)
-    sizes = np.array([size for wish in wishes for size in (0, *wish.sizes)], dtype=np.int64)
-    worth = shares = np.array([waf for wish in wishes for waf in (0.0, *wish.wafs)])
+    sizes = np.concatenate([_NO_SIZES, *(wish.sizes_and_0 for wish in wishes)])
+    worth = shares = np.concatenate([_NO_WAFS, *(wish.wafs_and_0 for wish in wishes)])
     now = np.repeat(np.array([wish.now for wish in wishes], dtype=np.int64), counts)
     hurt = np.repeat(np.array([wish.hurt for wish in wishes], dtype=np.bool_), counts)
     fits = sizes <= num_slots
@@ -90,9 +91,8 @@ def exact(wishes: Sequence[Wish], running_s: float, num_slots: int, *, free: boo
         rates = fairness.in_units(np.where(fits | (sizes == now), shares / weights, 0.0))
         worth = weights * fairness.utility(rates, alpha)
         shares = weights * fairness.marginal(rates, alpha)
-    first: list[int] = starts[:-1].tolist()
-    has = [float(shares[begin + 1 + wish.sizes.index(wish.now)]) if wish.now in wish.sizes else 0.0
-           for begin, wish in zip(first, wishes, strict=True)]
+    places: Ints = np.array([wish.place for wish in wishes], dtype=np.int64)
+    has = np.where(places > 0, shares[starts[:-1] + places], 0.0) if wishes else _NO_WAFS
     last = np.maximum.accumulate(np.where(fits, np.arange(len(fits)), 0))
     losses = np.zeros(len(sizes)) if free else np.where(
         fits, _losses(wishes, has, sizes, now, hurt, counts), 0.0)
@@ -100,14 +100,11 @@ def exact(wishes: Sequence[Wish], running_s: float, num_slots: int, *, free: boo
                  shares=shares[last] * running_s if alpha else None)
 
 
-def _losses(wishes: Sequence[Wish], has: Sequence[float], sizes: Ints, now: Ints,
+def _losses(wishes: Sequence[Wish], has: Floats, sizes: Ints, now: Ints,
             hurt: NDArray[np.bool_], counts: Sequence[int]) -> NDArray[np.float64]:
     """By candidate: what the change to it costs. `has`: what a second of each task is worth now."""
-    charged = np.array([
-        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0) if not wish.now else
-        (worth * (kinds := wish.transition).same_s, worth * kinds.shrink_s, worth * kinds.grow_s,
-         worth * kinds.stop_s, worth * kinds.reshape_s, 0.0)
-        for wish, worth in zip(wishes, has, strict=True)]).reshape(-1)
+    charged = np.concatenate([_NO_WAFS, *(wish.charged_s for wish in wishes)])
+    charged *= np.repeat(has, 6)
     kind = np.where(sizes < now, np.where(sizes == 0, 3, 1),
                     np.where(sizes > now, 2, np.where(hurt, 0, 5)))
     if any(wish.shapes for wish in wishes):

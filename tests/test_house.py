@@ -42,7 +42,7 @@ PURE = (
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
-        "calm", "answers", "roll",
+        "calm", "answers", "roll", "steady",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
         "account", "baseline", "befell", "costs", "counterfactual", "drawn", "earnings", "engine",
