@@ -47,7 +47,7 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
     The driver folds each body before it asks for the next. Called for reports only. `known`: optima
     that were found before; with them and without the decisions are the same.
     """
-    yield from answer(state, record, known, _plan)
+    yield from answer(state, record, known, plan)
     yield from degraded.priced(state)
 
 
@@ -101,14 +101,14 @@ def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
             calm.settle(state, task)
 
 
-def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
     choice = spare.choose(ground.asked, known(ground.asked) if known is not None else None)
     yield explain.chosen(state, ground, choice)
     if not state.held:
-        yield from _place(state, open_tasks, choice.plan.slots, ground.slots)
+        yield from place(state, open_tasks, choice.plan.slots, ground.slots)
     told = pricing.prices(ground.asked, choice.plan)
     short = floors.short(ground.asked, choice.plan.slots)
     by_quota = floors.barred_by_quota(ground.asked, short)
@@ -125,7 +125,7 @@ def _plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
             yield from waiting.wait_for_healing(state, task)
 
 
-def _place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
+def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
            slots: Sequence[Slot]) -> Iterator[r.Body]:
     """The seats of all; who shrinks or stays is told first."""
     where = {name: node.labels for name, node in state.nodes.items()}

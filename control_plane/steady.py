@@ -33,8 +33,8 @@ def surely(wishes: Sequence[Wish], rows: Rows, earned: Ints, num_slots: int,
     has = np.flatnonzero(rows.sizes == now[row_of])
     vector = firsts.copy()
     stays = np.zeros(rows.num, dtype=np.bool_)
-    stays[row_of[has]] = [not wish.hurt and wish.now > 0
-                          for wish in (wishes[row] for row in row_of[has].tolist())]
+    stays[row_of[has]] = np.array([not wish.hurt and wish.now > 0 for wish in wishes],
+                                  dtype=np.bool_)[row_of[has]]
     kept = has[stays[row_of[has]]]
     vector[row_of[kept]] = kept
     left = num_slots - int(rows.sizes[vector].sum())

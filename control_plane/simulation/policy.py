@@ -21,12 +21,14 @@ class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members go on in memory; else all processes of a task start again together.
 
     `escalates`: nodes are quarantined and tasks given up as the limits say; others know neither.
-    `decides` makes the `decide` of one run. `by_params`: it asks for each task's parameters.
+    `decides` makes the `decide` of one run. `quick`: the same decisions with less to explain them,
+    where nobody keeps the log. `by_params`: it asks for each task's parameters.
     """
 
     what: str
     heals: bool
     escalates: bool = False
     decides: Callable[[Told], Decide]
+    quick: Decide | None = None
     costs: Costs
     by_params: bool = False

@@ -65,7 +65,9 @@ class Run:
                  keep: Callable[[Record], None] | None = None,
                  earnings: Earnings | None = None) -> None:
         self.ground, self.costs = ground, policy.costs
-        self.engine = Engine(policy.decides(Told(costs=policy.costs, params=ground.params)))
+        told = Told(costs=policy.costs, params=ground.params)
+        self.engine = Engine(policy.quick if policy.quick is not None and keep is None
+                             else policy.decides(told))
         self.account = Account(self.engine.state, earnings or Earnings(), self._opens)
         self.paper = Paper(self.engine, policy.costs, self.account)
         self.counts: Counter[str] = Counter()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ....events import statuses as s
 from ... import decide
+from .. import quick
 from ..costs import Costs
 from ..policy import Policy
 
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
     heals=True, escalates=True,
-    decides=lambda _: decide.decide,
+    decides=lambda _: decide.decide, quick=quick.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective that others wait in, is told after three iterations, a second at least.

@@ -1,0 +1,61 @@
+"""Unicron's plans without what explains them: where nobody keeps the log, nobody reads it.
+
+The same counts on the same slots as the heart's own plan, for the same reports. The plans that were
+beaten, what binds a plan and the price of a task that waits are left out. Under limits, floors,
+alpha and hot spares, or while healing is held, the heart's own plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...events import reports as r
+from ...events.orders import Allocation, PlanChosen
+from ...events.records import Record
+from .. import decide as heart
+from .. import degraded, floors, planner, waiting
+from ..decide import Known
+from ..plan_input import plan_input
+from ..state import ClusterState
+from ..wishes import Wish, charged_s, waf_of
+
+
+def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
+    """As the heart does, with quick plans."""
+    yield from heart.answer(state, record, known, plan)
+    yield from degraded.priced(state)
+
+
+def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+    """Counts for the whole cluster, then seats for those that do not stay as they are."""
+    ground = plan_input(state)
+    asked = ground.asked
+    if state.held or asked.spare_slots or asked.limits is not None or not floors.is_plain(asked):
+        yield from heart.plan(state, known)
+        return
+    chosen = planner.planned(asked)
+    given = [_allocation(wish, slots)
+             for wish, slots in zip(asked.wishes, chosen.slots, strict=True)]
+    yield PlanChosen(
+        trigger=state.replan, num_slots=asked.num_slots, allocations=tuple(given),
+        waf=chosen.waf, objective=chosen.objective, alternatives=(), input=state.num_inputs,
+        running_s=asked.running_s)
+    moved = [one for wish, one in zip(asked.wishes, given, strict=True)
+             if one.slots != wish.now or wish.hurt or wish.task not in state.calm]
+    if not moved:
+        return
+    about = {one.task for one in moved}
+    kept = {seat.slot for one in given if one.task not in about
+            for seat in state.tasks[one.task].target}
+    yield from heart.place(state, [state.tasks[one.task] for one in moved],
+                           tuple(one.slots for one in moved),
+                           [slot for slot in ground.slots if slot not in kept])
+    for one in moved:
+        task = state.tasks[one.task]
+        if not task.target and not one.slots:
+            yield from waiting.wait(state, task, len(ground.slots), None)
+
+
+def _allocation(wish: Wish, slots: int) -> Allocation:
+    return Allocation(task=wish.task, slots_before=wish.now, slots=slots, waf=waf_of(wish, slots),
+                      waf_before=waf_of(wish, wish.now), transition_s=charged_s(wish, slots))
