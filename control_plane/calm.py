@@ -1,11 +1,12 @@
 """Calm: tasks of which no decision follows, whatever befalls others, so that nobody looks at them.
 
-A task is calm while it trains on all that it was given, on healthy nodes, and nothing is wrong with
-it. Its step depends on itself and on its nodes alone then, and yields nothing: it is asked again
-once a record names the task or one of its nodes, or names neither. A task in a transition waits
-for one after the other to answer, and nothing follows until the last has.
+A task rests when its step was made after all that concerns it: its own records, and those of the
+nodes where it sits. Its step would yield nothing. It is calm while it trains on all that it was
+given, on healthy nodes, and nothing is wrong with it: then it rests whatever else is planned, and
+what a plan follows from of it stays the same. A task in a transition waits for one after the other
+to answer, and nothing follows until the last has.
 
-Both are found out from the state, and forgotten with it: they are no part of it.
+All of this is found out from the state, and forgotten with it: it is no part of it.
 """
 
 from __future__ import annotations
@@ -21,36 +22,85 @@ from .state import ClusterState, Node, Task
 
 _OF_ONE_NODE = (r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
                 r.NodeUndrained, d.QuarantineLifted, NodeQuarantined)
-"""Kinds that change one node, and of the tasks those that have ranks there."""
-_OF_SLOTS = (o.IncidentOpened, o.IncidentEscalated)
-"""Kinds that may take slots of their node out."""
+"""Kinds that change one node, and of the tasks those that sit there."""
 _OF_ITSELF = frozenset((
     r.TaskProgressed, IterationsLogged, r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured,
-    o.Quiesce, o.Reconfigure, o.Resume))
-"""Kinds after which nothing is another for any other task than the one that they name."""
+    o.Quiesce, o.Reconfigure, o.Resume, o.StopRank, o.IncidentClosed, o.TaskWaiting))
+"""Kinds after which nothing is another for any other task than their own."""
 _OF_NOBODY = (o.PlanChosen, DegradedPriced)
-_DEADLINES_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
-_ANSWERS = (r.Quiesced, r.Reconfigured)
+_ANSWERS = (r.Quiesced, r.Reconfigured, r.RankStarted, r.RankReady)
+_DUE_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
 
 
 def disturb(state: ClusterState, body: r.Body) -> None:
-    """Before the fold of this body: whom it may concern is not known to be calm any more."""
-    number = _task_of(state, body)
-    if number and type(body) in _OF_ITSELF:
+    """Before the fold of this body: whom it may concern is not known to rest any more."""
+    kind, number = type(body), _task_of(state, body)
+    if number is not None:
         state.calm.discard(number)
+    if number and (kind in _OF_ITSELF or kind is r.DeadlineReached):
         if not isinstance(body, _ANSWERS):
             state.resting.discard(number)
         return
+    if isinstance(body, _OF_NOBODY) and not state.held:
+        return
+    node = _node_of(state, body, number)
+    if node is not None and not state.is_checked:  # else others are believed, or not any more
+        there = [one.task for one in node.occupants.values()]
+        if not number:
+            state.calm.difference_update(there)
+        answers = isinstance(body, r.RankExited) and number in state.resting
+        state.resting.difference_update(there, [
+            one for one in state.resting if _looks_at(state, state.tasks[one], node.name)])
+        (state.resting.add if answers else state.resting.discard)(number or 0)
+        return
     state.resting.clear()
-    if number is not None and not isinstance(body, o.TaskEnded):  # which gives slots back
-        state.calm.discard(number)
-    elif not isinstance(body, (*_OF_ONE_NODE, *_OF_NOBODY)):
+    if number is None or isinstance(body, o.TaskEnded):  # which gives slots back
         state.calm.clear()
-    node = state.nodes.get(body.node) if isinstance(body, _OF_ONE_NODE + _OF_SLOTS) else None
-    if node is not None:
-        state.calm.difference_update([one.task for one in node.occupants.values()])
+    elif isinstance(body, o.IncidentOpened | o.IncidentEscalated) and body.node in state.nodes:
+        state.calm.difference_update(
+            [one.task for one in state.nodes[body.node].occupants.values()])
 
 
+def settle(state: ClusterState, task: Task) -> None:
+    """After a step of the task to its end."""
+    state.resting.add(task.id)
+    if _is_calm(state, task):
+        state.wishes.pop(task.id, None)
+        state.calm.add(task.id)
+
+
+def rests(state: ClusterState, task: Task) -> bool:
+    """Whether its step would yield nothing."""
+    return task.id in state.calm or task.id in state.resting
+
+
+def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
+    """Whether it is an answer that others are still to give, of a task that waits for all.
+
+    Where it rested before, it still does: of who has answered, nothing but the last row's condition
+    is a matter, as long as the task is not to leave; of a command that ends, that nobody is left.
+    """
+    task = state.tasks.get(getattr(body, "task", 0))
+    if task is None or task.id not in state.resting:
+        return False
+    if isinstance(body, r.RankStarted | r.RankReady):
+        return task.phase == "starting" and not (
+            task.heals_in_memory and all(_is_ready(task, seat.rank)
+                                         for seat in reversed(task.target)))
+    if isinstance(body, r.RankExited):
+        return (not task.heals_in_memory and bool(task.ranks) and not task.faults
+                and task.phase != "ended" and all(rank.stopping and not rank.overdue
+                                                  for rank in task.ranks.values()))
+    if not any(seat.rank in task.ranks for seat in task.target):
+        return False
+    if isinstance(body, r.Quiesced):
+        return task.phase == "quiescing" and any(
+            rank.quiesced != task.generation for rank in last_first(task))
+    return isinstance(body, r.Reconfigured) and task.phase == "reconfiguring" and any(
+        rank.reconfigured != task.generation for rank in last_first(task))
+
+
+# --- whom a record may concern ------------------------------------------------------------------
 def _task_of(state: ClusterState, body: r.Body) -> int | None:
     """The task that it is about, 0: an incident of a node alone; None where it may be about others,
     too."""
@@ -62,40 +112,49 @@ def _task_of(state: ClusterState, body: r.Body) -> int | None:
         return incident.task
     if isinstance(body, r.DeadlineReached) and body.deadline in state.deadlines:
         what, _, rest = body.deadline.partition("/")
-        return None if what in _DEADLINES_OF_NODES else int(rest.partition("/")[0])
+        return None if what in _DUE_OF_NODES else int(rest.partition("/")[0])
     return None
 
 
-def settle(state: ClusterState, task: Task) -> None:
-    """After a step of the task to its end."""
-    state.resting.add(task.id)
-    if _is_calm(state, task):
-        state.wishes.pop(task.id, None)
-        state.calm.add(task.id)
+def _node_of(state: ClusterState, body: r.Body, number: int | None) -> Node | None:
+    """The one node that it changes, where it is known: that of a process, of a task."""
+    if isinstance(body, _OF_ONE_NODE):
+        return state.nodes.get(body.node)
+    if isinstance(body, o.StartRank):
+        return state.nodes.get(body.slot.node)
+    if isinstance(body, r.RankExited):
+        task = state.tasks.get(number or 0)
+        rank = task.ranks.get(body.rank) if task is not None else None
+        if rank is not None and rank.attempt == body.attempt:
+            return state.nodes.get(rank.slot.node)
+    if isinstance(body, r.DeadlineReached) and body.deadline in state.deadlines:
+        return state.nodes.get(body.deadline.partition("/")[2])
+    return None
 
 
-def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
-    """Whether it is an answer that others are still to give, of a task that waits for all.
+def _looks_at(state: ClusterState, task: Task, name: str) -> bool:
+    """Whether its step may look at this node, where it has no process: it is to have one there, or
+    it looks for any node that may do something for it."""
+    target, nodes = state.sites.get(task.id, ((), frozenset[str]()))
+    if target is not task.target:
+        nodes = frozenset(seat.slot.node for seat in task.target)
+        state.sites[task.id] = task.target, nodes
+    train = task.spec.training
+    return name in nodes or bool(task.publishing) or bool(task.ghosts) or (
+        train is not None and train.copy_every > 0)
 
-    Where it rested before, it still does: of who has answered, nothing but the last row's condition
-    is a matter, as long as the task is not to leave.
-    """
-    if not isinstance(body, _ANSWERS) or body.task not in state.resting:
-        return False
-    task = state.tasks[body.task]
-    if not any(seat.rank in task.ranks for seat in task.target):
-        return False
-    if isinstance(body, r.Quiesced):
-        return task.phase == "quiescing" and any(
-            rank.quiesced != task.generation for rank in last_first(task))
-    return task.phase == "reconfiguring" and any(
-        rank.reconfigured != task.generation for rank in last_first(task))
+
+# --- what a calm task is ------------------------------------------------------------------------
+def _is_ready(task: Task, number: int) -> bool:
+    rank = task.ranks.get(number)
+    return rank is not None and rank.state == "ready"
 
 
 def _is_calm(state: ClusterState, task: Task) -> bool:
-    if (task.phase != "training" or task.incident or task.faults or task.ghosts or task.ending
+    if (task.phase != "training" or task.incident or task.faults or task.ending
             or task.outcome or task.saved is not None or task.publishing or state.held
-            or not task.target or len(task.ranks) != len(task.target)):
+            or not task.target or len(task.ranks) != len(task.target)
+            or any(_is_healthy(state.nodes.get(ghost.slot.node)) for ghost in task.ghosts)):
         return False
     train = task.spec.training
     if task.heals_in_memory and (

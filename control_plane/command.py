@@ -24,12 +24,13 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
+    restarts = moved or not whole or _any_stopping(task)
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.overdue:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
-        elif not rank.stopping and (moved or not whole or _any_stopping(task)):
+        elif not rank.stopping and restarts:
             why = ("another process of the task failed" if task.incident and not moved
                    else "the plan has other seats")
             yield stop_rank(task, rank, state.policy.stop_s_max, why)

@@ -82,8 +82,8 @@ def _can_plan(state: ClusterState) -> bool:
 
 def concerned(state: ClusterState, record: Record) -> list[Task]:
     """Tasks whose step may yield something: all others are at rest."""
-    if calm.is_one_of_many(state, record.body):
-        return []
+    if not calm.is_one_of_many(state, record.body):
+        state.resting.discard(getattr(record.body, "task", 0))
     if isinstance(record.body, _OF_ALL):
         return [state.tasks[key] for key in sorted(state.tasks)]
     task = state.tasks.get(getattr(record.body, "task", 0))
@@ -96,7 +96,7 @@ def concerned(state: ClusterState, record: Record) -> list[Task]:
 def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
     """The next decisions for each of these."""
     for task in tasks:
-        if task.id not in state.calm:
+        if not calm.rests(state, task):
             yield from transition.step(state, task)
             calm.settle(state, task)
 

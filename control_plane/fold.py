@@ -65,9 +65,10 @@ def fold(state: ClusterState, record: Record) -> None:
     """Change `state` in place by one record. Never raises."""
     watch(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
-    if record.source_seq > state.sources.get(record.source, 0):
+    last = state.sources.get(record.source, 0)
+    if record.source_seq > last:
         state.sources[record.source] = record.source_seq
-        if record.source.startswith("operator/"):
+        if not last and record.source.startswith("operator/"):
             forget_requests(state)
     if state.ailing:
         state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
@@ -152,15 +153,15 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     disarm(state, f"replace/{body.node}")
     price_anew(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
-    present = [node.num_slots for node in state.nodes.values() if node.health == "healthy"]
-    state.num_slots_max = max(state.num_slots_max, sum(present))
+    present = state.roll.num_healthy - state.roll.there(node.name)[0] + node.num_slots
+    state.num_slots_max = max(state.num_slots_max, present)
     state.replan = f"node {body.node} joined"
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
     """What an agent's predecessor spooled may still come; what was before that may not."""
     own = f"{name}/"
-    for source in [source for source in state.sources if source.startswith(own)]:
+    for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
         node, _, incarnation = source.rpartition("/")
         if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
             del state.sources[source]

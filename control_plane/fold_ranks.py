@@ -43,7 +43,7 @@ def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> N
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Command tier: it runs when every seat has a process."""
-    if all(_runs(task, seat) for seat in task.target):
+    if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
         set_phase(state, task, "training")
         stepped(state, task)
 

@@ -33,11 +33,18 @@ too: whether it is believed."""
 _OF_INCIDENTS = frozenset((o.IncidentOpened, o.IncidentEscalated, o.IncidentClosed))
 """Kinds that change the task of an incident, and the nodes that it is about."""
 
+_OF_TASKS = frozenset((r.TaskSubmitted, o.IncidentClosed))
+"""Kinds that name no task, and change no node."""
+_DUE_OF_SLOTS = ("recovered/", "quarantine/")
+"""Deadlines after which other slots may be given."""
+
 
 def named(state: ClusterState, body: r.Body) -> Collection[str]:
     """Before the fold of this body: the nodes that it may change."""
     kind = type(body)
-    if kind in _NEVER or kind is o.IncidentClosed:
+    if kind in _NEVER or kind in _OF_TASKS:
+        return ()
+    if isinstance(body, r.DeadlineReached) and not body.deadline.startswith(_DUE_OF_SLOTS):
         return ()
     if kind in _OF_ONE_NODE:
         return (getattr(body, "node", ""),)
@@ -72,12 +79,12 @@ def call_roll(state: ClusterState, names: Collection[str]) -> None:
     known: Roll | None = state.__dict__.get("roll")
     if known is None or not names:
         return
-    nodes = [state.nodes[name] for name in names if name in state.nodes]
-    if names is state.nodes or any(node.name not in known.by_node for node in nodes):
+    if names is state.nodes:
         del state.roll
         return
-    for node in nodes:
-        known.mark(node)
+    for name in names:
+        if name in state.nodes:
+            known.mark(state.nodes[name])
 
 
 def _task_of(state: ClusterState, body: r.Body) -> Task | None:

@@ -60,8 +60,8 @@ def plan_input(state: ClusterState, *, without: str = "") -> Ground:
                       floor=policy.floor, alpha=policy.alpha,
                       repair_s=policy.repair_s if spares else 0.0,
                       spare_slots=node_slots(state) if spares else 0)
-    return Ground(asked=asked, slots=free, every=tuple(every.values()), num_slots_all=sum(
-        node.num_slots for node in state.nodes.values() if node.health != "left"))
+    return Ground(asked=asked, slots=free, every=tuple(every.values()),
+                  num_slots_all=state.roll.num_here)
 
 
 def node_slots(state: ClusterState) -> int:

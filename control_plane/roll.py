@@ -10,40 +10,57 @@ from .nodes import Node
 
 
 class Roll:
-    """Slots of nodes that take tasks, and not out; by node, by name."""
+    """Slots of nodes that take tasks, and not out; and how many there are of others, too."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
-        self.by_node = {name: _usable(nodes[name]) for name in sorted(nodes)}
-        self.lacking = {name for name, slots in self.by_node.items()
-                        if len(slots) < nodes[name].num_slots}
+        self._by_node: dict[str, tuple[Slot, ...]] = {}
+        self._lacking: set[str] = set()
         """Nodes not all of whose slots may be given."""
+        self._there: dict[str, tuple[int, int]] = {}
+        """By node: its slots, if it is healthy; if it has not left."""
+        self.num_healthy = self.num_here = 0
+        """Slots of nodes that are healthy; that have not left."""
         self._every: tuple[Slot, ...] | None = None
+        for node in nodes.values():
+            self.mark(node)
 
     @property
     def every(self) -> tuple[Slot, ...]:
-        """All of them."""
+        """All that may be given, by name."""
         if self._every is None:
-            self._every = tuple(chain.from_iterable(self.by_node.values()))
+            if list(self._by_node) != (names := sorted(self._by_node)):
+                self._by_node = {name: self._by_node[name] for name in names}
+            self._every = tuple(chain.from_iterable(self._by_node.values()))
         return self._every
 
     def mark(self, node: Node) -> None:
-        """What of this node, which was there before, may be given now."""
-        slots = _usable(node)
-        if self.by_node[node.name] != slots:
-            self.by_node[node.name], self._every = slots, None
-        if len(slots) < node.num_slots:
-            self.lacking.add(node.name)
-        else:
-            self.lacking.discard(node.name)
+        """How it is with this node now."""
+        name, slots = node.name, _usable(node)
+        if self._by_node.get(name) != slots:
+            self._by_node[name], self._every = slots, None
+        (self._lacking.add if len(slots) < node.num_slots else self._lacking.discard)(name)
+        healthy, here = self.there(name)
+        there = (node.num_slots if node.health == "healthy" else 0,
+                 node.num_slots if node.health != "left" else 0)
+        self._there[name] = there
+        self.num_healthy += there[0] - healthy
+        self.num_here += there[1] - here
+
+    def there(self, name: str) -> tuple[int, int]:
+        """Slots of a node that is healthy; that has not left."""
+        return self._there.get(name, (0, 0))
 
     def has(self, seats: Iterable[Seat]) -> bool:
         """Whether all of these seats are on slots that may be given."""
-        return all(seat.slot.node not in self.lacking or seat.slot in self.by_node[seat.slot.node]
+        lacking, by_node = self._lacking, self._by_node
+        return all(seat.slot.node not in lacking or seat.slot in by_node[seat.slot.node]
                    for seat in seats)
 
 
 def _usable(node: Node) -> tuple[Slot, ...]:
     if not node.takes_tasks:
         return ()
+    if not node.slots_out and not node.slots_sick:
+        return tuple(Slot(node.name, index) for index in range(node.num_slots))
     return tuple(Slot(node.name, index) for index in range(node.num_slots)
                  if not node.is_out(index))

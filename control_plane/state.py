@@ -336,6 +336,11 @@ class ClusterState(Struct, kw_only=True, dict=True):
         return set()
 
     @cached_property
+    def sites(self) -> dict[int, tuple[tuple[Seat, ...], frozenset[str]]]:
+        """By task: its target, and the nodes of that."""
+        return {}
+
+    @cached_property
     def wishes(self) -> dict[int, Any]:
         """Of calm tasks: what a plan follows from, as plan_input.py has it."""
         return {}
