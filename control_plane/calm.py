@@ -81,7 +81,8 @@ def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
     is a matter, as long as the task is not to leave; of a command that ends, that nobody is left.
     """
     task = state.tasks.get(getattr(body, "task", 0))
-    if task is None or task.id not in state.resting:
+    if task is None or task.id not in state.resting or (
+            task.heals_in_memory and task.finished):  # who has left ends by itself then
         return False
     if isinstance(body, r.RankStarted | r.RankReady):
         return task.phase == "starting" and not (

@@ -46,7 +46,8 @@ PURE = (
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
         "account", "baseline", "befell", "costs", "counterfactual", "drawn", "earnings", "engine",
-        "evidence", "happening", "job", "measured", "paper", "policy", "recorded", "repairs", "run",
+        "evidence", "happening", "job", "measured", "paper", "policy", "quick", "recorded",
+        "repairs", "run",
         "scenario", "studies", "trace_file", "traced", *(f"policies/{one}" for one in (
             "megatron", "requeue", "shrink", "spares", "unicron")))),
     "events/places.py", "events/parallel.py", "events/policy_check.py", "events/refused.py",

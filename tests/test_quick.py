@@ -1,0 +1,61 @@
+"""Quick plans are the heart's own, without what explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+from test_simulate import DAY_S, EXAMPLE, HAPPENINGS, command, plain
+from unicron.control_plane import decide
+from unicron.control_plane.simulation import quick, scenario
+from unicron.control_plane.simulation.happening import Happening
+from unicron.control_plane.simulation.policy import Policy
+from unicron.control_plane.simulation.run import Ground, Run
+from unicron.events import orders as o
+from unicron.events.records import Record
+
+TOLD = (o.StartRank, o.StopRank, o.Quiesce, o.Reconfigure, o.Resume, o.TaskPlaced,
+        o.IncidentOpened, o.IncidentClosed)
+
+
+def decisions(ground: Ground, policy: Policy) -> Iterator[object]:
+    """What was done, when, without its number in the log and why."""
+    log: list[Record] = []
+    Run(ground, policy, log.append).play()
+    for record in log:
+        body = record.body
+        if isinstance(body, o.PlanChosen):
+            yield record.at_s, [(one.task, one.slots) for one in body.allocations], body.waf
+        elif isinstance(body, TOLD):
+            yield record.at_s, type(body), getattr(body, "task", 0), getattr(
+                body, "seats", ()), getattr(body, "nodes", ())
+
+
+def compared(ground: Ground, policy: Policy) -> None:
+    fast = replace(policy, decides=lambda _: quick.decide)
+    full = replace(policy, decides=lambda _: decide.decide)
+    assert list(decisions(ground, fast)) == list(decisions(ground, full))
+
+
+@settings(deadline=None, max_examples=25)
+@given(HAPPENINGS)
+def test_the_same_is_done(happenings: list[Happening]) -> None:
+    tasks = [{"name": name, "weight": weight, "slots": {"min": 1, "max": most},
+              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
+             for name, weight, most in (("one", 1.0, 5), ("two", 2.0, 3))]
+    given_by = scenario.parse(plain(tasks=tasks))
+    policy = scenario.policy(given_by, "unicron")
+    compared(scenario.ground(given_by, policy, sorted(happenings, key=lambda one: one.at_s)),
+             policy)
+
+
+@pytest.mark.parametrize("limits", [{}, {"hot_spare": True}, {"gain_min": 0.0}])
+def test_the_same_is_done_in_two_weeks(limits: dict[str, object]) -> None:
+    found, stages = command.load(EXAMPLE)
+    stage = stages["unicron"]
+    ground = scenario.ground(replace(found, limits=limits), stage.policy,
+                             list(stage.ground.happenings))
+    assert ground.horizon_s > DAY_S
+    compared(ground, stage.policy)
