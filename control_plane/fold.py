@@ -111,6 +111,7 @@ def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) ->
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
     node.health, node.since_s, node.silenced_seq = "unreachable", record.at_s, record.seq
+    state.roll.mark(node)
     arm(state, f"replace/{node.name}", state.policy.replace_after_s)
     for task in state.tasks.values():
         await_silent(state, task)
@@ -122,6 +123,7 @@ def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
         return
     if node.silent:
         node.health, node.since_s, node.replace = "healthy", record.at_s, False
+        state.roll.mark(node)
         disarm(state, f"replace/{node.name}")
         for task in state.tasks.values():
             await_silent(state, task)

@@ -196,8 +196,9 @@ def await_silent(state: ClusterState, task: Task) -> None:
                 if not wanted:
                     break
     elif task.phase == "reconfiguring":
-        wanted = any(not has_settled(task, rank) and is_silent(state, rank)
-                     for rank in last_first(task))
+        silent = state.roll.silent
+        wanted = bool(silent) and any(
+            rank.slot.node in silent and not has_settled(task, rank) for rank in last_first(task))
     if not wanted or not covered(task, [
             rank for rank in task.living_members() if not is_silent(state, rank)]):
         disarm(state, name)

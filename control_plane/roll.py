@@ -16,6 +16,8 @@ class Roll:
         self._by_node: dict[str, tuple[Slot, ...]] = {}
         self._lacking: set[str] = set()
         """Nodes not all of whose slots may be given."""
+        self.silent: set[str] = set()
+        """Nodes of which nothing is heard."""
         self._there: dict[str, tuple[int, int]] = {}
         """By node: its slots, if it is healthy; if it has not left."""
         self.num_healthy = self.num_here = 0
@@ -39,6 +41,7 @@ class Roll:
         if self._by_node.get(name) != slots:
             self._by_node[name], self._every = slots, None
         (self._lacking.add if len(slots) < node.num_slots else self._lacking.discard)(name)
+        (self.silent.add if node.silent else self.silent.discard)(name)
         healthy, here = self.there(name)
         there = (node.num_slots if node.health == "healthy" else 0,
                  node.num_slots if node.health != "left" else 0)

@@ -274,10 +274,8 @@ class Task(Struct, kw_only=True):
 
 
 class ClusterState(Struct, kw_only=True, dict=True):
-    """All that the heart knows: nothing but the fold of the log.
-
-    What is found out from it once is held beside it, and is no part of it (calm.py).
-    """
+    """All that the heart knows: nothing but the fold of the log. What is found out from it once is
+    held beside it, and is no part of it (calm.py)."""
 
     seq: int = 0
     epoch: int = 0
@@ -332,7 +330,7 @@ class ClusterState(Struct, kw_only=True, dict=True):
 
     @cached_property
     def resting(self) -> set[int]:
-        """Tasks whose last step was made after all that concerns them, but for single answers."""
+        """Tasks whose last step was made after all that concerns them."""
         return set()
 
     @cached_property
@@ -398,5 +396,5 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 
 def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
-    """Slots that a plan may give: of nodes that take tasks, and not out."""
+    """Slots that a plan may give."""
     return state.roll.every

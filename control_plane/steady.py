@@ -17,7 +17,7 @@ from .core import Ints
 from .rows import Found, Rows
 from .wishes import Wish
 
-_PRODUCT_MAX = 1 << 61
+_PRODUCT_NUM_MAX = 1 << 61
 
 
 def surely(wishes: Sequence[Wish], rows: Rows, earned: Ints, num_slots: int,
@@ -78,7 +78,7 @@ def _each(rows: Rows, few: Ints, many: Ints) -> Ints:
 def _bound(rows: Rows, price: int, num_slots: int) -> int | None:
     """What no plan gains more than, at this price; None: the numbers are too large."""
     price = max(price, 0)
-    if price * max(num_slots, int(rows.sizes.max())) >= _PRODUCT_MAX // rows.num:
+    if price * max(num_slots, int(rows.sizes.max())) >= _PRODUCT_NUM_MAX // rows.num:
         return None
     over = np.maximum.reduceat(rows.gains - price * rows.sizes, rows.starts[:-1])
     return int(over.sum()) + price * num_slots

@@ -45,10 +45,10 @@ PURE = (
         "calm", "answers", "roll", "steady",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
-        "account", "baseline", "befell", "costs", "counterfactual", "drawn", "earnings", "engine",
-        "evidence", "happening", "job", "measured", "paper", "policy", "quick", "recorded",
-        "repairs", "run",
-        "scenario", "studies", "trace_file", "traced", *(f"policies/{one}" for one in (
+        "account", "baseline", "befell", "condensed", "costs", "counterfactual", "drawn",
+        "earnings", "engine", "evidence", "happening", "job", "measured", "paper", "policy",
+        "quick", "recorded", "repairs", "run", "scenario", "studies", "trace_file", "traced",
+        *(f"policies/{one}" for one in (
             "megatron", "requeue", "shrink", "spares", "unicron")))),
     "events/places.py", "events/parallel.py", "events/policy_check.py", "events/refused.py",
     "workers/agent/megatron_lines.py", "workers/agent/torchrun.py", "workers/classify.py",

@@ -19,6 +19,8 @@ Key = tuple[int, int, int]
 """A process: task, rank, attempt."""
 ASKED = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, o.TaskEnded)
 """After one of these another plan is the cluster's full strength."""
+_ANSWERS = (r.Quiesced, r.Reconfigured, r.RankReady)
+"""Of these alone nothing follows: of the last of them an order does."""
 
 
 class Account:
@@ -112,7 +114,7 @@ class Account:
                 isinstance(body, o.TaskEnded) and body.outcome != "failed"):
             self.leaves(at_s, number)
         self._asked = self._has_begun and (self._asked or isinstance(body, ASKED))
-        if number in self.jobs:
+        if number in self.jobs and not isinstance(body, _ANSWERS):
             touched.append(number)
         return touched
 

@@ -16,7 +16,7 @@ from .. import decide as heart
 from .. import degraded, floors, planner, waiting
 from ..decide import Known
 from ..plan_input import plan_input
-from ..state import ClusterState
+from ..state import ClusterState, Task
 from ..wishes import Wish, charged_s, waf_of
 
 
@@ -42,7 +42,7 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         running_s=asked.running_s)
     moved = [one for wish, one in zip(asked.wishes, given, strict=True)
              if one.slots != wish.now or wish.hurt or wish.task not in state.calm]
-    if not moved:
+    if all(_stays(state, state.tasks[one.task], one.slots) for one in moved):
         return
     about = {one.task for one in moved}
     kept = {seat.slot for one in given if one.task not in about
@@ -54,6 +54,13 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         task = state.tasks[one.task]
         if not task.target and not one.slots:
             yield from waiting.wait(state, task, len(ground.slots), None)
+
+
+def _stays(state: ClusterState, task: Task, slots: int) -> bool:
+    """Whether every process is where it has a seat, and all seats may stay where they are."""
+    seats_at = task.seats_at
+    return slots == len(task.target) and (bool(slots) or bool(task.why)) and state.roll.has(
+        task.target) and all(seats_at.get(rank.rank) == rank.slot for rank in task.ranks.values())
 
 
 def _allocation(wish: Wish, slots: int) -> Allocation:
