@@ -50,7 +50,8 @@ def disturb(state: ClusterState, body: r.Body) -> None:
             state.calm.difference_update(there)
         answers = isinstance(body, r.RankExited) and number in state.resting
         state.resting.difference_update(there, [
-            one for one in state.resting if _looks_at(state, state.tasks[one], node.name)])
+            one for one in state.resting - state.calm
+            if _looks_at(state, state.tasks[one], node.name)])
         (state.resting.add if answers else state.resting.discard)(number or 0)
         return
     state.resting.clear()
@@ -136,13 +137,18 @@ def _node_of(state: ClusterState, body: r.Body, number: int | None) -> Node | No
 def _looks_at(state: ClusterState, task: Task, name: str) -> bool:
     """Whether its step may look at this node, where it has no process: it is to have one there, or
     it looks for any node that may do something for it."""
+    train = task.spec.training
+    return name in nodes_of(state, task) or bool(task.publishing) or bool(task.ghosts) or (
+        train is not None and train.copy_every > 0)
+
+
+def nodes_of(state: ClusterState, task: Task) -> frozenset[str]:
+    """Where its seats are."""
     target, nodes = state.sites.get(task.id, ((), frozenset[str]()))
     if target is not task.target:
         nodes = frozenset(seat.slot.node for seat in task.target)
         state.sites[task.id] = task.target, nodes
-    train = task.spec.training
-    return name in nodes or bool(task.publishing) or bool(task.ghosts) or (
-        train is not None and train.copy_every > 0)
+    return nodes
 
 
 # --- what a calm task is ------------------------------------------------------------------------

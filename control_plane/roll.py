@@ -53,6 +53,10 @@ class Roll:
         """Slots of a node that is healthy; that has not left."""
         return self._there.get(name, (0, 0))
 
+    def is_whole(self, nodes: frozenset[str]) -> bool:
+        """Whether all slots of these nodes may be given."""
+        return self._lacking.isdisjoint(nodes)
+
     def has(self, seats: Iterable[Seat]) -> bool:
         """Whether all of these seats are on slots that may be given."""
         lacking, by_node = self._lacking, self._by_node

@@ -113,9 +113,9 @@ def _below(rates: Mapping[int, float], size: int) -> float:
 
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:
-    """T(t, size) of any size: workers may idle, T(x) = max over y <= x."""
-    return max((rate for one, rate in zip(throughput.sizes, throughput.rates_flops, strict=True)
-                if one <= size), default=0.0) if throughput is not None else 0.0
+    """T(t, size) of any size: workers may idle, T(x) = max over y <= x. Sizes ascend."""
+    return max(throughput.rates_flops[:bisect_right(throughput.sizes, size)],
+               default=0.0) if throughput is not None else 0.0
 
 
 def candidates(throughput: ThroughputSet, now: int,

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ...events import reports as r
 from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
 from .. import placement, planner, throughput
+from ..calm import nodes_of
 from ..decide import Decide, Known, answer
 from ..plan_input import Ground, plan_input
 from ..state import ClusterState, Task, live_tasks, usable_slots
@@ -143,13 +144,18 @@ def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 
 def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
     tasks = live_tasks(state)
-    usable = usable_slots(state)
-    there = frozenset(usable)
-    own = {task.id: [seat.slot for seat in task.target if seat.slot in there] for task in tasks}
+    roll, usable = state.roll, usable_slots(state)
+    found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
+             and roll.is_whole(nodes_of(state, task))}
+    if len(found) == len(tasks):
+        return found
+    own = {task.id: [seat.slot for seat in task.target if task.id in found or roll.has((seat,))]
+           for task in tasks}
     taken = {slot for slots in own.values() for slot in slots}
     free = [slot for slot in usable if slot not in taken]
-    found: dict[int, tuple[Seat, ...]] = {}
     for task in tasks:
+        if task.id in found:
+            continue
         lacks = sizes.get(task.id, 0) - len(own[task.id])
         if whole and lacks > len(free):
             found[task.id] = task.target

@@ -96,6 +96,8 @@ class Paper:
     def carry_out(self, records: Sequence[Record]) -> None:
         """What the orders among these ask for."""
         for record in records:
+            if not isinstance(record.body, o.ORDERS):
+                continue
             match record.body:
                 case o.StartRank() as order:
                     self._start(order)

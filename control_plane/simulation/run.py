@@ -74,7 +74,6 @@ class Run:
         self.ignored = 0
         self._keep = keep
         self._drained: set[str] = set()
-        self._num_asked = 0
         self.engine.answer = self._answer
 
     def play(self) -> Outcome:
@@ -108,8 +107,7 @@ class Run:
                 return
 
     def _ask(self, body: r.Body) -> None:
-        self._num_asked += 1
-        self.engine.tell(f"{SITE}-{self._num_asked}", body)
+        self.engine.tell(SITE, body)
 
     # --- from outside ---------------------------------------------------------------------------
     def _happens(self, one: Anything) -> None:
