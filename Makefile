@@ -12,7 +12,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection disasters check types docs wheel clean
+.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-sim disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +74,11 @@ bench-planner: setup types ## the same plans by Unicron and by other solvers (N=
 bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
+
+bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and their growth (SYSTEMS=a,b CASES=a,b)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.sim $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
+		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 disasters: setup types ## play other people's disasters and write their figures into the guide
 	@$(BIN)/python docs/reference/disasters.py

@@ -1,0 +1,49 @@
+"""The clusters of `make bench-sim`: nodes of 8 GPUs, faults as often as Llama 3 had them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+POLICIES = ("unicron", "shrink", "spares", "requeue", "megatron")
+GPUS_PER_NODE = 8
+MTBF_GPU_DAYS = 2111.6
+"""54 days x 16,384 GPUs / 419 unexpected interruptions (Llama 3, arXiv 2407.21783, table 5)."""
+DAY_S = 86400.0
+SEED = 7
+
+
+class Case(NamedTuple):
+    """So many GPUs and tasks, for so long."""
+
+    num_gpus: int
+    num_tasks: int
+    days: float
+
+
+CASES = {"128": Case(128, 4, 365.0), "1280": Case(1280, 20, 365.0),
+         "10000": Case(10_000, 60, 365.0), "100000": Case(100_000, 60, 14.0)}
+
+
+def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
+    """As a file has it. Tasks of 0.4 to 2 times a fair share at most, a quarter of that at least;
+    FLOP/s of 4e14 for a GPU, to the power 0.95 of their number."""
+    case, random = CASES[name], Random(SEED)
+    fair = case.num_gpus / case.num_tasks / GPUS_PER_NODE
+    return {
+        "apiVersion": "unicron/v1", "name": f"{name} GPUs",
+        "cluster": {"nodes": case.num_gpus // GPUS_PER_NODE, "slots": GPUS_PER_NODE},
+        "tasks": [_task(number, max(round(random.uniform(0.4, 2.0) * fair), 2),
+                        random.choice([0.5, 1.0, 2.0])) for number in range(case.num_tasks)],
+        "policies": {policy: {} for policy in policies}, "horizon_s": case.days * DAY_S,
+        "trace": {"drawn": {"seed": SEED, "mtbf_gpu_days": MTBF_GPU_DAYS, "causes": "llama3",
+                            "repair": "superbench"}}}
+
+
+def _task(number: int, most: int, weight: float) -> dict[str, Any]:
+    """On so many nodes at most."""
+    sizes = [GPUS_PER_NODE * nodes for nodes in range(max(most // 4, 2), most + 1)]
+    return {"name": f"t{number}", "weight": weight,
+            "slots": {"min": sizes[0], "max": sizes[-1], "multiple_of": GPUS_PER_NODE},
+            "throughput": {size: 4e14 * size ** 0.95 for size in sizes}}
