@@ -1,7 +1,7 @@
 """Calm: tasks of which no decision follows, whatever befalls others, so that nobody looks at them.
 
-A task rests when its step was made after all that concerns it: its own records, and those of the
-nodes where it sits. Its step would yield nothing. It is calm while it trains on all that it was
+A task rests when its step yielded nothing after all that concerns it: its own records, and those
+of the nodes where it sits. It would yield nothing again. It is calm while it trains on all that it was
 given, on healthy nodes, and nothing is wrong with it: then it rests whatever else is planned, and
 what a plan follows from of it stays the same. A task in a transition waits for one after the other
 to answer, and nothing follows until the last has.
@@ -27,7 +27,8 @@ _OF_ITSELF = frozenset((
     r.TaskProgressed, IterationsLogged, r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured,
     o.Quiesce, o.Reconfigure, o.Resume, o.StopRank, o.IncidentClosed, o.TaskWaiting))
 """Kinds after which nothing is another for any other task than their own."""
-_OF_NOBODY = (o.PlanChosen, DegradedPriced)
+_OF_PLANS = (o.PlanChosen, DegradedPriced)
+"""Kinds that change nothing of a task that is calm; others may have waited for the plan."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankStarted, r.RankReady)
 _DUE_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
 
@@ -41,8 +42,6 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         if not isinstance(body, _ANSWERS):
             state.resting.discard(number)
         return
-    if isinstance(body, _OF_NOBODY) and not state.held:
-        return
     node = _node_of(state, body, number)
     if node is not None and not state.is_checked:  # else others are believed, or not any more
         there = [one.task for one in node.occupants.values()]
@@ -55,16 +54,18 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         (state.resting.add if answers else state.resting.discard)(number or 0)
         return
     state.resting.clear()
-    if number is None or isinstance(body, o.TaskEnded):  # which gives slots back
+    if (number is None and not isinstance(body, _OF_PLANS)) or isinstance(
+            body, o.TaskEnded):  # which gives slots back
         state.calm.clear()
     elif isinstance(body, o.IncidentOpened | o.IncidentEscalated) and body.node in state.nodes:
         state.calm.difference_update(
             [one.task for one in state.nodes[body.node].occupants.values()])
 
 
-def settle(state: ClusterState, task: Task) -> None:
-    """After a step of the task to its end."""
-    state.resting.add(task.id)
+def settle(state: ClusterState, task: Task, *, is_last: bool) -> None:
+    """After a step of the task to its end. `is_last`: it yielded nothing; else there may be more.
+    """
+    (state.resting.add if is_last else state.resting.discard)(task.id)
     if _is_calm(state, task):
         state.wishes.pop(task.id, None)
         state.calm.add(task.id)

@@ -97,8 +97,11 @@ def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
     """The next decisions for each of these."""
     for task in tasks:
         if not calm.rests(state, task):
-            yield from transition.step(state, task)
-            calm.settle(state, task)
+            is_last = True
+            for body in transition.step(state, task):
+                is_last = False
+                yield body
+            calm.settle(state, task, is_last=is_last)
 
 
 def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:

@@ -192,6 +192,7 @@ def _joined(state: ClusterState, num: int) -> r.Body:
             return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part)
         state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
                                  accelerator="")
+        state.roll.mark(state.nodes[name])
 
 
 # --- the outcome --------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ class ClusterState(Struct, kw_only=True, dict=True):
 
     @cached_property
     def resting(self) -> set[int]:
-        """Tasks whose last step was made after all that concerns them."""
+        """Tasks whose step yielded nothing, after all that concerns them."""
         return set()
 
     @cached_property
