@@ -1,10 +1,10 @@
 """Calm: tasks of which no decision follows, whatever befalls others, so that nobody looks at them.
 
 A task rests when its step yielded nothing after all that concerns it: its own records, and those
-of the nodes where it sits. It would yield nothing again. It is calm while it trains on all that it was
-given, on healthy nodes, and nothing is wrong with it: then it rests whatever else is planned, and
-what a plan follows from of it stays the same. A task in a transition waits for one after the other
-to answer, and nothing follows until the last has.
+of the nodes where it sits. It would yield nothing again. It is calm while it trains on all that it
+was given, on healthy nodes, and nothing is wrong with it: then it rests whatever else is planned,
+and what a plan follows from of it stays the same. A task in a transition waits for one after the
+other to answer, and nothing follows until the last has.
 
 All of this is found out from the state, and forgotten with it: it is no part of it.
 """

@@ -88,11 +88,8 @@ def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause:
 @pytest.mark.parametrize("changes", [
     {"cluster": {"nodes": 10, "slots": 3}},
     {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]},
-    {"tasks": [{"name": "x", "slots": {"min": 4, "max": 8, "multiple_of": 4},
-                "throughput": {4: 1e12}}]},
 ])
 def test_what_has_no_common_measure_is_played_as_it_is(changes: dict[str, Any]) -> None:
-    """Also a task that heals, and may have as few GPUs as one node has: they are on two nodes."""
     told = scenario.parse(cluster(**changes))
     chosen = scenario.policy(told, "unicron")
     assert scenario.ground(told, chosen) == scenario.ground(told, chosen, condense=False)

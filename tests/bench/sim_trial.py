@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 
-from unicron.control_plane.simulation import condensed, drawn
+from unicron.control_plane.simulation import drawn
 from unicron.control_plane.simulation import scenario as scenarios
 from unicron.control_plane.simulation.run import Run
 
@@ -22,7 +22,7 @@ def main(case: str, policy: str) -> None:
     happenings = drawn.draw(told.trace.drawn, told.cluster.names, told.cluster.slots,
                             told.horizon_s)
     chosen = scenarios.policy(told, policy)
-    ground = condensed.condensed(scenarios.ground(told, chosen, happenings))
+    ground = scenarios.ground(told, chosen, happenings)
     began_s = time.process_time()
     run = Run(ground, chosen)
     run.play()
