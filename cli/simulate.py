@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..control_plane.simulation import drawn, trace_file
+from ..control_plane.simulation import cases, drawn, trace_file
 from ..control_plane.simulation import scenario as scenarios
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.happening import Happening
+from ..control_plane.simulation.policies import POLICIES
 from ..control_plane.simulation.scenario import Scenario
 from ..events.errors import SpecError, UsageError
 from . import say
@@ -55,19 +56,25 @@ def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, Stage]
 
 
 def read(path: Path) -> tuple[Scenario, list[Happening]]:
-    """A scenario with all its nodes, and what befalls them. Raises UsageError and SpecError."""
+    """A scenario with all its nodes, and what befalls them. One of the paper's by its name.
+
+    Raises UsageError and SpecError.
+    """
+    if str(path) in cases.TRACES and not path.exists():
+        trace = cases.TRACES[str(path)]
+        return cases.scenario(str(path), [*POLICIES]), cases.happenings(trace, cases.SEED)
     text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
     if not isinstance(given, str):
         scenario = scenarios.with_nodes(scenario, ())
         return scenario, drawn.draw(given.drawn, cluster.names, cluster.slots, horizon_s)
-    trace = path.parent / given
+    beside = path.parent / given
     told = trace_file.read(
-        read_text(trace, TRACE_BYTES_MAX, "trace: names a file beside the scenario, or is drawn",
-                  scenarios.DOCS), str(trace))
+        read_text(beside, TRACE_BYTES_MAX, "trace: names a file beside the scenario, or is drawn",
+                  scenarios.DOCS), str(beside))
     scenario = scenarios.with_nodes(scenario, told.nodes)
-    _check_nodes(scenario, told.happenings, trace)
+    _check_nodes(scenario, told.happenings, beside)
     return scenario, [one for one in told.happenings if one.at_s <= horizon_s]
 
 

@@ -18,7 +18,8 @@ def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Option(
         "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
-        "faults, and how long (docs/guides/simulate.md).")] = None,
+        "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
+    = None,
     recorded: Annotated[Path | None, typer.Option(
         "--from-log", metavar="FILE", help="Instead: what befell a cluster by its log, as "
         "`export` writes it, under other choices.")] = None,

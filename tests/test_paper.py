@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unicron.cli import simulate
 from unicron.cli import simulate_paper as command
 from unicron.control_plane.severity import TABLE
 from unicron.control_plane.simulation import cases, evaluation
@@ -62,6 +63,13 @@ def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
                     for nodes in range(cases.NODES_NUM + 1)]
         # A plan changes healthy tasks for half a per cent of what the cluster earns, no less.
         assert (1 - 0.005) * best[-1] <= earned <= best[-1] * (1 + 1e-12)
+
+
+def test_the_papers_traces_go_by_their_names() -> None:
+    scenario, stages = simulate.load(Path("trace-b"))
+    assert [*stages] == [*POLICIES]
+    assert scenario.horizon_s == 7 * 86400
+    assert stages["unicron"].ground.happenings == cases.happenings(cases.TRACES["trace-b"], 1)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from .scenario import Cluster, PaperTask, Scenario
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
+SEED = 1
+"""Of the trace that goes by the paper's name."""
 
 
 def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:
