@@ -29,9 +29,9 @@ svg { width: 100%; height: auto; display: block; margin-top: 10px; }
   padding: 16px 18px; }
 .figure b { display: block; font-size: 30px; line-height: 1.15; color: var(--ours); }
 .figure span { color: var(--soft); font-size: 13px; }
-table { border-collapse: collapse; font-size: 13.5px; margin-top: 12px; width: 100%;
+table { border-collapse: collapse; font-size: 13px; margin-top: 12px; width: 100%;
   font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right;
+th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }

@@ -69,7 +69,7 @@ def simulate(
 @app.command()
 def paper(
     seeds: Annotated[int, typer.Option(
-        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 5,
+        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
     report: Annotated[Path | None, typer.Option(
         "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
         "PNG.")] = None,

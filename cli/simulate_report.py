@@ -73,8 +73,8 @@ def _verdict(value: dict[tuple[str, str, str], Row]) -> str:
              if value[case, name, "waf_ratio"]["value"] < told]
     return ((f"Unicron earned less, with some seed, than {', '.join(behind)}. " if behind else
              "Unicron earned more than every other policy, on both traces, with every seed. ")
-            + (f"Below the paper's ratio: {', '.join(short)}: docs/guides/paper.md says why."
-               if short else "No ratio is below the paper's."))
+            + (f"Below the paper's ratio: {', '.join(short)}. " if short else "")
+            + ("docs/guides/paper.md says why." if behind or short else ""))
 
 
 def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
