@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 
 from ...events import orders as o
 from ...events import reports as r
+from ...events.decided import NodeQuarantined
+from ...events.detected import QuarantineLifted
 from ...events.records import Record
 from .. import throughput
 from ..state import ClusterState, Task
@@ -21,6 +23,9 @@ ASKED = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, o.TaskEnded)
 """After one of these another plan is the cluster's full strength."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankReady)
 """Of these alone nothing follows: of the last of them an order does."""
+OF_NODES = (r.NodeHeard, r.NodeDrained, r.NodeUndrained, NodeQuarantined, QuarantineLifted,
+            o.IncidentEscalated)
+"""After one of these tasks may wait for a node, or no longer."""
 
 
 class Account:
@@ -98,12 +103,16 @@ class Account:
             number = record.seq
             self.jobs[number] = self._opens(self.state.tasks[number])
         elif isinstance(body, r.RankExited | r.CollectiveFailed):
-            if number in self.jobs:
+            if number in self.jobs and getattr(body, "generation", -1) in (
+                    -1, self.state.tasks[number].generation):
                 self.jobs[number].told = True
         elif isinstance(body, r.NodeSilenced | r.NodeLeft | r.NodeJoined):
             touched = self._untold.pop(body.node, [])
             for task in touched:
                 self.jobs[task].told = True
+            touched = [*touched, *self._standing()]
+        elif isinstance(body, OF_NODES):
+            touched = self._standing()
         elif isinstance(body, o.StartRank):
             self._starts(at_s, number)
         elif isinstance(body, o.Reconfigure):
@@ -117,6 +126,10 @@ class Account:
         if number in self.jobs and not isinstance(body, _ANSWERS):
             touched.append(number)
         return touched
+
+    def _standing(self) -> list[int]:
+        """Tasks that do not train: a node may be what they wait for."""
+        return [number for number, job in self.jobs.items() if not job.rate_flops]
 
     def leaves(self, at_s: float, number: int) -> None:
         """The task is finished, or somebody wants it to end. Who has failed is still missed."""
@@ -168,5 +181,5 @@ class Account:
             return "waiting"
         nodes = self.state.nodes
         away = any((node := nodes.get(seat.slot.node)) is None or not node.takes_tasks
-                   for seat in task.target)
+                   or node.is_out(seat.slot.index) for seat in task.target)
         return "waiting" if away else "transition"

@@ -10,6 +10,7 @@ from ...events import orders as o
 from ...events import reports as r
 from ...events.records import Record
 from ...events.reports import Body
+from ...events.statuses import CONNECTION_RESET
 from ..state import Rank, Task
 from .account import Account, Key
 from .costs import Costs
@@ -29,6 +30,8 @@ class PaperNode:
     up: bool = False
     processes: dict[Key, bool] = field(default_factory=dict[Key, bool])
     """Those that live, and whether they have the state of their task."""
+    ended: set[Key] = field(default_factory=set[Key])
+    """Those that do not, of which nobody was told."""
 
     @property
     def source(self) -> str:
@@ -78,6 +81,7 @@ class Paper:
         """All is gone that it had in memory."""
         node.up = False
         node.processes.clear()
+        node.ended.clear()
         for job in self.jobs.values():
             job.lose(node.source)
 
@@ -145,25 +149,55 @@ class Paper:
 
         self.engine.later(in_s, tell)
 
-    def end(self, node: PaperNode, key: Key, in_s: float, *, status: str = "",
-            exit_code: int = 1) -> None:
+    def end(self, node: PaperNode, key: Key, in_s: float, *, status: str = "") -> None:
         """A process ends now, and that is told in so many seconds."""
         node.processes.pop(key, None)
-        self.say(node.name, in_s, r.RankExited(
-            task=key[0], rank=key[1], attempt=key[2], pid=1, exit_code=exit_code, signal=None,
-            status=status, rule="on paper" if status else ""))
+        node.ended.add(key)
+        now_s = self.engine.now_s
+
+        def tell() -> None:
+            if key in node.ended:  # it was not told when another asked
+                node.ended.remove(key)
+                self.engine.tell(node.source, _exited(key, status), now_s)
+
+        self.engine.later(in_s, tell)
 
     def fails(self, node: PaperNode, key: Key, in_s: float, status: str) -> None:
         """A collective fails under this process, and it says so in so many seconds."""
-        generation = self._task(key[0]).generation
-        self._of(key, node, in_s, lambda: r.CollectiveFailed(
+        self._of(key, node, in_s, partial(
+            self._failed, key, self._task(key[0]).generation, status), self.engine.now_s)
+
+    def _failed(self, key: Key, generation: int, status: str) -> Body:
+        return r.CollectiveFailed(
             task=key[0], rank=key[1], attempt=key[2], generation=generation,
-            iteration=self.jobs[key[0]].iteration, error=status or "closed by peer",
-            status=status), self.engine.now_s)
+            iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
+
+    def peer_tells(self, number: int, in_s: float) -> None:
+        """One that lives in so many seconds sees then that a peer is gone now: a member holds, a
+        command's process ends."""
+        task, now_s = self._task(number), self.engine.now_s
+        began = task.rounds, task.generation
+
+        def tell() -> None:
+            if (task.rounds, task.generation) != began:
+                return
+            for rank in (task.ranks[key] for key in sorted(task.ranks)):
+                node, key = self.nodes[rank.slot.node], (number, rank.rank, rank.attempt)
+                if key in node.processes and task.heals_in_memory:
+                    self.engine.tell(node.source, self._failed(key, began[1], ""), now_s)
+                    return
+                if key in node.processes:
+                    del node.processes[key]
+                    self.engine.tell(node.source, _exited(key, CONNECTION_RESET), now_s)
+                    return
+
+        self.engine.later(in_s, tell)
 
     def _stop(self, order: o.StopRank) -> None:
         """An agent knows at once of a process that ended before, too."""
-        self.end(self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt), 0.0)
+        node = self.nodes[order.nodes[0]]
+        if node.up:
+            self.end(node, (order.task, order.rank, order.attempt), 0.0)
 
     def _task(self, number: int) -> Task:
         return self.engine.state.tasks[number]
@@ -254,3 +288,9 @@ class Paper:
 
 def _said(body: Body) -> Body:
     return body
+
+
+def _exited(key: Key, status: str) -> Body:
+    return r.RankExited(
+        task=key[0], rank=key[1], attempt=key[2], pid=1, exit_code=1, signal=None, status=status,
+        rule="on paper" if status else "")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...events import reports as r
 from ...events.records import Record
 from ...events.spec import JobSpec
-from ...events.statuses import CONNECTION_RESET, LOST_CONNECTION
+from ...events.statuses import LOST_CONNECTION
 from ..heart import HEART
 from ..severity import TABLE
 from ..state import Task
@@ -172,8 +172,8 @@ class Run:
             hurt = self._hurt(node)
             self.paper.fall(node.name, until_told_s)
             for number in hurt:
-                self._peer_tells(self.engine.state.tasks[number],
-                                 one.seen_in_s if one.seen_in_s >= 0 else until_told_s)
+                self.paper.peer_tells(
+                    number, one.seen_in_s if one.seen_in_s >= 0 else until_told_s)
             return
         victim = min(node.processes, default=None)
         if victim is not None:
@@ -230,19 +230,9 @@ class Run:
         if name in self._drained:
             self._ask(r.NodeDrained(node=name, reason=cause))
 
-    def _peer_tells(self, task: Task, in_s: float) -> None:
-        """One that lives sees its connections close: a member holds, a command's process ends."""
-        for rank in (task.ranks[key] for key in sorted(task.ranks)):
-            node, key = self.paper.nodes[rank.slot.node], (task.id, rank.rank, rank.attempt)
-            if key in node.processes and task.heals_in_memory:
-                self.paper.fails(node, key, in_s, "")
-                return
-            if key in node.processes:
-                self.paper.end(node, key, in_s, status=CONNECTION_RESET)
-                return
-
     def _hurt(self, node: PaperNode) -> list[int]:
-        return self._struck(node.processes, node.name)
+        """Also who has ended there, and nobody was told: it is told by what is told of the node."""
+        return self._struck([*node.processes, *sorted(node.ended)], node.name)
 
     def _struck(self, keys: Collection[Key], node: str = "") -> list[int]:
         """These processes stop now, and who needs them; what those had done until now is told."""

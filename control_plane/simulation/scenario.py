@@ -205,6 +205,8 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     ample = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
         "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
+    if not chosen.escalates:
+        ample["replace_after_s"] = 0.0  # when it counts as lost is told by its constants alone
     if not chosen.heals:
         ample["stop_s_max"] = STOP_S  # to end processes is part of a restart, as it is published
     try:

@@ -1,0 +1,208 @@
+"""A second simulator, small and apart from the first: what restarts, as sums over intervals.
+
+Made from docs/guides/simulate.md and what the policies say of themselves. A node is a slot. It
+knows no heart, no records and no protocol: a task trains, stands, waits or starts, and each change
+of that is an event. Nothing of the simulator is taken over but the names of what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from unicron.control_plane.severity import TABLE
+from unicron.control_plane.simulation.costs import Costs
+from unicron.control_plane.simulation.happening import Happening
+
+NODE = "lost connection"
+
+
+@dataclass
+class Job:
+    """A task. `status`: trains; stands, and nobody was told; starts; waits."""
+
+    rates: Mapping[int, float]
+    weight: float
+    nodes: tuple[str, ...]
+    iteration_flop: float
+    full_flops: float = 0.0
+    size: int = 0
+    status: str = "trains"
+    round: int = 0
+    """Of starts: what an older one promised is void."""
+    alive: set[str] = field(default_factory=set[str])
+    """Nodes where a process of it lives."""
+    done_flop: float = 0.0
+    kept_flop: float = 0.0
+    kept_s: float = 0.0
+
+    @property
+    def rate_flops(self) -> float:
+        return rate(self.rates, len(self.nodes))
+
+
+def rate(rates: Mapping[int, float], num: int) -> float:
+    """Of the largest size that so many are enough for."""
+    return max((flops for size, flops in rates.items() if size <= num), default=0.0)
+
+
+class Second:
+    """`how`: kept, moved or shrunk, as the policy says. `jobs` with the nodes they begin on."""
+
+    def __init__(self, nodes: Sequence[str], jobs: Sequence[Job], costs: Costs, how: str,
+                 iteration_s: float) -> None:
+        self.nodes, self.jobs, self.costs, self.how = sorted(nodes), jobs, costs, how
+        self.iteration_s = iteration_s
+        self.away: set[str] = set()
+        self.out: set[str] = set()
+        """Of which the cluster was told."""
+        self.repaired_soon: set[str] = set()
+        """In which a device failed: to be repaired."""
+        self.life = dict.fromkeys(nodes, 0)
+        self.lost = dict.fromkeys(
+            ("detection", "transition", "waiting", "sub-healthy", "recomputed"), 0.0)
+        self.earned = 0.0
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num = 0
+        for job in jobs:
+            job.size, job.full_flops = len(job.nodes), job.rate_flops
+            job.alive = set(job.nodes)
+
+    def play(self, happenings: Sequence[Happening], horizon_s: float) -> None:
+        for one in happenings:
+            self._later(one.at_s, lambda one=one: self._happens(one))
+        while self._due and self._due[0][0] <= horizon_s:
+            at_s, _, call = heappop(self._due)
+            self._pass(at_s)
+            call()
+        self._pass(horizon_s)
+
+    def _later(self, at_s: float, call: Callable[[], None]) -> None:
+        self._num += 1
+        heappush(self._due, (at_s, self._num, call))
+
+    # --- what is earned -------------------------------------------------------------------------
+    def _pass(self, at_s: float) -> None:
+        past_s, self.now_s = at_s - self.now_s, at_s
+        for job in self.jobs:
+            flops = job.rate_flops if job.status == "trains" else 0.0
+            self.earned += job.weight * flops * past_s
+            self.lost[self._why(job)] += job.weight * (job.full_flops - flops) * past_s
+            if flops:
+                job.done_flop += flops * past_s
+                job.kept_s += past_s
+                if job.kept_s >= self.costs.checkpoint_s:
+                    job.kept_s %= self.costs.checkpoint_s
+                    num = (job.done_flop - flops * job.kept_s) / job.iteration_flop
+                    job.kept_flop = int(num + 1e-9) * job.iteration_flop
+
+    def _why(self, job: Job) -> str:
+        if job.status == "trains":
+            return "sub-healthy"
+        if job.status == "stands":
+            return "detection"
+        return "waiting" if not job.nodes or set(job.nodes) & self.out else "transition"
+
+    # --- what happens ---------------------------------------------------------------------------
+    def _happens(self, one: Happening) -> None:
+        node = one.node
+        if one.event == "fault" and node not in self.away:
+            told_s = self.now_s + self.costs.until_told_s(one.cause, self.iteration_s)
+            life = self.life[node]
+            struck = [job for job in self.jobs if node in job.alive]
+            for job in struck:
+                self._strikes(job)
+                job.alive.discard(node)
+            if one.cause == NODE:
+                self.away.add(node)
+                self._later(told_s, lambda: self._is_lost(node, life))
+            else:
+                if TABLE[one.cause] == "SEV1":
+                    self.repaired_soon.add(node)
+                    self._later(told_s, lambda: self._is_drained(node))
+                for job in struck:
+                    self._later(told_s, lambda job=job, round=job.round: self._told(
+                        job, round, node, life))
+        elif one.event == "repaired" and (node in self.away or node in self.repaired_soon):
+            for job in self.jobs:
+                if node in job.alive:
+                    self._strikes(job)
+                    job.alive.discard(node)
+            self.away.discard(node)
+            self.repaired_soon.discard(node)
+            self.out.discard(node)
+            self.life[node] += 1
+            self._tell_all(node)
+            self._plan()
+
+    def _strikes(self, job: Job) -> None:
+        if job.status in ("trains", "starts"):
+            job.status = "stands"
+
+    def _told(self, job: Job, round: int, node: str, life: int) -> None:
+        """By the node, if it lives to tell."""
+        lives = node not in self.away and self.life[node] == life
+        if lives and job.round == round and job.status == "stands":
+            self._stop(job)
+            self._plan()
+
+    def _is_lost(self, node: str, life: int) -> None:
+        if node in self.away and self.life[node] == life:
+            self.out.add(node)
+            self._tell_all(node)
+            self._plan()
+
+    def _is_drained(self, node: str) -> None:
+        if node in self.repaired_soon:
+            self.out.add(node)
+            self._plan()
+
+    def _tell_all(self, node: str) -> None:
+        """What befell the node is told, and so what stood because of it."""
+        for job in self.jobs:
+            if job.status in ("stands", "starts") and node in job.nodes and (
+                    node not in job.alive):
+                self._stop(job)
+
+    # --- what the policy makes of it --------------------------------------------------------------
+    def _stop(self, job: Job) -> None:
+        """All of it ends; a node that does not obey is out, whether or not it was told of."""
+        self.out |= set(job.nodes) & self.away
+        job.status, job.round, job.alive = "waits", job.round + 1, set()
+
+    def _plan(self) -> None:
+        own = {id(job): [node for node in job.nodes if node not in self.out] for job in self.jobs}
+        taken = {node for nodes in own.values() for node in nodes}
+        free = [node for node in self.nodes if node not in taken and node not in self.out]
+        for job in self.jobs:
+            seats = job.nodes
+            left = own[id(job)]
+            if self.how == "moved" and 0 < job.size - len(left) <= len(free):
+                num = job.size - len(left)
+                seats, free = (*left, *free[:num]), free[num:]
+            elif self.how == "shrunk":
+                num = job.size - len(left)
+                found, free = [*left, *free[:num]], free[num:]
+                most = max((size for size in job.rates if size <= len(found)), default=0)
+                seats, free = tuple(found[:most]), [*free, *found[most:]]
+            if sorted(seats) != sorted(job.nodes):
+                job.nodes = tuple(sorted(seats))
+                if job.status in ("trains", "starts", "stands"):
+                    self._stop(job)
+            if job.status == "waits" and job.nodes and not set(job.nodes) & self.out:
+                self._start(job)
+
+    def _start(self, job: Job) -> None:
+        job.status, job.round, round = "starts", job.round + 1, job.round + 1
+        again_flop, job.done_flop, job.kept_s = job.done_flop - job.kept_flop, job.kept_flop, 0.0
+        self.earned -= job.weight * again_flop
+        self.lost["recomputed"] += job.weight * again_flop
+        job.alive = {node for node in job.nodes if node not in self.away}
+        if len(job.alive) == len(job.nodes):  # else some are away, and nobody was told
+            self._later(self.now_s + self.costs.start_s, lambda: self._is_up(job, round))
+
+    def _is_up(self, job: Job, round: int) -> None:
+        if job.round == round and job.status == "starts":
+            job.status = "trains"

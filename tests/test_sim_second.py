@@ -1,0 +1,110 @@
+"""Two simulators, made apart from each other, say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_second import Job, Second
+from unicron.control_plane.simulation import scenario
+from unicron.control_plane.simulation.happening import Happening
+from unicron.control_plane.simulation.run import Outcome, Run
+from unicron.events.orders import TaskPlaced
+from unicron.events.records import Record
+from unicron.events.reports import TaskSubmitted
+
+DAY_S = 86400.0
+NODE, DEVICE, PROCESS, NETWORK = ("lost connection", "ECC errors", "exited abnormally",
+                                  "link flapping")
+STOPS_S = 4 * scenario.STOP_S
+"""Until a process on a node that is away, and nobody knows, counts as ended: it is told in vain."""
+HOW = {"megatron": "kept", "requeue": "moved", "kubernetes": "moved", "megatron-spares": "moved",
+       "spares": "moved", "varuna": "shrunk"}
+
+
+def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
+    """Tasks of at least and at most so many slots."""
+    tasks = [{"name": f"task-{number}", "weight": 1.0 + number, "slots": {"min": low, "max": high},
+              "throughput": {size: 1e12 * size for size in range(low, high + 1)}}
+             for number, (low, high) in enumerate(sizes)]
+    return {"apiVersion": "unicron/v1", "name": "two", "cluster": {"nodes": nodes, "slots": 1},
+            "tasks": tasks, "policies": {name: {} for name in scenario.POLICIES},
+            "trace": "trace.csv", "horizon_s": 5 * DAY_S,
+            "limits": {"quarantine_faults": 1000}}
+
+
+def both(policy: str, data: dict[str, Any], happenings: list[Happening]
+         ) -> tuple[Outcome, Second]:
+    asked = scenario.parse(data)
+    chosen = scenario.policy(asked, policy)
+    ground = scenario.ground(asked, chosen, happenings)
+    log: list[Record] = []
+    outcome = Run(ground, chosen, log.append).play()
+    seats: dict[int, tuple[str, ...]] = {}
+    for record in log:
+        if record.at_s > outcome.began_s:
+            break
+        if isinstance(record.body, TaskSubmitted):
+            seats[record.seq] = ()
+        elif isinstance(record.body, TaskPlaced):
+            seats[record.body.task] = tuple(seat.slot.node for seat in record.body.seats)
+    jobs = [Job({size: flops * chosen.costs.speed for size, flops in task.throughput.items()},
+                task.weight, seats[number], 10.0 * max(task.throughput.values())
+                * chosen.costs.speed)
+            for number, task in zip(seats, asked.tasks, strict=True)]
+    second = Second(list(ground.slots), jobs, chosen.costs, HOW[policy], 10.0)
+    second.play(happenings, asked.horizon_s)
+    return outcome, second
+
+
+def same(outcome: Outcome, second: Second, slack_s: float = 0.0) -> None:
+    """In what was earned, and in each loss; up to so many seconds of the whole cluster."""
+    full = sum(job.full_flops * job.weight for job in second.jobs)
+    within = full * (1e-3 + slack_s)
+    found = {name: flop / full for name, flop in outcome.earnings.lost_flop.items()}
+    told = {name: flop / full for name, flop in second.lost.items()}
+    assert found == pytest.approx(told, abs=within / full)
+    assert outcome.earnings.flop == pytest.approx(second.earned, abs=within)
+
+
+def lost(node: str, at_s: float, back_s: float, cause: str = NODE) -> list[Happening]:
+    return [Happening(at_s, node, "fault", cause), Happening(back_s, node, "repaired")]
+
+
+@pytest.mark.parametrize("policy", HOW)
+@pytest.mark.parametrize("cause", [NODE, DEVICE, PROCESS, NETWORK])
+def test_one_fault(policy: str, cause: str) -> None:
+    happenings = lost("n1", DAY_S + 777, 2 * DAY_S, cause)
+    same(*both(policy, cluster([(1, 6)]), happenings))
+
+
+CAUSES = st.sampled_from([NODE, DEVICE, PROCESS, NETWORK])
+FAULTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES,
+                            st.integers(0, 10_000)), max_size=5)
+
+
+def drawn(faults: list[tuple[int, int, str, int]]) -> list[Happening]:
+    """No two within the moments that it takes to stop processes, and none when one is told."""
+    return sorted((one for number, (at, node, cause, away) in enumerate(faults)
+                   for one in lost(f"n{node}", 20 * at + 1.3 * number,
+                                   20 * (at + away) + 10.5 + 1.3 * number, cause)),
+                  key=lambda one: one.at_s)
+
+
+@settings(deadline=None, max_examples=60)
+@given(FAULTS, st.sampled_from([*HOW]))
+def test_whatever_befalls_one_task(faults: list[tuple[int, int, str, int]], policy: str
+                                   ) -> None:
+    same(*both(policy, cluster([(1, 6)]), drawn(faults)), len(faults) * STOPS_S)
+
+
+TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1, 4)], [(4, 4)]])
+
+
+@settings(deadline=None, max_examples=60)
+@given(FAULTS, TASKS, st.sampled_from([*HOW]))
+def test_whatever_befalls_several(faults: list[tuple[int, int, str, int]],
+                                  tasks: list[tuple[int, int]], policy: str) -> None:
+    same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
