@@ -18,7 +18,7 @@ from ..events.decided import DegradedPriced, NodeQuarantined
 from ..events.logged import IterationsLogged
 from ..events.records import incident_of
 from .answers import last_first
-from .state import ClusterState, Node, Task
+from .state import ClusterState, Node, Rank, Task
 
 _OF_ONE_NODE = (r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
                 r.NodeUndrained, d.QuarantineLifted, NodeQuarantined)
@@ -92,8 +92,9 @@ def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
                                          for seat in reversed(task.target)))
     if isinstance(body, r.RankExited):
         return (not task.heals_in_memory and bool(task.ranks) and not task.faults
-                and task.phase != "ended" and all(rank.stopping and not rank.overdue
-                                                  for rank in task.ranks.values()))
+                and task.phase != "ended" and all(
+                    rank.stopping and not rank.overdue and not _is_replaced(state, rank)
+                    for rank in task.ranks.values()))
     if not any(seat.rank in task.ranks for seat in task.target):
         return False
     if isinstance(body, r.Quiesced):
@@ -101,6 +102,13 @@ def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
             rank.quiesced != task.generation for rank in last_first(task))
     return isinstance(body, r.Reconfigured) and task.phase == "reconfiguring" and any(
         rank.reconfigured != task.generation for rank in last_first(task))
+
+
+def _is_replaced(state: ClusterState, rank: Rank) -> bool:
+    """It is on a node that was silent for so long that others go on, once they are all that is
+    left."""
+    node = state.nodes.get(rank.slot.node)
+    return node is not None and node.replace
 
 
 # --- whom a record may concern ------------------------------------------------------------------
