@@ -112,7 +112,7 @@ def _policy(one: Played) -> Plain:
     return {
         "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.whole_flop,
         "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
-        "downtime_task_s": earnings.down_s,
+        "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
         "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "records": one.num_records,
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],

@@ -36,6 +36,8 @@ class Account:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, Job] = {}
         self.transitions = 0
+        self.does: Callable[[float, int, int, str], None] = _nobody
+        """Is told what each task does: on how many slots it trains, or why it does not."""
         self._opens = opens
         self._untold: dict[str, list[int]] = {}
         """By node: tasks that a fault of it has stopped, of which nobody was told."""
@@ -171,8 +173,9 @@ class Account:
             slots = len(task.members) if task.heals_in_memory else len(task.target)
             rate_flops = throughput.rate_at(job.table, slots)
         job.goes_at(at_s, rate_flops)
-        self.earnings.earns(at_s, number, task.weight * rate_flops, slots,
-                            "sub-healthy" if rate_flops else self._why(task, job))
+        why = self._why(task, job) if not rate_flops else "sub-healthy"
+        self.earnings.earns(at_s, number, task.weight * rate_flops, slots, why)
+        self.does(at_s, number, slots if rate_flops else 0, why)
 
     def _why(self, task: Task, job: Job) -> Lost:
         if job.stuck and not job.told:
@@ -183,3 +186,7 @@ class Account:
         away = any((node := nodes.get(seat.slot.node)) is None or not node.takes_tasks
                    or node.is_out(seat.slot.index) for seat in task.target)
         return "waiting" if away else "transition"
+
+
+def _nobody(at_s: float, task: int, trains: int, why: str) -> None:
+    pass

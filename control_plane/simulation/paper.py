@@ -15,6 +15,7 @@ from ..state import Rank, Task
 from .account import Account, Key
 from .costs import Costs
 from .engine import LEADER, Engine
+from .slot_time import SlotTime
 
 SLACK_RATIO = 1 + 1e-9
 """An iteration is done when it is: sums of seconds are not exact."""
@@ -44,15 +45,20 @@ class Paper:
     def __init__(self, engine: Engine, costs: Costs, account: Account) -> None:
         self.engine, self.costs, self.account = engine, costs, account
         self.jobs = account.jobs
+        self.slot_time = SlotTime()
         self.nodes: dict[str, PaperNode] = {}
         self._pid = 0
 
     # --- nodes --------------------------------------------------------------------------------
     def join(self, name: str, num_slots: int) -> None:
         """Its agent starts; what an older one ran is gone."""
-        node = self.nodes.setdefault(name, PaperNode(name, num_slots))
+        if name not in self.nodes:
+            self.nodes[name] = PaperNode(name, num_slots)
+            self.slot_time.moves(self.engine.now_s, num_slots, "", "away")
+        node = self.nodes[name]
         self._empty(node)
         node.incarnation, node.up = node.incarnation + 1, True
+        self.slot_time.moves(self.engine.now_s, node.num_slots, "away", "idle")
         self.engine.tell(node.source, r.NodeJoined(
             node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
             num_slots=node.num_slots))
@@ -79,11 +85,18 @@ class Paper:
 
     def _empty(self, node: PaperNode) -> None:
         """All is gone that it had in memory."""
+        for key in [*node.processes]:
+            self._ends(node, key)
+        if node.up:
+            self.slot_time.moves(self.engine.now_s, node.num_slots, "idle", "away")
         node.up = False
-        node.processes.clear()
         node.ended.clear()
         for job in self.jobs.values():
             job.lose(node.source)
+
+    def _ends(self, node: PaperNode, key: Key) -> None:
+        if node.processes.pop(key, None) is not None:
+            self.slot_time.lives(self.engine.now_s, key[0], -1)
 
     def say(self, name: str, in_s: float, body: Body) -> None:
         """What occurs now the node says then, if it is still up, and in the same incarnation."""
@@ -125,6 +138,7 @@ class Paper:
             return
         self._pid += 1
         node.processes[key] = False
+        self.slot_time.lives(self.engine.now_s, order.task, 1)
         started = r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                 node=node.name, pid=self._pid, log_path="/paper")
         if order.spec.training is None:
@@ -151,7 +165,7 @@ class Paper:
 
     def end(self, node: PaperNode, key: Key, in_s: float, *, status: str = "") -> None:
         """A process ends now, and that is told in so many seconds."""
-        node.processes.pop(key, None)
+        self._ends(node, key)
         node.ended.add(key)
         now_s = self.engine.now_s
 
@@ -187,7 +201,7 @@ class Paper:
                     self.engine.tell(node.source, self._failed(key, began[1], ""), now_s)
                     return
                 if key in node.processes:
-                    del node.processes[key]
+                    self._ends(node, key)
                     self.engine.tell(node.source, _exited(key, CONNECTION_RESET), now_s)
                     return
 

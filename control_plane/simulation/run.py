@@ -56,6 +56,8 @@ class Outcome(NamedTuple):
     """Records by kind."""
     ignored: int
     """Happenings to nodes that were not there, or are not to be repaired."""
+    slot_s: Mapping[str, float] = {}
+    """Of all slots, by what became of them (slot_time.py)."""
 
 
 class Run:
@@ -70,6 +72,7 @@ class Run:
                              else policy.decides(told))
         self.account = Account(self.engine.state, earnings or Earnings(), self._opens)
         self.paper = Paper(self.engine, policy.costs, self.account)
+        self.account.does = self.paper.slot_time.does
         self.counts: Counter[str] = Counter()
         self.ignored = 0
         self._keep = keep
@@ -88,13 +91,16 @@ class Run:
         self._warm()
         began_s = engine.now_s
         self.account.begin(began_s)
+        self.paper.slot_time.begin(began_s)
         for one in ground.happenings:
             engine.later(one.at_s, partial(self._happens, one))
         engine.run(began_s + ground.horizon_s)
         self.account.end(engine.now_s)
         self.account.earnings.stand_for(ground.grain)
+        self.paper.slot_time.end(engine.now_s)
         return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
-                       self.ignored)
+                       self.ignored, {kind: ground.grain * one_s for kind, one_s
+                                      in self.paper.slot_time.slot_s.items()})
 
     def _warm(self) -> None:
         """Until all that was given slots trains, and has shown so."""
