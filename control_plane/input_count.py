@@ -24,7 +24,8 @@ _NEVER = frozenset((
     r.RankReady, r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved,
     r.CheckpointPublished, r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume,
     o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, o.PlanChosen, o.TaskWaiting,
-    o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, d.DeviceErred, DegradedPriced))
+    o.StopRank, o.OrderWithheld, d.RankStalled, d.RankWentOn, d.RankPaced, d.DeviceErred,
+    DegradedPriced))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
 _OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
                           r.NodeUndrained, d.QuarantineLifted, NodeQuarantined))
