@@ -265,7 +265,8 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
     incident = state.incidents.get(task.incident)
     if incident is None:
         return
-    order = state.orders.get(task.reconfigure_order)
+    may_be_read = body.origin in ("", "checkpoint")
+    order = state.orders.get(task.reconfigure_order) if may_be_read else None
     told = decode_record(order).body if order is not None else None
     take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "",
                 rank.slot.node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -35,15 +36,15 @@ def grounds(policy: str, happenings: list[Happening]) -> tuple[Ground, Ground]:
     return whole, few
 
 
-def played(policy: str, ground: Ground) -> tuple[Outcome, list[object]]:
-    """What came of it, and what was decided, in GPUs."""
+def played(policy: str, ground: Ground) -> tuple[Outcome, list[list[int]]]:
+    """What came of it, and what was planned, in GPUs: each plan that is another than the last."""
     log: list[Record] = []
     unit = 4 // ground.slots["n0"]
     told = scenario.parse(cluster())
     outcome = Run(ground, scenario.policy(told, policy), log.append).play()
-    return outcome, [(record.at_s, [(one.task > 0, one.slots * unit)
-                                    for one in record.body.allocations])
-                     for record in log if isinstance(record.body, o.PlanChosen)]
+    plans = [[one.slots * unit for one in record.body.allocations]
+             for record in log if isinstance(record.body, o.PlanChosen)]
+    return outcome, [plan for plan, _ in groupby(plans)]
 
 
 HOUR_S = 3600.0

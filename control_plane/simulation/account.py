@@ -100,6 +100,8 @@ class Account:
     def read(self, at_s: float, record: Record) -> list[int]:
         """A record, which is folded: the tasks to look at, when what follows at once is done."""
         body, touched = record.body, list[int]()
+        if isinstance(body, _ANSWERS):
+            return touched
         number = getattr(body, "task", 0)
         if isinstance(body, r.TaskSubmitted):
             number = record.seq
@@ -125,7 +127,7 @@ class Account:
                 isinstance(body, o.TaskEnded) and body.outcome != "failed"):
             self.leaves(at_s, number)
         self._asked = self._has_begun and (self._asked or isinstance(body, ASKED))
-        if number in self.jobs and not isinstance(body, _ANSWERS):
+        if number in self.jobs:
             touched.append(number)
         return touched
 
