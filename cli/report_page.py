@@ -69,6 +69,11 @@ def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
     return section(picture.title, picture.caption, svg(picture, folder), *parts)
 
 
+def words(told: Sequence[str]) -> str:
+    """A paragraph each."""
+    return "".join(f"<p>{escape(one)}</p>" for one in told)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
     """Cells are text. The row that begins with `ours` stands out."""
     lines = ["<table><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr>"]

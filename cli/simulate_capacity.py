@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..control_plane.simulation import capacity
 from ..control_plane.simulation.capacity import OURS, BreakEven, Point
@@ -19,9 +19,23 @@ from .pictures import COLOURS, OURS_COLOUR, Picture
 from .simulate import read
 from .simulate_play import Played, Stage, play
 
-BREAK_EVENS_NUM_MAX = 6
+WORDS_NUM_MAX = 6
 Curve = list[tuple[float, float]]
 Row = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What is told: a value by system at each point `across`, which is written in that `form`."""
+
+    asked: Scenario
+    what: str
+    seeds: int
+    across: str
+    curves: dict[str, Curve]
+    words: list[str]
+    picture: Picture
+    form: str
+    evens: Sequence[BreakEven] = ()
 
 
 def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: bool) -> None:
@@ -42,11 +56,12 @@ def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: boo
     if asked.limits.get("floor"):
         words.insert(0, f"{OURS} keeps every task on its floor (limits: floor); the others let "
                      "tasks go without slots, which earns more where one task has the weight")
-    _tell(asked, "mtbf", what, curves, words, Picture(
+    picture = Picture(
         "mtbf", "What a worse MTBF costs", "Of what the cluster earns under Unicron's plan "
         "without a fault; means over the seeds.",
-        _drawn(curves, what.lower(), "share of that", log=True)), seeds, report, as_json,
-        lambda at: f"{at:,.0f}" if unit_h else f"{at:g}", evens)
+        _drawn(curves, what.lower(), "share of that", log=True))
+    _tell(Answer(asked, "mtbf", seeds, what, curves, words, picture,
+                 ",.0f" if unit_h else "g", evens), report, as_json)
 
 
 def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None, as_json: bool
@@ -67,11 +82,13 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
                          f"{100 * share:.2f} %" + _beside(curves, share))
     if OURS in curves:  # without spares: a line to compare with
         curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
-    _tell(asked, "spares", "IDLE NODES", curves, words, Picture(
+    picture = Picture(
         "spares", "How many spares pay", "Of what the cluster earns under Unicron's plan, all "
         "nodes in use and without a fault; means over the seeds.",
-        _drawn(curves, "idle nodes", "share of that", log=False)), seeds, report, as_json,
-        lambda at: f"{at:.0f}", capacity.break_evens(curves, geometric=False))
+        _drawn(curves, "idle nodes", "share of that", log=False))
+    _tell(Answer(asked, "spares", seeds, "IDLE NODES", curves, words, picture,
+                 ".0f", capacity.break_evens(curves, geometric=False)),
+          report, as_json)
 
 
 def _beside(curves: dict[str, Curve], share: float) -> str:
@@ -107,10 +124,11 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
         "all by the old weights, times": [(at * usual[task], one[2] / base[2])
                                           for at, one in means.items()]}
     words = [f"{task} has weight {usual[task]:g} and, without a fault, {base[0]:.0f} slots"]
-    _tell(asked, "weights", f"WEIGHT OF {task.upper()}", curves, words, Picture(
+    picture = Picture(
         "weights", f"What {task} gets for its weight", "Under Unicron, through the faults; means "
-        "over the seeds.", _drawn(curves, f"weight of {task}", "share, or times", log=True)),
-        seeds, report, as_json, lambda at: f"{at:g}", [])
+        "over the seeds.", _drawn(curves, f"weight of {task}", "share, or times", log=True))
+    _tell(Answer(asked, "weights", seeds, f"WEIGHT OF {task.upper()}", curves, words, picture,
+                 "g"), report, as_json)
 
 
 # --- what all of them share ---------------------------------------------------------------------
@@ -167,34 +185,37 @@ def _drawn(curves: dict[str, Curve], across: str, up: str, *, log: bool) -> Call
     return draw
 
 
-def _tell(asked: Scenario, what: str, across: str, curves: dict[str, Curve], words: list[str],
-          picture: Picture, seeds: int, report: Path | None, as_json: bool,
-          told: Callable[[float], str], evens: Sequence[BreakEven]) -> None:
-    rows: list[Row] = [
-        {"case": f"{what}-{at:.6g}", "system": name, "metric": "share", "value": value,
-         "unit": "1", "n": seeds} for name, curve in curves.items() for at, value in curve]
-    rows += [{"case": f"{what}: {one.below} and {one.above}", "system": one.below,
-              "metric": "break_even", "value": one.at, "unit": across.lower(), "n": seeds}
-             for one in evens]
+def _tell(answer: Answer, report: Path | None, as_json: bool) -> None:
+    asked, curves, seeds = answer.asked, answer.curves, answer.seeds
     columns = [at for at, _ in next(iter(curves.values()))]
-    cells = [[told(at), *(f"{curve[number][1]:.4f}" for curve in curves.values())]
+    cells = [[format(at, answer.form), *(f"{curve[number][1]:.4f}" for curve in curves.values())]
              for number, at in enumerate(columns)]
-    head = [across, *(name.upper() for name in curves)]
+    head = [answer.across, *(name.upper() for name in curves)]
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
         (report / "report.html").write_text(html.page(
-            picture.title, f"{asked.name}: {number_of(seeds, 'seed')}.",
-            [html.pictured(picture, report, "".join(f"<p>{word}</p>" for word in words),
+            answer.picture.title, f"{asked.name}: {number_of(seeds, 'seed')}.",
+            [html.pictured(answer.picture, report, html.words(answer.words),
                            html.table(head, cells))],
-            f"unicron simulate {what}; docs/guides/capacity.md"), encoding="utf-8")
+            f"unicron simulate {answer.what}; docs/guides/capacity.md"), encoding="utf-8")
     if as_json:
-        say.out(json.dumps(rows))
+        say.out(json.dumps(_rows(answer)))
         return
     lines = [f"{asked.name}: {number_of(len(asked.cluster.names), 'node')}, "
              f"{number_of(len(asked.tasks), 'task')}, {number_of(seeds, 'seed')}", "",
              *table(head, cells, right=range(len(head))), ""]
-    for word in words[:BREAK_EVENS_NUM_MAX]:
+    for word in answer.words[:WORDS_NUM_MAX]:
         lines += labelled("so", word)
     then = f"open {report / 'report.html'}" if report is not None else (
-        f"unicron simulate {what} --report capacity")
+        f"unicron simulate {answer.what} --report capacity")
     say.lines([*lines, *labelled("next", command(then))])
+
+
+def _rows(answer: Answer) -> list[Row]:
+    """As benchmarks have them."""
+    return [*({"case": f"{answer.what}-{at:.6g}", "system": name, "metric": "share",
+               "value": value, "unit": "1", "n": answer.seeds}
+              for name, curve in answer.curves.items() for at, value in curve),
+            *({"case": f"{answer.what}: {one.below} and {one.above}", "system": one.below,
+               "metric": "break_even", "value": one.at, "unit": answer.across.lower(),
+               "n": answer.seeds} for one in answer.evens)]
