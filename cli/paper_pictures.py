@@ -13,6 +13,7 @@ from ..control_plane.simulation.evaluation import OURS, REPORTED, RULES, THEIRS
 from ..control_plane.simulation.happening import Happening
 from ..control_plane.simulation.policies import POLICIES
 from ..control_plane.simulation.run import Outcome
+from .figures import number_of
 from .pictures import COLOURS, INK, MUTED, OURS_COLOUR, Picture
 from .simulate_paper import Evaluation, Row, ratios
 
@@ -52,9 +53,10 @@ def of_ratios(found: Evaluation, value: Values) -> Picture:
         axes.legend(loc="lower right")
     return Picture(
         "ratios", "What Unicron earns, over every other policy",
-        f"Accumulated WAF on the paper's traces: bars are medians of {found.seeds} seeds, lines "
-        "the least and the most, diamonds what the paper has. Oobleck's, Bamboo's and Varuna's "
-        "speed without a fault is taken from those very ratios: only Megatron's are evidence.",
+        f"Accumulated WAF on the paper's traces: bars are medians of "
+        f"{number_of(found.seeds, 'seed')}, lines the least and the most, diamonds what the paper "
+        "has. Oobleck's, Bamboo's and Varuna's speed without a fault is taken from those very "
+        "ratios: only Megatron's are evidence.",
         draw, height=5.2)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ..events.errors import UsageError
 from .pictures import Picture, svg
 
 STYLE = """
@@ -39,6 +40,14 @@ tr.ours td { font-weight: 600; color: var(--ours); }
 footer { color: var(--soft); font-size: 13px; }
 code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; }
 """
+
+
+def folder(path: Path) -> None:
+    """Where a report is written, made before anything is played. Raises UsageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "--report names a folder") from None
 
 
 def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:

@@ -75,7 +75,11 @@ def read(path: Path) -> tuple[Scenario, list[Happening]]:
                   scenarios.DOCS), str(beside))
     scenario = scenarios.with_nodes(scenario, told.nodes)
     _check_nodes(scenario, told.happenings, beside)
-    return scenario, [one for one in told.happenings if one.at_s <= horizon_s]
+    within = [one for one in told.happenings if one.at_s <= horizon_s]
+    if told.happenings and not within:
+        raise UsageError(f"{beside}: all of it is after horizon_s, {horizon_s:g}",
+                         "at_s is in seconds from the beginning of the scenario")
+    return scenario, within
 
 
 def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
@@ -140,6 +144,12 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
         if task.slots.min > num * cluster.slots:
             lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
                               f"and the cluster begins with {num * cluster.slots}")
+    for number, task in enumerate(scenario.tasks):
+        idle = [name for name, one in played.items()
+                if not [*one.outcome.earnings.full_slots.values()][number]]
+        if idle and task.slots.min <= num * cluster.slots:
+            lines += labelled("waits", f"{task.name} has no slots without a fault under "
+                              f"{', '.join(idle)}: the others earn more with them")
     ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
         lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
@@ -154,5 +164,5 @@ def _row(name: str, one: Played, best: Played) -> list[str]:
     full = earnings.whole_flop
     behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
     return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
-            f"{behind:.3f} x" if one is not best else "-",
+            f"{behind:.3f} x" if one is not best and behind else "-",
             *(f"{100 * earnings.lost_flop[what] / full:.2f} %" if full else "-" for what in LOST)]

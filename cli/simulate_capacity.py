@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from math import fsum
 from pathlib import Path
@@ -35,12 +36,14 @@ class Answer(NamedTuple):
     words: list[str]
     picture: Picture
     form: str
+    again: str
+    """The same question, as it was typed."""
     evens: Sequence[BreakEven] = ()
 
 
 def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: bool) -> None:
     """How the policies compare as faults come more and less often."""
-    asked = _asked(scenario)
+    asked = _asked(scenario, report)
     points, played = _played(scenario, lambda: capacity.mtbf(asked, seeds))
     unit_h, ideal = capacity.mtbf_gpu_h(asked), _ideal(points, played)
     curves = {name: [(at * (unit_h or 1.0), flop / ideal) for at, flop in curve]
@@ -61,13 +64,13 @@ def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: boo
         "without a fault; means over the seeds.",
         _drawn(curves, what.lower(), "share of that", log=True))
     _tell(Answer(asked, "mtbf", seeds, what, curves, words, picture,
-                 ",.0f" if unit_h else "g", evens), report, as_json)
+                 ",.0f" if unit_h else "g", _again("mtbf", scenario), evens), report, as_json)
 
 
 def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None, as_json: bool
            ) -> None:
     """How many idle nodes pay, under who has them."""
-    asked = _asked(scenario)
+    asked = _asked(scenario, report)
     if most >= len(asked.cluster.names):
         raise UsageError(f"--most {most} leaves no node", f"fewer than {len(asked.cluster.names)}")
     points, played = _played(scenario, lambda: capacity.spares(asked, seeds, most))
@@ -87,7 +90,7 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
         "nodes in use and without a fault; means over the seeds.",
         _drawn(curves, "idle nodes", "share of that", log=False))
     _tell(Answer(asked, "spares", seeds, "IDLE NODES", curves, words, picture,
-                 ".0f", capacity.break_evens(curves, geometric=False)),
+                 ".0f", _again("spares", scenario), capacity.break_evens(curves, geometric=False)),
           report, as_json)
 
 
@@ -101,7 +104,7 @@ def _beside(curves: dict[str, Curve], share: float) -> str:
 def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None, as_json: bool
             ) -> None:
     """What a task gets, and what that costs the others, as its weight is another."""
-    asked = _asked(scenario)
+    asked = _asked(scenario, report)
     points, played = _played(scenario, lambda: capacity.weights(asked, seeds, task))
     usual = {one.name: one.weight for one in asked.tasks}
     names = [*usual]
@@ -128,17 +131,24 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
         "weights", f"What {task} gets for its weight", "Under Unicron, through the faults; means "
         "over the seeds.", _drawn(curves, f"weight of {task}", "share, or times", log=True))
     _tell(Answer(asked, "weights", seeds, f"WEIGHT OF {task.upper()}", curves, words, picture,
-                 "g"), report, as_json)
+                 "g", _again("weights", scenario, "--task", task)), report, as_json)
 
 
 # --- what all of them share ---------------------------------------------------------------------
-def _asked(path: Path | None) -> Scenario:
+def _asked(path: Path | None, report: Path | None) -> Scenario:
+    if report is not None:
+        html.folder(report)
     if path is None:
         return capacity.usual()
     try:
         return read(path)[0]
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
+
+
+def _again(what: str, path: Path | None, *more: str) -> str:
+    return shlex.join(["unicron", "simulate", what, *more,
+                       *(["--scenario", str(path)] if path is not None else [])])
 
 
 def _played(path: Path | None, points: Callable[[], list[Point]]
@@ -192,7 +202,6 @@ def _tell(answer: Answer, report: Path | None, as_json: bool) -> None:
              for number, at in enumerate(columns)]
     head = [answer.across, *(name.upper() for name in curves)]
     if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
         (report / "report.html").write_text(html.page(
             answer.picture.title, f"{asked.name}: {number_of(seeds, 'seed')}.",
             [html.pictured(answer.picture, report, html.words(answer.words),
@@ -207,7 +216,7 @@ def _tell(answer: Answer, report: Path | None, as_json: bool) -> None:
     for word in answer.words[:WORDS_NUM_MAX]:
         lines += labelled("so", word)
     then = f"open {report / 'report.html'}" if report is not None else (
-        f"unicron simulate {answer.what} --report capacity")
+        f"{answer.again} --report capacity")
     say.lines([*lines, *labelled("next", command(then))])
 
 

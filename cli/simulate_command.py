@@ -61,6 +61,8 @@ def simulate(
         raise UsageError("--set and --policy go with --from-log",
                          "a scenario names its policies, and their constants")
     if print_trace:
+        if log is not None or output == "json":
+            raise UsageError("--print-trace prints CSV, and plays nothing", "give it alone")
         command.print_trace(scenario)
         return
     command.simulate(scenario, log=log, as_json=output == "json")

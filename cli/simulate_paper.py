@@ -14,6 +14,7 @@ from ..control_plane.simulation import cases, evaluation
 from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.evaluation import OURS, REPORTED, RULES, Growth, Part
 from ..control_plane.simulation.policies import POLICIES
+from . import report_page as html
 from . import say
 from .figures import command, labelled, number_of, scaled, span, table
 from .simulate_play import Played, Stage, play
@@ -35,7 +36,9 @@ class Evaluation(NamedTuple):
 
 
 def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
-    """Play, show, and write the report."""
+    """Play, show, and write the report. Raises UsageError."""
+    if report is not None:
+        html.folder(report)
     found = evaluate(seeds)
     rows = rows_of(found)
     if report is not None:

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
+from signal import SIG_DFL, SIGINT, signal
 from typing import NamedTuple
 
 import typer
@@ -52,7 +53,8 @@ def play(stages: Sequence[Stage]) -> list[Played]:
         found: list[Played] = []
         _stages = stages
         pool = None if num < 2 else stack.enter_context(ProcessPoolExecutor(
-            num, mp_context=get_context("fork")))
+            num, mp_context=get_context("fork"), initializer=signal,
+            initargs=(SIGINT, SIG_DFL)))
         each = map(_play, range(len(stages))) if pool is None else pool.map(
             _play, range(len(stages)))
         for one in each:

@@ -14,7 +14,7 @@ from ..control_plane.simulation.evaluation import OURS, REPORTED, RULES, THEIRS
 from ..control_plane.simulation.policies import POLICIES
 from . import paper_pictures as pictures
 from . import report_page as html
-from .figures import scaled, span
+from .figures import number_of, scaled, span
 from .simulate_paper import Evaluation, Row, ratios
 
 BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
@@ -22,7 +22,6 @@ BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 
 def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
     """report.html, rows.json, and the figures. What is there of these is written anew."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(_page(folder, found, rows), encoding="utf-8")
 
@@ -54,7 +53,7 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
 
 def _lead(found: Evaluation) -> str:
     return (f"The evaluation of the paper, played again: 16 nodes of 8 A800, six GPT-3 tasks, two "
-            f"traces of faults, drawn with {found.seeds} seeds, under {len(POLICIES)} "
+            f"traces of faults, drawn with {number_of(found.seeds, 'seed')}, under {len(POLICIES)} "
             "policies. Every one goes through Unicron's own fold, planner and transitions; it "
             "replaces what is decided, and what each step takes.")
 

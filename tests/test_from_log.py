@@ -293,3 +293,19 @@ def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert refused(idle).startswith(str(idle))
     assert "seq 44: truncated" in refused(DATA / "heart-4.jsonl")
     assert "nowhere" in refused(tmp_path / "nowhere")
+
+
+def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
+    """A node that is idle is undrained while the only task waits; soon after it is back."""
+    traced = Traced()
+    traced.earns(0.0, 1, 10.0, 4, "waiting")
+    traced.begin(0.0)
+    traced.befalls(100.0)
+    traced.earns(100.0, 1, 0.0, 0, "detection")
+    traced.befalls(140.0)
+    traced.earns(160.0, 1, 10.0, 4, "sub-healthy")
+    traced.end(1000.0)
+    fault, request = traced.felt
+    assert (fault.lost_flop, fault.over_s) == (600.0, 160.0)
+    assert (request.lost_flop, request.has_hurt) == (0.0, False)
+    assert traced.loose.lost_flop == 0

@@ -254,3 +254,23 @@ def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
         assert found.grain == by, sizes
         assert found.slots["n0"] == 4 // by
         assert found.limits.mtbf_gpu_s == 2000 * 3600 / by
+
+
+def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    heavy, light = ({"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
+                     "throughput": {size: 1e12 * size for size in range(1, 9)}}
+                    for name, weight in (("heavy", 2.0), ("light", 1.0)))
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
+    path = tmp_path / "two.yaml"
+    path.write_text(json.dumps(plain(tasks=[light, heavy], policies={"unicron": {}})))
+    command.simulate(path, log=None, as_json=False)
+    told = capsys.readouterr().out
+    assert "waits      light has no slots without a fault under unicron" in told
+    assert "heavy has" not in told
+
+
+def test_a_trace_that_is_all_after_the_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n1767225600,n1,left,\n")
+    (tmp_path / "late.yaml").write_text(json.dumps(plain()))
+    with pytest.raises(UsageError, match="all of it is after horizon_s"):
+        command.load(tmp_path / "late.yaml")

@@ -1,7 +1,7 @@
 """Earnings traced to what befell the cluster: each loss belongs to the last thing that deepened it.
 
 What befalls while something else is still felt is charged with what is lost beyond that. It is over
-when no more is lost than before it struck.
+when no more is lost than before it struck. What did not hurt has no part in the end of what did.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Traced(Earnings):
             down += bool(full) and not waf
         self._level = (flop, slots, down)
         margin = MARGIN_SHARE * sum(self.full.values())
-        for felt in self._open:
+        for older, felt in zip([None, *self._open], self._open, strict=False):
+            if older is not None and not felt.has_hurt and flop < felt.before[0]:
+                felt.before = self._level  # what is over is an older one's
             felt.has_hurt = felt.has_hurt or flop > felt.before[0] + margin
             if felt.has_hurt and flop <= felt.before[0] + margin:
                 felt.over_s = at_s
