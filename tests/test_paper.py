@@ -80,6 +80,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     rows = command.rows_of(found)
     from unicron.cli.simulate_report import write
 
+    folder.mkdir()
     write(folder, found, rows)
     page = command.screen(found, rows, folder)
     assert max(map(len, page)) <= 105

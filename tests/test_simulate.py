@@ -15,7 +15,7 @@ from unicron.control_plane.severity import TABLE
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.happening import Happening
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.events.errors import UsageError
+from unicron.events.errors import SpecError, UsageError
 from unicron.events.records import Record
 
 EXAMPLE = Path(__file__).parents[1] / "deploy" / "scenarios" / "two-weeks.yaml"
@@ -224,7 +224,7 @@ def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
 def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
     given = scenario.parse(plain(
         cluster={"nodes": 6, "slots": 4}, tasks=[{
-            "name": "a", "params": 1e9, "slots": {"min": 4, "max": 24, "multiple_of": 4},
+            "name": "a", "params": 1e9, "slots": {"min": 8, "max": 24, "multiple_of": 4},
             "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
     chosen = scenario.policy(given, policy)
     happenings = [
@@ -245,13 +245,17 @@ def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
 
 
 def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
-    for sizes, by in (({"min": 8, "max": 32, "multiple_of": 8}, 4), ({"min": 2, "max": 8}, 1),
-                      ({"min": 6, "max": 6}, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4),
-                      ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4)):
+    for sizes, by, healing in (
+            ({"min": 8, "max": 32, "multiple_of": 8}, 4, 4), ({"min": 2, "max": 8}, 1, 1),
+            ({"min": 6, "max": 6}, 2, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4, 1),
+            ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4, 1)):
         given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, tasks=[{
             "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
-        found = scenario.ground(given, scenario.policy(given, "unicron"))
+        found = scenario.ground(given, scenario.policy(given, "megatron"))
         assert found.grain == by, sizes
+        # Who heals is on two nodes where it may be, in part: that is not played on whole ones.
+        heals = scenario.ground(given, scenario.policy(given, "unicron"))
+        assert heals.grain == healing, sizes
         assert found.slots["n0"] == 4 // by
         assert found.limits.mtbf_gpu_s == 2000 * 3600 / by
 
@@ -274,3 +278,15 @@ def test_a_trace_that_is_all_after_the_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "late.yaml").write_text(json.dumps(plain()))
     with pytest.raises(UsageError, match="all of it is after horizon_s"):
         command.load(tmp_path / "late.yaml")
+
+
+def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
+    for by, grain in ((4, 4), (2, 0)):
+        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, whole_nodes=True, tasks=[{
+            "name": "a", "slots": {"min": 4, "max": 12, "multiple_of": by},
+            "throughput": {4: 1e12, 12: 5e12}}]))
+        if grain:
+            assert scenario.ground(given, scenario.policy(given, "unicron")).grain == grain
+        else:
+            with pytest.raises(SpecError, match="whole_nodes: asks for sizes"):
+                scenario.ground(given, scenario.policy(given, "unicron"))

@@ -98,4 +98,4 @@ def scenario(name: str, policies: Sequence[str]) -> Scenario:
         api_version=API_VERSION, name=name,
         cluster=Cluster(nodes=NODES_NUM, slots=NODE_SLOTS_NUM), tasks=tasks(5),
         policies={policy: {} for policy in policies}, trace="",
-        horizon_s=TRACES[name].horizon_s, limits={"floor": True})
+        horizon_s=TRACES[name].horizon_s, whole_nodes=True, limits={"floor": True})

@@ -81,6 +81,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     or drawn.
 
     An iteration takes `iteration_s` at a task's largest size. `limits` are those of the heart.
+    `whole_nodes`: no two tasks share a node, and one may be on a node alone.
     """
 
     api_version: str = field(name="apiVersion")
@@ -91,6 +92,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trace: str | DrawnTrace
     horizon_s: float
     iteration_s: float = 10.0
+    whole_nodes: bool = False
     limits: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -227,9 +229,15 @@ def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] =
         need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
              "says nothing of its model's size, and a policy goes by it", "add params: 7.0e+9")
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
-    by = condensed.grain(scenario.cluster.slots, [spec.slots for spec in tasks]) if condense else 1
+    num_slots = scenario.cluster.slots
+    by = condensed.grain(num_slots, tasks) if condense else 1
+    if scenario.whole_nodes:
+        by = num_slots
+        need(condensed.common(num_slots, tasks) == by, "whole_nodes",
+             f"asks for sizes that are multiples of {by}, a node's slots",
+             f"write multiple_of: {by} in each task's slots")
     return Ground(
-        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots // by),
+        slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
         tasks=tuple(condensed.of_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
         limits=condensed.of_limits(
