@@ -206,3 +206,84 @@ class Second:
     def _is_up(self, job: Job, round: int) -> None:
         if job.round == round and job.status == "starts":
             job.status = "trains"
+
+
+class Heals:
+    """One task that goes on with the members that live. Faults are far apart: each is over, but for
+    nodes that are away, before the next.
+
+    A fault stops it until it is told, and for one regrouping without whom it cost. Who comes, or
+    comes back, starts beside it, and is let in at the end of an iteration by another regrouping.
+    Where a collective failed and nobody is gone, a cause is waited for, `evidence_s`.
+    """
+
+    def __init__(self, rates: Mapping[int, float], nodes: Sequence[str], costs: Costs,
+                 iteration_s: float, evidence_s: float) -> None:
+        self.rates, self.costs, self.iteration_s = rates, costs, iteration_s
+        self.evidence_s = evidence_s
+        self.size = max(rates)
+        self.members, self.free = set(nodes[:self.size]), list(nodes[self.size:])
+        self.away: set[str] = set()
+        self.now_s = self.done_flop = self.earned = 0.0
+        self.down_s = dict.fromkeys(("detection", "transition"), 0.0)
+        self.joins: list[tuple[float, str]] = []
+
+    @property
+    def rate_flops(self) -> float:
+        return rate(self.rates, len(self.members))
+
+    def play(self, happenings: Sequence[Happening], horizon_s: float) -> None:
+        for one in happenings:
+            self._until(one.at_s)
+            if one.event == "fault" and one.node in self.members:
+                self._fault(one.node, one.cause)
+            elif one.event == "fault" and one.cause in (NODE, "ECC errors"):
+                self.away.add(one.node)
+                self.free = [node for node in self.free if node != one.node]
+            elif one.event == "repaired" and one.node in self.away:
+                self.away.remove(one.node)
+                self._offers(one.node, one.at_s)
+        self._until(horizon_s)
+
+    def _offers(self, node: str, at_s: float) -> None:
+        """It joins if somebody lacks, and is free otherwise."""
+        if len(self.members) + len(self.joins) < self.size:
+            self.joins.append((at_s + self.costs.start_s, node))
+        else:
+            self.free = sorted([*self.free, node])
+
+    def _fault(self, node: str, cause: str) -> None:
+        took_s = self.costs.until_told_s(cause, self.iteration_s)
+        told_s = self.now_s + took_s
+        self._stands(took_s, "detection")
+        if TABLE[cause] == "SEV3":
+            self._stands(self.evidence_s, "transition")
+        else:
+            self.members.remove(node)
+        if TABLE[cause] == "SEV2":
+            self.joins.append((told_s + self.costs.start_s, node))
+        elif TABLE[cause] == "SEV1":
+            self.away.add(node)
+            if self.free:
+                self._offers(self.free.pop(0), told_s)
+        self._stands(self.costs.quiesce_s + self.costs.regroup_s, "transition")
+
+    def _stands(self, for_s: float, why: str) -> None:
+        self.now_s += for_s
+        self.down_s[why] += for_s
+
+    def _trains(self, until_s: float) -> None:
+        self.earned += self.rate_flops * (until_s - self.now_s)
+        self.done_flop += self.rate_flops * (until_s - self.now_s)
+        self.now_s = until_s
+
+    def _until(self, at_s: float) -> None:
+        while self.joins and self.joins[0][0] < at_s:
+            ready_s, node = self.joins.pop(0)
+            self._trains(max(ready_s, self.now_s))
+            flop = max(self.rates.values()) * self.iteration_s
+            left = flop - self.done_flop % flop
+            self._trains(self.now_s + left / self.rate_flops)
+            self._stands(self.costs.regroup_s, "transition")
+            self.members.add(node)
+        self._trains(at_s)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_second import Job, Second
+from sim_second import Heals, Job, Second
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.happening import Happening
 from unicron.control_plane.simulation.run import Outcome, Run
 from unicron.events.orders import TaskPlaced
+from unicron.events.policy import Policy as Limits
 from unicron.events.records import Record
 from unicron.events.reports import TaskSubmitted
 
@@ -108,3 +110,69 @@ TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1
 def test_whatever_befalls_several(faults: list[tuple[int, int, str, int]],
                                   tasks: list[tuple[int, int]], policy: str) -> None:
     same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
+
+
+# --- who goes on with those that live -------------------------------------------------------------
+HEALS = ("shrink", "oobleck", "bamboo", "unicron")
+ITERATION_S = 0.1
+"""Short: where in one a fault comes is not told."""
+APART = st.lists(st.tuples(st.integers(0, 5), CAUSES, st.integers(1, 6)), max_size=5)
+
+
+def heals(policy: str, size: int, happenings: list[Happening]) -> tuple[Outcome, Heals]:
+    data = cluster([(1, size)]) | {"iteration_s": ITERATION_S}
+    asked = scenario.parse(data)
+    chosen = scenario.policy(asked, policy)
+    outcome = Run(scenario.ground(asked, chosen, happenings), chosen).play()
+    rates = {number: 1e12 * chosen.costs.speed * number for number in range(1, size + 1)}
+    second = Heals(rates, [f"n{number}" for number in range(6)], chosen.costs, ITERATION_S,
+                   Limits().evidence_s_max)
+    second.play(happenings, asked.horizon_s)
+    return outcome, second
+
+
+@settings(deadline=None, max_examples=60)
+@given(APART, st.sampled_from([4, 6]), st.sampled_from(HEALS))
+def test_whatever_befalls_who_heals(faults: list[tuple[int, str, int]], size: int, policy: str
+                                    ) -> None:
+    """Each fault is over before the next; nodes stay away beyond others."""
+    happenings = sorted((one for at, (node, cause, away) in enumerate(faults, 1)
+                         for one in lost(f"n{node}", 7200.0 * at,
+                                         7200.0 * (at + away) + 1000.0 * at, cause)),
+                        key=lambda one: one.at_s)
+    outcome, second = heals(policy, size, happenings)
+    found = outcome.earnings
+    assert found.lost_flop["recomputed"] == 0
+    assert found.down_s["detection"] == pytest.approx(second.down_s["detection"], abs=1e-3)
+    assert found.down_s["transition"] == pytest.approx(
+        second.down_s["transition"], abs=1e-3)
+    assert found.flop == pytest.approx(
+        second.earned, abs=1e9 + 2 * len(faults) * ITERATION_S * 6e12)
+
+
+MORE = st.lists(st.integers(1, 40), min_size=4, max_size=4)
+CURVES = st.lists(st.tuples(st.integers(1, 9), MORE), min_size=1, max_size=3)
+"""By task: its weight, and by how much each slot more adds to its rate."""
+
+
+@settings(deadline=None, max_examples=30)
+@given(CURVES, st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
+def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[int]]],
+                                                 away: list[int]) -> None:
+    """A node is lost each day: by noon the WAF is the most that so many slots can have."""
+    data = cluster([(1, 4)] * len(curves)) | {"limits": {"gain_min": 0.0, "hot_spare": False}}
+    tables = [{size: 1e11 * sum(more[:size]) for size in range(1, 5)} for _, more in curves]
+    for task, (weight, _), table in zip(data["tasks"], curves, tables, strict=True):
+        task |= {"weight": float(weight), "throughput": table}
+    asked = scenario.parse(data)
+    chosen = scenario.policy(asked, "unicron")
+    happenings = [Happening(DAY_S * (number + 1), f"n{node}", "fault", NODE)
+                  for number, node in enumerate(away)]
+    outcome = Run(scenario.ground(asked, chosen, happenings), chosen).play()
+    for number in range(len(away) + 1):
+        noon_s = outcome.began_s + DAY_S * (number + 0.5)
+        waf = [one for at_s, one in outcome.earnings.curve if at_s <= noon_s][-1]
+        best = max(sum(weight * table.get(size, 0.0) for (weight, _), table, size in zip(
+            curves, tables, sizes, strict=True))
+            for sizes in product(range(5), repeat=len(curves)) if sum(sizes) <= 6 - number)
+        assert waf == pytest.approx(best)
