@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -70,8 +70,9 @@ class Paper:
         self.engine.tell(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
                                                  reason="it leaves"))
 
-    def fall(self, name: str, silence_s: float) -> None:
-        """The node is gone, and says nothing of it: in so many seconds that is told."""
+    def fall(self, name: str, silence_s: float, hurt: Collection[int]) -> None:
+        """The node is gone, and says nothing of it: in so many seconds that is told. `hurt`: tasks
+        whose peers will tell; of a command that was to start there since, they do at once."""
         node = self.nodes[name]
         self._empty(node)
         incarnation = node.incarnation
@@ -80,6 +81,10 @@ class Paper:
             if not node.up and node.incarnation == incarnation:
                 self.engine.tell(LEADER, r.NodeSilenced(
                     node=name, incarnation=incarnation, silence_s=silence_s))
+                there = self.engine.state.nodes[name].occupants.values()
+                for number in sorted({one.task for one in there}):
+                    if number not in hurt and not self._task(number).heals_in_memory:
+                        self._peer_sees(number, self.engine.now_s)
 
         self.engine.later(silence_s, silent)
 
@@ -193,19 +198,30 @@ class Paper:
         began = task.rounds, task.generation
 
         def tell() -> None:
-            if (task.rounds, task.generation) != began:
-                return
-            for rank in (task.ranks[key] for key in sorted(task.ranks)):
-                node, key = self.nodes[rank.slot.node], (number, rank.rank, rank.attempt)
-                if key in node.processes and task.heals_in_memory:
-                    self.engine.tell(node.source, self._failed(key, began[1], ""), now_s)
-                    return
-                if key in node.processes:
-                    self._ends(node, key)
-                    self.engine.tell(node.source, _exited(key, CONNECTION_RESET), now_s)
-                    return
+            if (task.rounds, task.generation) == began:
+                self._peer_sees(number, now_s)
 
         self.engine.later(in_s, tell)
+
+    def _peer_sees(self, number: int, occurred_s: float) -> None:
+        task = self._task(number)
+        lives = next((one for one in self._ranks(task) if one[1] in one[0].processes), None)
+        # Where none does, one that ended before is looked at.
+        found = lives or next((one for one in self._ranks(task) if one[1] in one[0].ended), None)
+        if found is None:
+            return
+        node, key = found
+        if lives and task.heals_in_memory:
+            self.engine.tell(node.source, self._failed(key, task.generation, ""), occurred_s)
+            return
+        self._ends(node, key)
+        node.ended.discard(key)
+        self.engine.tell(node.source, _exited(key, CONNECTION_RESET), occurred_s)
+
+    def _ranks(self, task: Task) -> Iterator[tuple[PaperNode, Key]]:
+        for number in sorted(task.ranks):
+            rank = task.ranks[number]
+            yield self.nodes[rank.slot.node], (task.id, number, rank.attempt)
 
     def _stop(self, order: o.StopRank) -> None:
         """An agent knows at once of a process that ended before, too."""

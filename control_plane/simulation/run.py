@@ -176,7 +176,7 @@ class Run:
         cause, until_told_s = one.cause, self._until_told_s(one)
         if cause == LOST_CONNECTION:
             hurt = self._hurt(node)
-            self.paper.fall(node.name, until_told_s)
+            self.paper.fall(node.name, until_told_s, hurt)
             for number in hurt:
                 self.paper.peer_tells(
                     number, one.seen_in_s if one.seen_in_s >= 0 else until_told_s)
