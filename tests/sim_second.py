@@ -173,26 +173,39 @@ class Second:
         job.status, job.round, job.alive = "waits", job.round + 1, set()
 
     def _plan(self) -> None:
-        own = {id(job): [node for node in job.nodes if node not in self.out] for job in self.jobs}
-        taken = {node for nodes in own.values() for node in nodes}
-        free = [node for node in self.nodes if node not in taken and node not in self.out]
+        known = -1
+        while len(self.out) > known:  # again where a node was found not to obey
+            known = len(self.out)
+            for job, seats in zip(self.jobs, self._seats(), strict=True):
+                if sorted(seats) != sorted(job.nodes):
+                    job.nodes = tuple(sorted(seats))
+                    if job.status in ("trains", "starts", "stands"):
+                        self._stop(job)
         for job in self.jobs:
-            seats = job.nodes
-            left = own[id(job)]
-            if self.how == "moved" and 0 < job.size - len(left) <= len(free):
-                num = job.size - len(left)
-                seats, free = (*left, *free[:num]), free[num:]
-            elif self.how == "shrunk":
-                num = job.size - len(left)
-                found, free = [*left, *free[:num]], free[num:]
-                most = max((size for size in job.rates if size <= len(found)), default=0)
-                seats, free = tuple(found[:most]), [*free, *found[most:]]
-            if sorted(seats) != sorted(job.nodes):
-                job.nodes = tuple(sorted(seats))
-                if job.status in ("trains", "starts", "stands"):
-                    self._stop(job)
             if job.status == "waits" and job.nodes and not set(job.nodes) & self.out:
                 self._start(job)
+
+    def _seats(self) -> list[list[str]]:
+        left = [[node for node in job.nodes if node not in self.out] for job in self.jobs]
+        taken = {node for nodes in left for node in nodes}
+        free = [node for node in self.nodes if node not in taken and node not in self.out]
+        if self.how != "shrunk":
+            for at, job in enumerate(self.jobs):
+                num = job.size - len(left[at])
+                if self.how == "moved" and num <= len(free):
+                    left[at], free = [*left[at], *free[:num]], free[num:]
+                else:
+                    left[at] = [*job.nodes]
+            return left
+        before: list[list[str]] = []
+        while before != left:  # until what some give up the others have
+            before = [[*nodes] for nodes in left]
+            for at, job in enumerate(self.jobs):
+                num = job.size - len(left[at])
+                found, free = [*left[at], *free[:num]], free[num:]
+                most = max((size for size in job.rates if size <= len(found)), default=0)
+                left[at], free = found[:most], [*free, *found[most:]]
+        return left
 
     def _start(self, job: Job) -> None:
         job.status, job.round, round = "starts", job.round + 1, job.round + 1

@@ -153,18 +153,22 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
            for task in tasks}
     taken = {slot for slots in own.values() for slot in slots}
     free = [slot for slot in usable if slot not in taken]
-    for task in tasks:
-        if task.id in found:
-            continue
-        lacks = sizes.get(task.id, 0) - len(own[task.id])
-        if whole and lacks > len(free):
-            found[task.id] = task.target
-            continue
-        more, free = free[:max(lacks, 0)], free[max(lacks, 0):]
-        slots = [*own[task.id], *more]
-        size = max((one for one in task.spec.slots.counts if one <= len(slots)), default=0)
-        free += slots[size:]
-        found[task.id] = _seats(task, slots[:size])
+    mended = [task for task in tasks if task.id not in found]
+    grows = True
+    while grows:  # what one gives up another may lack
+        grows = False
+        for task in mended:
+            lacks = sizes.get(task.id, 0) - len(own[task.id])
+            if whole and lacks > len(free):
+                found[task.id] = task.target
+                continue
+            more, free = free[:max(lacks, 0)], free[max(lacks, 0):]
+            slots = [*own[task.id], *more]
+            size = max((one for one in task.spec.slots.counts if one <= len(slots)), default=0)
+            free += slots[size:]
+            grows = grows or (size != len(own[task.id]) and not whole)
+            own[task.id] = slots[:size]
+            found[task.id] = _seats(task, own[task.id])
     return found
 
 

@@ -79,14 +79,18 @@ class Paper:
 
         def silent() -> None:
             if not node.up and node.incarnation == incarnation:
-                self.engine.tell(LEADER, r.NodeSilenced(
-                    node=name, incarnation=incarnation, silence_s=silence_s))
+                self._is_silent(node, silence_s)
                 there = self.engine.state.nodes[name].occupants.values()
                 for number in sorted({one.task for one in there}):
                     if number not in hurt and not self._task(number).heals_in_memory:
                         self._peer_sees(number, self.engine.now_s)
 
         self.engine.later(silence_s, silent)
+
+    def _is_silent(self, node: PaperNode, silence_s: float) -> None:
+        if self.engine.state.nodes[node.name].health == "healthy":  # it was not told yet
+            self.engine.tell(LEADER, r.NodeSilenced(
+                node=node.name, incarnation=node.incarnation, silence_s=silence_s))
 
     def _empty(self, node: PaperNode) -> None:
         """All is gone that it had in memory."""
@@ -208,7 +212,10 @@ class Paper:
         lives = next((one for one in self._ranks(task) if one[1] in one[0].processes), None)
         # Where none does, one that ended before is looked at.
         found = lives or next((one for one in self._ranks(task) if one[1] in one[0].ended), None)
-        if found is None:
+        if found is None:  # nor is there a node that would obey
+            for node in [one[0] for one in self._ranks(task)] if not task.heals_in_memory else ():
+                if not node.up:
+                    self._is_silent(node, 0.0)
             return
         node, key = found
         if lives and task.heals_in_memory:
