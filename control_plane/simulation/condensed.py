@@ -20,12 +20,12 @@ from ...events.spec import JobSpec
 
 def grain(num_slots: int, every: Sequence[JobSpec]) -> int:
     """How many GPUs a slot stands for, where nodes have `num_slots`; 1: for itself."""
-    found = common(num_slots, every)
+    found = divisor(num_slots, every)
     alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
     return 1 if alone else found
 
 
-def common(num_slots: int, every: Sequence[JobSpec]) -> int:
+def divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
     """What all that tasks may have, and a node's slots, are multiples of."""
     found = num_slots
     for slots in (spec.slots for spec in every):

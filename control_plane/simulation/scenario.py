@@ -233,7 +233,7 @@ def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] =
     by = condensed.grain(num_slots, tasks) if condense else 1
     if scenario.whole_nodes:
         by = num_slots
-        need(condensed.common(num_slots, tasks) == by, "whole_nodes",
+        need(condensed.divisor(num_slots, tasks) == by, "whole_nodes",
              f"asks for sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
     return Ground(
