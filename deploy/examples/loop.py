@@ -99,8 +99,8 @@ def validate(job):
 with adopt(build=build, sample=sample, forward=forward, iterations=asked.iterations,
            micro_batches=asked.micro_batches, samples=ROWS, sequence=SEQUENCE,
            on_rebuild=lambda groups: dist.new_group()) as job:
-    for iteration in job:
-        job.step()
+    for _ in job:
+        iteration = job.step()
         line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}
         if (iteration + 1) % EVALUATE_EVERY == 0:
             line |= job.evaluate(lambda: validate(job)) or {}

@@ -78,7 +78,8 @@ class Others(dict[str, bytes]):
 
 
 class Script:
-    """A driver whose steps are written down: None is a generation, a number an iteration."""
+    """A driver whose steps are written down: None is a generation, a number an iteration, and a
+    negative one a generation whose state has had so many steps."""
 
     def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
         self.settled = 0
@@ -90,11 +91,13 @@ class Script:
 
     def steps(self) -> Generator[int | None]:
         for step in self._script:
-            if step is None:
-                self.communicators.store["between/1"] = self._others.pop(0).encode()
-            else:
+            if step is not None and step >= 0:
                 self.settled = step + 1
-            yield step
+                yield step
+                continue
+            self.settled = self.settled if step is None else -step
+            self.communicators.store["between/1"] = self._others.pop(0).encode()
+            yield None
 
     def together(self, call: Any) -> bool:
         if self._fails.pop(0):
@@ -121,6 +124,32 @@ def test_one_who_comes_later_begins_where_the_others_are() -> None:
     made = job(script)
     script.settled = 2
     assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
+
+
+def test_a_step_that_the_others_have_taken_is_taken_and_what_they_may_be_past_is_skipped() -> None:
+    made = job(Script([None, 0, -2, 2, 3], [False, False], [""] * 2))
+    called: list[int] = []
+    seen = []
+    for iteration in made:
+        seen.append((iteration, made.step()))
+        made.evaluate(lambda: called.append(made.iteration))
+        if iteration == 2:
+            break
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    assert called == [1, 3]
+
+
+def test_where_the_task_is_set_back_the_step_says_which_it_was() -> None:
+    made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
+    assert [(iteration, made.step()) for iteration in made] == [(0, 0), (1, 1), (2, 1), (2, 2),
+                                                               (3, 3)]
+
+
+def test_the_last_step_may_be_the_others() -> None:
+    made = job(Script([None, 0, 1, 2, -4], [], [""] * 2))
+    assert [made.step() for _ in made] == [0, 1, 2, 3]
+    made.finish()
+    assert made.step() == -1
 
 
 def test_an_evaluation_that_all_were_in_is_done_again() -> None:

@@ -150,11 +150,26 @@ def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed
 
 
 DIES_EVALUATING = """
-import os, signal
+import os, signal, time
+from pathlib import Path
 from unicron.workers.training import adopt
-if os.environ["UNICRON_RANK"] == "1":
-    adopt.evaluate = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+def evaluating(*given, evaluate=adopt.evaluate, rank=os.environ["UNICRON_RANK"]):
+    if rank != "1":
+        Path({folder!r}, "evaluating-" + rank).touch()
+        return evaluate(*given)
+    last_s = time.monotonic() + 30
+    while len(list(Path({folder!r}).glob("evaluating-*"))) < {others} and time.monotonic() < last_s:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+adopt.evaluate = evaluating
 """
+"""Rank 1 dies in the evaluation that so many others have come to."""
+
+
+def dies_evaluating(driver: Driver, others: int) -> None:
+    driver.patch = DIES_EVALUATING.format(folder=str(driver.folder), others=others) + driver.patch
 
 
 @pytest.mark.parametrize(("before", "left", "after"), [
@@ -162,8 +177,8 @@ if os.environ["UNICRON_RANK"] == "1":
 def test_an_evaluation_that_a_rank_dies_in_is_done_again(
         loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
     driver = loops(**ANY)
-    driver.patch = DIES_EVALUATING + driver.patch
     ranks = list(range(before.tp * before.dp))
+    dies_evaluating(driver, len(ranks) - 1)
     driver.start(*ranks)
     driver.form(ranks, axes=before)
     driver.processes.pop(1).popen.wait(WAIT_S)
@@ -171,3 +186,24 @@ def test_an_evaluation_that_a_rank_dies_in_is_done_again(
     told = driver.form(left, axes=after)
     assert {one.step_version for one in told.values()} == {EVALUATED}
     finish(driver, left, undisturbed)
+
+
+def test_one_that_a_rank_had_not_come_to_is_skipped_by_all(
+        loops: Loops, undisturbed: Driver) -> None:
+    driver = loops(**ANY)
+    dies_evaluating(driver, 1)
+    driver.start(0, 1, 2)
+    hold = driver.hold(0, "reduced", EVALUATED - 1)
+    driver.form([0, 1, 2], axes=Axes(dp=3))
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.ask_to_leave([0, 2], "now")
+    driver.heard(0, 2)
+    hold.unlink()
+    left = driver.quiesced([0, 2])
+    assert [left[rank].step_version for rank in (0, 2)] == [EVALUATED - 1, EVALUATED]
+    told = driver.form([0, 2], axes=Axes(dp=2))
+    assert {one.step_version for one in told.values()} == {EVALUATED}
+    gap = compare(saved(driver, [0, 2]), saved(undisturbed, []))
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
+    assert validations(driver.folder) == {}

@@ -4,8 +4,8 @@ Import this before megatron. A whole example is deploy/examples/loop.py; what ma
 and what not, is in docs/guides/scripts.md.
 
     with adopt(build=build, sample=sample, forward=forward) as job:
-        for iteration in job:
-            job.step()
+        for _ in job:
+            iteration = job.step()
             if iteration % 100 == 0:
                 job.evaluate(lambda: validate(job.model))
 
@@ -129,12 +129,12 @@ class Job:
     def loss(self) -> float:
         """Of the whole batch, in the last iteration that was stepped; the same on every rank of the
         layout."""
-        return self._driver.iteration.loss
+        return self._driver.iteration.history.last[0]
 
     @property
     def step_s(self) -> float:
         """How long that took, with what had to be healed in it."""
-        return self._driver.iteration.step_s
+        return self._driver.iteration.history.last[1]
 
     # --- what it does -----------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
@@ -150,13 +150,22 @@ class Job:
     def step(self) -> int:
         """Take the next step, whatever has to be healed for that; the iteration that was stepped.
 
-        -1: there was none left, as the others had taken the last one.
+        That is not always the one that was to come: where a state was lost with all who had it,
+        the task goes on from an earlier one. A member may also be lost when some have stepped and
+        others not yet: these are given what those have, which is the step, and evaluate nothing
+        before the next one, since those may be past that. -1: there was none left.
         """
         self._is_void, self._num_evaluated = False, 0
-        stepped = self._advance()
-        while stepped is None and not self._ended:
+        asked = self.iteration
+        while True:
             stepped = self._advance()
-        return -1 if stepped is None else stepped
+            if self._ended:
+                return -1
+            if stepped is not None:
+                return stepped
+            if self.iteration > asked:
+                self._is_void = True
+                return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         """Between two steps: do `call` with all members, collectives and all; its result.

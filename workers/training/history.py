@@ -27,6 +27,11 @@ class History:
         """The first iteration that is not in it."""
         return self.first + len(self.losses)
 
+    @property
+    def last(self) -> tuple[float, float]:
+        """The loss and the seconds of the newest iteration in it; zeros where there is none."""
+        return (self.losses[-1], self.step_s[-1]) if self.losses else (0.0, 0.0)
+
     def add(self, iteration: int, loss: float, step_s: float) -> None:
         """Iteration `iteration` is done; whatever was known of it and later ones is void."""
         if not self.first <= iteration <= self.end:

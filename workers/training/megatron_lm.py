@@ -157,9 +157,8 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
                sequence=int(args.seq_length),
                loss="per_token" if plan.is_per_token else "per_micro_batch",
                on_rebuild=rebuilt, check=[plan.why_not], falls_back=False) as job:
-        for iteration in job:
-            job.step()
-            args.curr_iteration = args.iteration = iteration + 1
+        for _ in job:
+            args.curr_iteration = args.iteration = job.step() + 1
             args.consumed_train_samples = args.iteration * args.global_batch_size
             if args.iteration % args.log_interval == 0:
                 _tell(plan, job)
