@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .state import ClusterState, Rank, Task
 
@@ -13,6 +13,15 @@ def last_first(task: Task) -> Iterator[Rank]:
         rank = task.ranks.get(member.rank)
         if rank is not None and rank.attempt == member.attempt:
             yield rank
+
+
+def members_on(state: ClusterState, task: Task, names: Iterable[str]) -> Iterator[Rank]:
+    """Living members on these nodes, which are few."""
+    for name in names:
+        for one in state.nodes[name].occupants.values():
+            rank = task.member(one.rank) if one.task == task.id else None
+            if rank is not None and rank.attempt == one.attempt:
+                yield rank
 
 
 def mute(task: Task) -> list[Rank]:

@@ -11,6 +11,8 @@ All of this is found out from the state, and forgotten with it: it is no part of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..events import detected as d
 from ..events import orders as o
 from ..events import reports as r
@@ -28,8 +30,10 @@ _OF_ITSELF = frozenset((
     o.Quiesce, o.Reconfigure, o.Resume, o.StopRank, o.IncidentClosed, o.TaskWaiting))
 """Kinds after which nothing is another for any other task than their own."""
 _OF_PLANS = (o.PlanChosen, DegradedPriced)
-"""Kinds that change nothing of a task that is calm; others may have waited for the plan."""
+"""Kinds that change nothing of a task that is calm, nor of a command; others may have waited for
+the plan."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankStarted, r.RankReady)
+_OF_MANY = (*_ANSWERS, r.RankExited)
 _DUE_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
 
 
@@ -42,24 +46,25 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         if not isinstance(body, _ANSWERS):
             state.resting.discard(number)
         return
-    node = _node_of(state, body, number)
-    if node is not None and not state.is_checked:  # else others are believed, or not any more
-        there = [one.task for one in node.occupants.values()]
-        if not number:
+    if kind in _OF_PLANS:
+        state.resting.difference_update(
+            [task.id for task in state.tasks.values() if task.heals_in_memory])
+        return
+    by_name = _nodes_of(state, body, number)
+    if by_name and not state.is_checked:  # else others are believed, or not any more
+        there = [one.task for node in by_name.values() for one in node.occupants.values()]
+        if not isinstance(body, o.StartRank | r.RankExited):
             state.calm.difference_update(there)
-        answers = isinstance(body, r.RankExited) and number in state.resting
+        answers, is_taken = (isinstance(body, r.RankExited) and number in state.resting,
+                             isinstance(body, o.StartRank))
         state.resting.difference_update(there, [
-            one for one in state.resting - state.calm
-            if _looks_at(state, state.tasks[one], node.name)])
+            one for one in state.tasks if one in state.resting and one not in state.calm
+            and _looks_at(state, state.tasks[one], by_name, is_taken=is_taken)])
         (state.resting.add if answers else state.resting.discard)(number or 0)
         return
     state.resting.clear()
-    if (number is None and not isinstance(body, _OF_PLANS)) or isinstance(
-            body, o.TaskEnded):  # which gives slots back
+    if number is None or isinstance(body, o.TaskEnded):  # which gives slots back
         state.calm.clear()
-    elif isinstance(body, o.IncidentOpened | o.IncidentEscalated) and body.node in state.nodes:
-        state.calm.difference_update(
-            [one.task for one in state.nodes[body.node].occupants.values()])
 
 
 def settle(state: ClusterState, task: Task, *, is_last: bool) -> None:
@@ -76,13 +81,21 @@ def rests(state: ClusterState, task: Task) -> bool:
     return task.id in state.calm or task.id in state.resting
 
 
+def is_quiet(state: ClusterState) -> bool:
+    """Whether nothing follows of any record of which nothing follows for its own task."""
+    return not (state.replan or state.ailing or state.to_price) and (
+        len(state.resting | state.calm) >= len(state.tasks))
+
+
 def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
     """Whether it is an answer that others are still to give, of a task that waits for all.
 
     Where it rested before, it still does: of who has answered, nothing but the last row's condition
     is a matter, as long as the task is not to leave; of a command that ends, that nobody is left.
     """
-    task = state.tasks.get(getattr(body, "task", 0))
+    if not isinstance(body, _OF_MANY):
+        return False
+    task = state.tasks.get(body.task)
     if task is None or task.id not in state.resting or (
             task.heals_in_memory and task.finished):  # who has left ends by itself then
         return False
@@ -100,7 +113,7 @@ def is_one_of_many(state: ClusterState, body: r.Body) -> bool:
     if isinstance(body, r.Quiesced):
         return task.phase == "quiescing" and any(
             rank.quiesced != task.generation for rank in last_first(task))
-    return isinstance(body, r.Reconfigured) and task.phase == "reconfiguring" and any(
+    return task.phase == "reconfiguring" and any(
         rank.reconfigured != task.generation for rank in last_first(task))
 
 
@@ -127,28 +140,38 @@ def _task_of(state: ClusterState, body: r.Body) -> int | None:
     return None
 
 
-def _node_of(state: ClusterState, body: r.Body, number: int | None) -> Node | None:
-    """The one node that it changes, where it is known: that of a process, of a task."""
+def _nodes_of(state: ClusterState, body: r.Body, number: int | None) -> dict[str, Node]:
+    """The nodes that it changes, where they are known: that of a process, of a task."""
+    task, names = state.tasks.get(number or 0), list[str]()
     if isinstance(body, _OF_ONE_NODE):
-        return state.nodes.get(body.node)
-    if isinstance(body, o.StartRank):
-        return state.nodes.get(body.slot.node)
-    if isinstance(body, r.RankExited):
-        task = state.tasks.get(number or 0)
+        names = [body.node]
+    elif isinstance(body, o.StartRank):
+        names = [body.slot.node]
+    elif isinstance(body, r.RankExited):
         rank = task.ranks.get(body.rank) if task is not None else None
-        if rank is not None and rank.attempt == body.attempt:
-            return state.nodes.get(rank.slot.node)
-    if isinstance(body, r.DeadlineReached) and body.deadline in state.deadlines:
-        return state.nodes.get(body.deadline.partition("/")[2])
-    return None
+        names = [rank.slot.node] if rank is not None and rank.attempt == body.attempt else []
+    elif isinstance(body, o.IncidentOpened | o.IncidentEscalated) and task is not None:
+        seats = task.seats_at
+        slots = [task.ranks[one].slot if one in task.ranks else seats.get(one)
+                 for one in body.ranks]
+        names = [body.node, *(slot.node for slot in slots if slot is not None)]
+    elif isinstance(body, r.DeadlineReached) and body.deadline in state.deadlines:
+        names = [body.deadline.partition("/")[2]]
+    return {name: state.nodes[name] for name in names if name in state.nodes}
 
 
-def _looks_at(state: ClusterState, task: Task, name: str) -> bool:
-    """Whether its step may look at this node, where it has no process: it is to have one there, or
-    it looks for any node that may do something for it."""
+def _looks_at(state: ClusterState, task: Task, names: Mapping[str, Node], *, is_taken: bool
+              ) -> bool:
+    """Whether its step may look at these nodes, where it has no process: it is to have one there,
+    or it looks for any node that may do something for it. `is_taken`: a slot is now, for which a
+    command waits as before."""
+    if task.publishing or any(ghost.slot.node in names for ghost in task.ghosts):
+        return True
+    if is_taken and not task.heals_in_memory:
+        return False
     train = task.spec.training
-    return name in nodes_of(state, task) or bool(task.publishing) or bool(task.ghosts) or (
-        train is not None and train.copy_every > 0)
+    return (train is not None and train.copy_every > 0) or not (
+        nodes_of(state, task).isdisjoint(names))
 
 
 def nodes_of(state: ClusterState, task: Task) -> frozenset[str]:

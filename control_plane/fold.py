@@ -78,8 +78,8 @@ def fold(state: ClusterState, record: Record) -> None:
         names = named(state, record.body)
         before, any_sick = part(state, record.body, names), state.is_checked
         handler(state, record, record.body)
-        state.num_inputs += part(state, record.body, names) != before
         call_roll(state, state.nodes if any_sick and names else names)  # others are believed then
+        state.num_inputs += part(state, record.body, names) != before
 
 
 # --- said by the leader -------------------------------------------------------------------------
@@ -314,7 +314,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     task.furthest = max(task.furthest, iteration)
-    for rank in task.living_members():
+    living = task.living_members()
+    for rank in living:
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
             was = task.blamed.pop(rank.rank, None)
@@ -322,8 +323,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
                 prove(state, task, was, rank.rank)
             task.reattempts = 0
     # What is told late, of iterations before the fault, does not end the interruption.
-    whole = len(task.living_members()) == len(task.members) and not any(
-        rank.error_seq or rank.overdue for rank in task.living_members())
+    whole = len(living) == len(task.members) and not any(
+        rank.error_seq or rank.overdue for rank in living)
     # One of a generation that is to end at this boundary, for a newcomer, does.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:

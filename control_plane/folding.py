@@ -9,7 +9,7 @@ from ..events.records import Record
 from ..events.reports import Reconfigured
 from ..events.statuses import EXITED_ABNORMALLY
 from ..events.taken import Taken
-from .answers import has_settled, is_mute, is_silent, last_first
+from .answers import has_settled, is_mute, is_silent, last_first, members_on
 from .coverage import covered
 from .economics import halts, stands, stood_to_leave, was_harmed
 from .faults import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
@@ -196,9 +196,8 @@ def await_silent(state: ClusterState, task: Task) -> None:
                 if not wanted:
                     break
     elif task.phase == "reconfiguring":
-        silent = state.roll.silent
-        wanted = bool(silent) and any(
-            rank.slot.node in silent and not has_settled(task, rank) for rank in last_first(task))
+        wanted = any(not has_settled(task, rank) for rank in members_on(
+            state, task, state.roll.silent))
     if not wanted or not covered(task, [
             rank for rank in task.living_members() if not is_silent(state, rank)]):
         disarm(state, name)
@@ -228,11 +227,15 @@ def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
     """All processes of this incarnation are dead, its keeper too; a fault of their tasks if `why`
     says so, as old as its first sign."""
+    there = {one.task for one in node.occupants.values()}
     for number in sorted(state.tasks):
         task = state.tasks[number]
-        task.copies = [copy for copy in task.copies if copy.node != node.name]
+        if task.copies:
+            task.copies = [copy for copy in task.copies if copy.node != node.name]
         if task.outcome:
             kept_no_more(state, task, node.name)
+        if number not in there:
+            continue
         for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
             drop_rank(state, task, ghost)
         gone = [task.ranks[key] for key in sorted(task.ranks)

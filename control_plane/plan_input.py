@@ -73,24 +73,19 @@ def node_slots(state: ClusterState) -> int:
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
     """Nothing is changed of it: it has ranks on a node that is silent, of which nothing is known;
-    or it is a command that runs, and leaving its slots would cost what it has not saved.
-
-    As many steps as it has ranks, or as there are nodes.
-    """
+    or it is a command that runs, and leaving its slots would cost what it has not saved."""
     if task.heals_in_memory and task.id in state.calm:
         return False
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
-    if len(task.ranks) > len(state.nodes) and not any(
-            node.silent for node in state.nodes.values()):
-        return False
-    return any((node := state.nodes.get(rank.slot.node)) is not None and node.silent
-               for rank in task.ranks.values())
+    silent = state.roll.silent
+    return bool(silent) and any(rank.slot.node in silent for rank in task.ranks.values())
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
     """Some of its slots are out, or quarantined, and it goes on in spite of that."""
-    return any((node := state.nodes.get(rank.slot.node)) is not None and not node.drained
+    lacking = state.roll.lacking
+    return any(rank.slot.node in lacking and not (node := state.nodes[rank.slot.node]).drained
                and (node.quarantine is not None or node.is_out(rank.slot.index))
                for rank in task.ranks.values())
 

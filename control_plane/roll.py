@@ -14,7 +14,7 @@ class Roll:
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._by_node: dict[str, tuple[Slot, ...]] = {}
-        self._lacking: set[str] = set()
+        self.lacking: set[str] = set()
         """Nodes not all of whose slots may be given."""
         self.silent: set[str] = set()
         """Nodes of which nothing is heard."""
@@ -40,7 +40,7 @@ class Roll:
         name, slots = node.name, _usable(node)
         if self._by_node.get(name) != slots:
             self._by_node[name], self._every = slots, None
-        (self._lacking.add if len(slots) < node.num_slots else self._lacking.discard)(name)
+        (self.lacking.add if len(slots) < node.num_slots else self.lacking.discard)(name)
         (self.silent.add if node.silent else self.silent.discard)(name)
         healthy, here = self.there(name)
         there = (node.num_slots if node.health == "healthy" else 0,
@@ -55,11 +55,11 @@ class Roll:
 
     def is_whole(self, nodes: frozenset[str]) -> bool:
         """Whether all slots of these nodes may be given."""
-        return self._lacking.isdisjoint(nodes)
+        return self.lacking.isdisjoint(nodes)
 
     def has(self, seats: Iterable[Seat]) -> bool:
         """Whether all of these seats are on slots that may be given."""
-        lacking, by_node = self._lacking, self._by_node
+        lacking, by_node = self.lacking, self._by_node
         return all(seat.slot.node not in lacking or seat.slot in by_node[seat.slot.node]
                    for seat in seats)
 

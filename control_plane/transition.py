@@ -57,8 +57,9 @@ def every_seat_ready(state: ClusterState, task: Task) -> bool:
 
 def member_gone(state: ClusterState, task: Task) -> bool:
     """A process of the generation has ended, or is to be ended: it is too late."""
-    return (len(task.living_members()) < len(task.members)
-            or any(rank.stopping or rank.overdue for rank in task.living_members()))
+    living = task.living_members()
+    return len(living) < len(task.members) or any(
+        rank.overdue or rank.stopping for rank in living)
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:

@@ -13,7 +13,6 @@ from unicron.control_plane import calm, decide, transition
 from unicron.control_plane.simulation.run import Run
 from unicron.control_plane.state import ClusterState, Task
 from unicron.events import reports as r
-from unicron.events.records import Record
 
 SEEDS = (*range(8), 372)
 """One in which members leave while others have finished, and eight more."""
@@ -23,7 +22,7 @@ SEEDS = (*range(8), 372)
 def passed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which shortcuts were taken; each is asked whether it was one."""
     taken: list[str] = []
-    steps, concerned = decide.steps, decide.concerned
+    steps, is_one_of_many = decide.steps, calm.is_one_of_many
 
     def checked_steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[r.Body]:
         for task in tasks:
@@ -32,12 +31,16 @@ def passed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 assert next(transition.step(state, task), None) is None, f"task {task.id}"
             yield from steps(state, [task])
 
-    def checked_concerned(state: ClusterState, record: Record) -> list[Task]:
-        taken.extend(["one of many"] * calm.is_one_of_many(state, record.body))
-        return concerned(state, record)
+    def checked_one_of_many(state: ClusterState, body: r.Body) -> bool:
+        found = is_one_of_many(state, body)
+        if found:
+            taken.append("one of many")
+            for task in state.tasks.values() if calm.is_quiet(state) else ():
+                assert next(transition.step(state, task), None) is None, f"task {task.id}"
+        return found
 
     monkeypatch.setattr(decide, "steps", checked_steps)
-    monkeypatch.setattr(decide, "concerned", checked_concerned)
+    monkeypatch.setattr(calm, "is_one_of_many", checked_one_of_many)
     yield taken
     structlog.reset_defaults()
 

@@ -184,10 +184,7 @@ class Account:
             return "detection"
         if not task.target:
             return "waiting"
-        nodes = self.state.nodes
-        away = any((node := nodes.get(seat.slot.node)) is None or not node.takes_tasks
-                   or node.is_out(seat.slot.index) for seat in task.target)
-        return "waiting" if away else "transition"
+        return "transition" if self.state.roll.has(task.target) else "waiting"
 
 
 def _nobody(at_s: float, task: int, trains: int, why: str) -> None:
