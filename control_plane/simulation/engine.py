@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
@@ -11,6 +12,7 @@ from ...events.reports import Body, DeadlineReached
 from ..decide import Decide
 from ..heart import advance
 from ..state import ClusterState, Deadline
+from .at_once import Answer, fold_answers, is_awaited
 
 LEADER = "leader/simulated"
 
@@ -40,16 +42,19 @@ class Deadlines(dict[str, Deadline]):
 class Engine:
     """One leader, its state, and all that is still to happen. `decide` is the policy.
 
-    `answer` is told of the records that a report makes, when all of them are folded.
+    `answer` is told of the records that a report makes, when all of them are folded. `keeps_log`:
+    of each record; else answers that are awaited together may be folded at once (at_once.py).
     """
 
-    def __init__(self, decide: Decide) -> None:
+    def __init__(self, decide: Decide, *, keeps_log: bool = True) -> None:
         self._deadlines = Deadlines()
         self.state = ClusterState(deadlines=self._deadlines)
         self.now_s = 0.0
         self.num_records = 0
         self.answer: Callable[[Sequence[Record]], None] = _nobody
-        self._decide = decide
+        self.at_once: Counter[str] = Counter()
+        """Records that were folded without that, by kind."""
+        self._decide, self._keeps_log = decide, keeps_log
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
         self._told: dict[str, int] = {}
@@ -61,12 +66,25 @@ class Engine:
 
     def tell(self, source: str, body: Body, occurred_s: float | None = None) -> None:
         """A report comes in, of what occurred now or then: it is folded and decided upon."""
-        told = self._told[source] = self._told.get(source, 0) + 1
-        report = Report(source=source, source_seq=told, body=body,
+        report = Report(source=source, source_seq=self._next(source), body=body,
                         occurred_s=self.now_s if occurred_s is None else occurred_s)
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
         self.num_records += len(records)
         self.answer(records)
+
+    def tell_between(self, first: Answer, last: Answer, told: Sequence[tuple[str, Answer]]) -> bool:
+        """The answers between these two come in, if nothing follows of them; else nobody's does."""
+        state = self.state
+        if self._keeps_log or state.at_s != self.now_s or not is_awaited(state, first, last):
+            return False
+        fold_answers(state, [(source, self._next(source), body) for source, body in told])
+        self.num_records += len(told)
+        self.at_once[type(first).__name__] += len(told)
+        return True
+
+    def _next(self, source: str) -> int:
+        told = self._told[source] = self._told.get(source, 0) + 1
+        return told
 
     def run(self, until_s: float) -> None:
         """All that is due by then. Of one time, a deadline comes before what else is due."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from ...events import orders as o
 from ...events import reports as r
@@ -13,10 +14,12 @@ from ...events.reports import Body
 from ...events.statuses import CONNECTION_RESET
 from ..state import Rank, Task
 from .account import Account, Key
+from .at_once import Answer
 from .costs import Costs
 from .engine import LEADER, Engine
 from .slot_time import SlotTime
 
+Said = TypeVar("Said", bound=Body)
 SLACK_RATIO = 1 + 1e-9
 """An iteration is done when it is: sums of seconds are not exact."""
 
@@ -37,6 +40,10 @@ class PaperNode:
     @property
     def source(self) -> str:
         return f"{self.name}/{self.incarnation}"
+
+
+Saying = tuple[Key, PaperNode, Callable[[], Answer]]
+"""A process of a task, on its node, and what it will say together with others."""
 
 
 class Paper:
@@ -121,12 +128,13 @@ class Paper:
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
         """What the orders among these ask for."""
+        starting: dict[int, list[Saying]] = {}
         for record in records:
             if not isinstance(record.body, o.ORDERS):
                 continue
             match record.body:
                 case o.StartRank() as order:
-                    self._start(order)
+                    self._start(order, starting)
                 case o.StopRank() as order:
                     self._stop(order)
                 case o.Quiesce() as order:
@@ -140,8 +148,11 @@ class Paper:
                         task=order.task, order=record.seq, path=order.path))
                 case _:
                     pass
+        for said in starting.values():
+            self._all(self.costs.start_s, said)
 
-    def _start(self, order: o.StartRank) -> None:
+    def _start(self, order: o.StartRank, starting: dict[int, list[Saying]]) -> None:
+        """`starting`: by task, what processes of commands will say, which all start together."""
         node, key = self.nodes[order.slot.node], (order.task, order.rank, order.attempt)
         if not node.up:
             return
@@ -152,7 +163,7 @@ class Paper:
                                 node=node.name, pid=self._pid, log_path="/paper")
         if order.spec.training is None:
             self.jobs[order.task].holders.add(node.source)
-            self._of(key, node, self.costs.start_s, partial(_said, started))
+            starting.setdefault(order.task, []).append((key, node, partial(_said, started)))
             return
         ready = r.RankReady(
             task=order.task, rank=order.rank, attempt=order.attempt,
@@ -169,6 +180,30 @@ class Paper:
         def tell() -> None:
             if node.up and node.incarnation == incarnation and key in node.processes:
                 self.engine.tell(node.source, made(), occurred_s)
+
+        self.engine.later(in_s, tell)
+
+    def _all(self, in_s: float, said: Sequence[Saying]) -> None:
+        """What each of these processes says, if it still lives then, in this order."""
+        held = [(node, node.incarnation, key, made) for key, node, made in said]
+
+        def lives(node: PaperNode, incarnation: int, key: Key) -> bool:
+            return node.up and node.incarnation == incarnation and key in node.processes
+
+        def tell() -> None:
+            at = 0
+            while at < len(held):
+                node, incarnation, key, made = held[at]
+                at += 1
+                if not lives(node, incarnation, key):
+                    continue
+                first = made()
+                self.engine.tell(node.source, first)
+                between = held[at:-1]
+                if len(between) > 1 and all(lives(*one[:3]) for one in held[at:]) and (
+                        self.engine.tell_between(first, held[-1][3](), [
+                            (other.source, made()) for other, _, _, made in between])):
+                    at += len(between)
 
         self.engine.later(in_s, tell)
 
@@ -245,16 +280,15 @@ class Paper:
         if order.mode == "boundary" and job.rate_flops:
             in_s = job.until_boundary_s(self.engine.now_s)
 
-        def quiesced(rank: Rank) -> Callable[[], Body]:
+        def quiesced(rank: Rank) -> Callable[[], Answer]:
             return lambda: r.Quiesced(
                 task=task.id, rank=rank.rank, attempt=rank.attempt, generation=order.generation,
                 step_version=job.iteration, micro_batches=(), buckets_reduced=0, num_buckets=1)
 
         self.engine.later(in_s, lambda: self._halt(order))
-        for number in order.ranks:
-            rank = task.ranks[number]
-            key = (task.id, number, rank.attempt)
-            self._of(key, self.nodes[rank.slot.node], in_s, quiesced(rank))
+        leaving = [task.ranks[number] for number in order.ranks]
+        self._all(in_s, [((task.id, rank.rank, rank.attempt), self.nodes[rank.slot.node],
+                          quiesced(rank)) for rank in leaving])
 
     def _halt(self, order: o.Quiesce) -> None:
         """Its members have come to where they leave their generation."""
@@ -281,15 +315,17 @@ class Paper:
         giver = next((rank for rank, state in has.items() if state), -1)
         if giver < 0:
             self.account.undo(order.task, job.fall_back(self.engine.now_s))
+        said = list[Saying]()
         for member in order.members:
             origin = "own" if has[member.rank] else "peer" if giver >= 0 else job.origin
-            told: Body = r.Reconfigured(
+            told = r.Reconfigured(
                 task=order.task, rank=member.rank, attempt=member.attempt,
                 generation=order.generation, step_version=job.iteration, kept=(), todo=(),
                 dealt=(), source=member.rank if has[member.rank] else giver, received_bytes=0,
                 down_s=0.0, up_s=0.0, settle_s=self.costs.regroup_s, origin=origin)
-            self._of((order.task, member.rank, member.attempt), self.nodes[member.node],
-                     self.costs.regroup_s, partial(_said, told))
+            said.append(((order.task, member.rank, member.attempt), self.nodes[member.node],
+                         partial(_said, told)))
+        self._all(self.costs.regroup_s, said)
 
     def _resume(self, order: o.Resume) -> None:
         task, job = self._task(order.task), self.jobs[order.task]
@@ -323,7 +359,7 @@ class Paper:
             micro_batches=1)
 
 
-def _said(body: Body) -> Body:
+def _said(body: Said) -> Said:
     return body
 
 

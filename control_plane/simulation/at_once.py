@@ -1,0 +1,47 @@
+"""Answers that are awaited together, folded at once where nobody keeps the log.
+
+Of all members that leave a generation, or are up in the next one, nothing follows until the last
+has said so. The first and the last go through the heart's one door (heart.py); those between them
+change the state as they would there, without the look at all that may follow from other records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...events import reports as r
+from ...events.records import Record
+from .. import calm
+from ..fold import HANDLERS
+from ..state import ClusterState
+
+Answer = r.Quiesced | r.Reconfigured | r.RankStarted
+
+
+def is_awaited(state: ClusterState, first: Answer, last: Answer) -> bool:
+    """Whether nothing follows of any answer between these two, of which the first is folded."""
+    task = state.tasks.get(first.task)
+    if task is None or not calm.is_quiet(state) or not calm.is_one_of_many(state, first):
+        return False
+    rank = task.ranks.get(last.rank)
+    if rank is None or rank.attempt != last.attempt:
+        return False
+    if isinstance(last, r.RankStarted):
+        return not task.heals_in_memory and rank.state == "ordered" and any(
+            seat.rank == last.rank for seat in task.target)
+    if task.member(last.rank) is None or last.generation != task.generation:
+        return False
+    of = rank.quiesced if isinstance(last, r.Quiesced) else rank.reconfigured
+    return of != task.generation
+
+
+def fold_answers(state: ClusterState, told: Sequence[tuple[str, int, Answer]]) -> None:
+    """Answers as their sources number them, at the time of the last record: the state is as after
+    `fold` of each."""
+    for source, source_seq, body in told:
+        state.seq += 1
+        state.sources[source] = max(source_seq, state.sources.get(source, 0))
+        HANDLERS[type(body)](state, Record(
+            seq=state.seq, epoch=state.epoch, at_s=state.at_s, occurred_s=state.at_s,
+            source=source, source_seq=source_seq, cause=0,
+            incident=state.tasks[body.task].incident, body=body), body)

@@ -1,0 +1,48 @@
+"""Answers that are folded at once: the state is as if each had come in by itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+from test_simulate import EXAMPLE, HAPPENINGS, command, plain
+from unicron.control_plane.simulation import scenario
+from unicron.control_plane.simulation.happening import Happening
+from unicron.control_plane.simulation.policy import Policy
+from unicron.control_plane.simulation.run import Ground, Run
+from unicron.events.records import Record
+
+
+def both(ground: Ground, policy: Policy) -> int:
+    """Lives of one policy, with a log and without; how many answers were folded at once in the
+    second, which ends as the first does. Plans are made alike in both."""
+    log: list[Record] = []
+    kept, quick = Run(ground, policy, log.append), Run(ground, replace(policy, quick=None))
+    told, found = kept.play(), quick.play()
+    assert msgspec.msgpack.encode(quick.engine.state) == msgspec.msgpack.encode(kept.engine.state)
+    assert (found.counts, found.slot_s) == (told.counts, told.slot_s)
+    assert (found.earnings.flop, found.transitions) == (told.earnings.flop, told.transitions)
+    assert quick.engine.num_records == kept.engine.num_records == len(log)
+    assert not kept.engine.at_once
+    return sum(quick.engine.at_once.values())
+
+
+@pytest.mark.parametrize("name", ["unicron", "shrink", "requeue", "megatron"])
+def test_two_weeks_of_each(name: str) -> None:
+    found, stages = command.load(EXAMPLE)
+    stage = stages["unicron"]
+    policy = scenario.policy(found, name)
+    num = both(scenario.ground(found, policy, list(stage.ground.happenings)), policy)
+    assert num > 20 or not policy.heals
+
+
+@settings(deadline=None, max_examples=25)
+@given(HAPPENINGS)
+def test_whatever_befalls(happenings: list[Happening]) -> None:
+    tasks = [{"name": name, "slots": {"min": 1, "max": most},
+              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
+             for name, most in (("one", 5), ("two", 3))]
+    given_by = scenario.parse(plain(tasks=tasks))
+    policy = scenario.policy(given_by, "unicron")
+    both(scenario.ground(given_by, policy, sorted(happenings, key=lambda one: one.at_s)), policy)
