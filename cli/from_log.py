@@ -49,11 +49,12 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
 
 
 def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str]) -> list[Choice]:
-    """One for each policy, under these settings. Raises UsageError, SpecError."""
+    """One for each policy, under these settings; with settings ours, too: others are compared with
+    it by the same weights. Raises UsageError, SpecError."""
     weights: dict[str, float] = {}
     fields: Plain = {}
     for setting in settings:
-        what, equals, value = setting.partition("=")
+        what, equals, value = (word.strip() for word in setting.partition("="))
         kind, _, name = what.partition(".")
         if not equals or not name or kind not in ("weight", "policy"):
             raise UsageError(f"--set {setting} says nothing that can be set", HINT)
@@ -66,7 +67,7 @@ def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str
     except SpecError as error:
         path = str(error).removeprefix("limits: ")
         raise UsageError(f"--set policy.{path}", error.hint) from None
-    names = [*dict.fromkeys(policies)] or ([OURS] if settings else [])
+    names = [*dict.fromkeys([OURS, *policies] if settings else policies)]
     return [Choice(weights=weights, fields=fields, policy=name) for name in names]
 
 

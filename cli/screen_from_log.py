@@ -7,19 +7,18 @@ from pathlib import Path
 
 from ..control_plane.simulation import evidence
 from ..control_plane.simulation.counterfactual import Choice, Played, Recording, weighed
-from ..control_plane.simulation.earnings import LOST, Lost
+from ..control_plane.simulation.earnings import LOST
 from ..control_plane.simulation.traced import Felt
 from .figures import SCREEN_COLUMNS, clipped, command, labelled, number_of, scaled, span, table
 from .from_log import incidents, words
+from .simulate import HEADS
 
 NAME_COLUMNS = 20
-WHAT_COLUMNS = 32
+WHAT_COLUMNS, CHOICE_COLUMNS = 32, 14
 CHOICES_NUM_MAX = 2
 """That are compared by incident; -o json has them all."""
 EQUAL_SHARE = 5e-5
 """What is nearer to each other is called the same."""
-HEADS: dict[Lost, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
-                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
 SHOWN_NUM_MAX = 12
 
 
@@ -32,10 +31,13 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: 
              *labelled("decided", verdict.words), ""]
     rows = [_row("recorded", recording.played, None),
             _row("on paper", played[0][1], recording.played.earnings.flop)]
-    rows += [_row(choice.words, one, weighed(played[0][1], choice.weights))
+    rows += [_row(choice.policy, one, weighed(played[0][1], choice.weights))
              for choice, one in played[1:]]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
+    if any(choice.settings for choice, _ in played):
+        lines += labelled("set", f"{played[-1][0].settings}, in what stands below `on paper`; "
+                          "DIFFERS is from paper at the same weights")
     lines += ["", *_by_incident(recording, played), ""]
     lines += labelled("differs", f"paper from the record: {_honest(recording, played[0][1])}; "
                       "choices from paper, so that both are played alike")
@@ -68,7 +70,7 @@ def _honest(recording: Recording, paper: Played) -> str:
 
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
     """What each took until full strength again; the dearest, where there are many."""
-    shown = incidents(recording)
+    all_of_them = shown = incidents(recording)
     columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
         dear = sorted(shown, key=lambda one: -max(
@@ -76,14 +78,18 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) 
         shown = sorted(dear[:SHOWN_NUM_MAX], key=lambda one: one[0])
     if not shown:
         return ["nothing befell the cluster within the horizon"]
-    names = ["RECORDED", "ON PAPER", *(clipped(choice.words, 13)
+    names = ["RECORDED", "ON PAPER", *(clipped(choice.policy, 13)
                                        for choice, _ in played[1:1 + CHOICES_NUM_MAX])]
-    rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(words(one), WHAT_COLUMNS),
+    wide = WHAT_COLUMNS + CHOICE_COLUMNS * (2 + CHOICES_NUM_MAX - len(columns))
+    rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(words(one), wide),
              *(_felt(column.earnings.felt[number]) for column in columns)]
             for number, one in shown]
     lines = table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
                   right=range(2, 2 + len(columns)))
-    return [clipped(line, SCREEN_COLUMNS) for line in lines]
+    left = len(all_of_them) - len(shown)
+    more = labelled("not shown", f"{number_of(left, 'more')}, of which each lost less: -o json"
+                    ) if left else []
+    return [*(clipped(line, SCREEN_COLUMNS) for line in lines), *more]
 
 
 def _felt(felt: Felt) -> str:
@@ -98,10 +104,11 @@ def _best(played: Sequence[tuple[Choice, Played]]) -> str:
     if len(played) < 2:
         return "nothing else was tried: name other weights, fields or policies"
     paper = played[0][1]
+    alike = played[1:] if len(played) > 2 and played[1][0].settings else played
     ranked = sorted(((one.earnings.flop / max(weighed(paper, choice.weights), 1e-300), number)
-                     for number, (choice, one) in enumerate(played)), reverse=True)
+                     for number, (choice, one) in enumerate(alike)), reverse=True)
     (first, winner), (second, beaten) = ranked[:2]
-    names = [choice.words or "as recorded" for choice, _ in played]
+    names = [choice.words or "as recorded" for choice, _ in alike]
     if first - second < EQUAL_SHARE * first:
         return f"{names[winner]} and {names[beaten]} earn the same"
     return (f"{names[winner]}: {100 * (first / second - 1):.2f} % more than {names[beaten]}"

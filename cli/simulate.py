@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..control_plane.simulation import cases, drawn, trace_file
 from ..control_plane.simulation import scenario as scenarios
-from ..control_plane.simulation.earnings import LOST
+from ..control_plane.simulation.earnings import LOST, Lost
 from ..control_plane.simulation.happening import Happening
 from ..control_plane.simulation.policies import POLICIES
 from ..control_plane.simulation.scenario import Scenario
@@ -21,6 +22,8 @@ from .simulate_play import Played, Stage, play
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
 Plain = dict[str, Any]
+HEADS: dict[Lost, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
+                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
 
 
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
@@ -63,7 +66,8 @@ def read(path: Path) -> tuple[Scenario, list[Happening]]:
     if str(path) in cases.TRACES and not path.exists():
         trace = cases.TRACES[str(path)]
         return cases.scenario(str(path), [*POLICIES]), cases.happenings(trace, cases.SEED)
-    text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML", scenarios.DOCS)
+    text = read_text(path, FILE_BYTES_MAX,
+                     f"name a scenario, YAML, or one of {', '.join(cases.TRACES)}", scenarios.DOCS)
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
     if not isinstance(given, str):
@@ -90,7 +94,8 @@ def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -
         if one.event == "joined":
             known.add(one.node)
         elif one.node not in known:
-            raise UsageError(f"{trace}: {one.event} of {one.node}, which is no node by then",
+            raise UsageError(f"{trace}: at {one.at_s:g} s, {one.event} of {one.node}, which is no "
+                             "node by then",
                              f"the cluster has {names[0]} to {names[-1]}; another one is first "
                              "`joined`")
 
@@ -107,11 +112,12 @@ def print_trace(path: Path) -> None:
 # --- as data ------------------------------------------------------------------------------------
 def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
     """All of it; FLOP are weighted, times in seconds from the beginning of the horizon."""
+    names = [task.name for task in scenario.tasks]
     return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
-            "policies": {name: _policy(one) for name, one in played.items()}}
+            "policies": {name: _policy(one, names) for name, one in played.items()}}
 
 
-def _policy(one: Played) -> Plain:
+def _policy(one: Played, names: Sequence[str]) -> Plain:
     earnings, counts = one.outcome.earnings, one.outcome.counts
     return {
         "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.whole_flop,
@@ -119,6 +125,8 @@ def _policy(one: Played) -> Plain:
         "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
         "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "records": one.num_records,
+        "waf_flop_by_task": dict(zip(names, [
+            flop for _, flop in sorted(earnings.flop_of.items())], strict=True)),
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
     }
 
@@ -135,11 +143,11 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
              f"each policy in {span(took_s)} at most", ""]
     best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
     rows = [_row(name, one, best) for name, one in played.items()]
-    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(what.upper() for what in LOST))
+    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
-    lines += ["", *labelled("lost", "shares of what the cluster earns without a fault: until a "
-                            "fault is told, on the way to train again, without slots, on fewer or "
-                            "slower ones, and what is done again")]
+    lines += ["", *labelled("lost", "of what the policy earns without a fault, in %: until a fault "
+                            "is told, on the way to train again, without slots, on fewer or slower "
+                            "ones, and what is done again")]
     for task in scenario.tasks:
         if task.slots.min > num * cluster.slots:
             lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
@@ -165,4 +173,4 @@ def _row(name: str, one: Played, best: Played) -> list[str]:
     behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
     return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
             f"{behind:.3f} x" if one is not best and behind else "-",
-            *(f"{100 * earnings.lost_flop[what] / full:.2f} %" if full else "-" for what in LOST)]
+            *(f"{100 * earnings.lost_flop[what] / full:.2f}" if full else "-" for what in LOST)]

@@ -79,6 +79,13 @@ _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
 
 
+def row_of(word: str) -> str:
+    """The row of the table that somebody wrote by hand: `Lost connection`, `ECC error`; empty for
+    none."""
+    plain = word.strip().lower().replace("_", " ")
+    return _BY_WORD.get(plain) or _BY_WORD.get(f"{plain}s", "") if plain != "usageerror" else ""
+
+
 def status_of(error: str) -> str:
     """The row of the table that a reported error belongs to; a stranger is other software."""
     return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)

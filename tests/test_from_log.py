@@ -252,6 +252,21 @@ def test_the_command_on_a_real_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert "7 of 20 decisions differ" in page
 
 
+def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.CaptureFixture[str]
+                                                              ) -> None:
+    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha = 3"], policies=["shrink"],
+                      as_json=True)
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    assert [one["choice"] for one in choices] == [
+        "", "unicron weight.alpha=3", "shrink weight.alpha=3"]
+    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha=3"], policies=["shrink"],
+                      as_json=False)
+    page = capsys.readouterr().out
+    assert "set        weight.alpha=3" in page
+    assert "best       unicron weight.alpha=3: " in page
+    assert "as recorded" not in page.split("best  ")[1]
+
+
 @pytest.mark.parametrize(("settings_", "policies", "said"), [
     (["weight.nobody=2"], [], "--set weight.nobody=2: the log has no task nobody"),
     (["weight.alpha=x"], [], "the weight is 'x'"),

@@ -95,6 +95,9 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     (task(slots={"min": 9, "max": 8}), "tasks[0]: slots"),
     ({"policies": {}}, "policies: is empty"),
     ({"policies": []}, "policies: expected a mapping, got a list"),
+    ({"policies": None}, "policies: is missing"),
+    ({"policies": ["magic"]}, "policies: 'magic' is no policy"),
+    ({"policies": [3]}, "policies: expected a mapping, got a list"),
     ({"policies": {"magic": {}}}, "policies: 'magic' is no policy"),
     ({"policies": {"\x1b[1m": {}}}, "policies: '\\x1b[1m' is no policy"),
     ({"policies": {"unicron": 3}}, "policies.unicron: is no mapping"),
@@ -173,7 +176,7 @@ def test_a_trace_says_what_it_lacks(tmp_path: Path) -> None:
     path, trace = tmp_path / "s.yaml", tmp_path / "t.csv"
     path.write_text(yaml.safe_dump(plain(trace="t.csv")))
     trace.write_text("at_s,node,event,cause\n5,n9,left,\n")
-    check(path, "t.csv: left of n9, which is no node by then")
+    check(path, "t.csv: at 5 s, left of n9, which is no node by then")
     trace.write_text("0,add,a\n0,add,b\n")
     check(path, "s.yaml: cluster.nodes: is not what the trace begins with, 2 nodes")
     path.write_text(yaml.safe_dump(plain(trace="t.csv", cluster={"slots": 2})))

@@ -167,9 +167,13 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
     assert told["unicron"]["accumulated_waf_flop"] > told["megatron"]["accumulated_waf_flop"]
     assert told["unicron"]["waf_over_time"][0][0] == 0
     assert told["unicron"]["ignored"] == 0
+    by_task = told["unicron"]["waf_flop_by_task"]
+    assert [*by_task] == ["large", "middle", "small"]
+    assert sum(by_task.values()) == pytest.approx(told["unicron"]["accumulated_waf_flop"])
     command.simulate(EXAMPLE, log=None, as_json=False)
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
+    assert "..." not in page, "nothing is cut"
     assert "unicron simulate --scenario" in page
     with pytest.raises(UsageError, match="exists"):
         command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=False)

@@ -32,6 +32,11 @@ def test_each_form_says_the_same() -> None:
                 '"repair_s": 60}\n') == same
 
 
+@pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
+def test_causes_are_known_as_people_write_them(written: str) -> None:
+    assert told(f"{HEAD}1,n1,fault,{written}\n") == [Happening(1.0, "n1", "fault", "ECC errors")]
+
+
 def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
     found = trace_file.read(CHURN.read_text(encoding="utf-8"), "churn")
     assert found.nodes == tuple(f"node{number}" for number in range(1, 19))

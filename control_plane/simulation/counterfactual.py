@@ -78,9 +78,15 @@ class Choice(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """As a person writes it; empty: nothing is another."""
-        told = [*(f"weight.{name}={weight:g}" for name, weight in self.weights.items()),
-                *(f"policy.{name}={_plain(value)}" for name, value in self.fields.items())]
-        return " ".join([*([self.policy] if self.policy != OURS else ()), *told])
+        return " ".join([*([self.policy] if self.policy != OURS or self.settings else ()),
+                         *([self.settings] if self.settings else ())])
+
+    @property
+    def settings(self) -> str:
+        """That of it which is not the policy."""
+        return " ".join([*(f"weight.{name}={weight:g}" for name, weight in self.weights.items()),
+                         *(f"policy.{name}={_plain(value)}" for name, value in
+                           self.fields.items())])
 
 
 def _plain(value: Any) -> str:

@@ -101,7 +101,11 @@ def parse(data: object) -> Scenario:
     if not isinstance(data, dict):
         raise SpecError("", "a scenario is a mapping", DOCS)
     given: dict[Any, Any] = {**data}
-    _check_policies(given.get("policies"))
+    given["policies"] = _named(given.get("policies"))
+    _check_policies(given["policies"])
+    cluster = given.get("cluster")
+    need(not isinstance(cluster, dict) or "gpus" not in cluster, "cluster.gpus", "is not a field",
+         "a slot is a GPU: write slots, of each node")
     try:
         found = msgspec.convert(given, Scenario, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -126,6 +130,16 @@ def parse(data: object) -> Scenario:
         need(0 < value <= most, name, f"is {value:g}",
              f"seconds, above 0 and at most {most:g}")
     return found
+
+
+def _named(policies: Any) -> Any:
+    """A list of names is a mapping without constants."""
+    need(policies is not None, "policies", "is missing", f"name some of {', '.join(POLICIES)}")
+    listed: Any = policies
+    names: list[Any] = [*listed] if isinstance(listed, list) else []
+    if names and all(isinstance(name, str) for name in names):
+        return {name: dict[str, Any]() for name in names}
+    return policies
 
 
 def _check_policies(policies: object) -> None:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from ...events.errors import SpecError, UsageError
 from ...events.refused import refused
 from ...events.statuses import LOST_CONNECTION
-from ..severity import TABLE
+from ..severity import TABLE, row_of
 from .happening import AT_S_MAX, EVENTS, Event, Happening
 
 HEADER = ("at_s", "node", "event", "cause")
@@ -69,10 +69,14 @@ def _csv(lines: Iterable[str], source: str) -> Iterator[tuple[str, Line]]:
         if not header:
             header = tuple(word.strip() for word in row)
             if header not in (HEADER, (*HEADER, REPAIR)):
-                raise UsageError(f"{where}: the header is {_shown(header)}", f"write {FORMS}")
+                more = f"; a fifth column is {REPAIR}" if header[:len(HEADER)] == HEADER else ""
+                raise UsageError(f"{where}: the header is {_shown(header)}", f"write {FORMS}{more}")
             continue
         if len(row) != len(header):
-            raise UsageError(f"{where}: {len(row)} columns", f"{len(header)}: {','.join(header)}")
+            more = f"; a fifth, {REPAIR}, stands in the header, too" if (
+                len(row) == len(header) + 1 == len(HEADER) + 1) else ""
+            raise UsageError(f"{where}: {len(row)} columns",
+                             f"{len(header)}: {','.join(header)}{more}")
         told = dict(zip(header, (word.strip() for word in row), strict=True))
         repair_s = _seconds(told.pop(REPAIR, "") or "0", REPAIR, where)
         yield where, Line(at_s=_seconds(told["at_s"], "at_s", where), node=told["node"],
@@ -127,12 +131,13 @@ def _happenings(line: Line, where: str) -> Iterator[Happening]:
     if kind is None:
         raise UsageError(f"{where}: event is {line.event[:SHOWN_CHARS_MAX]!r}",
                          f"one of {', '.join(EVENTS)}")
-    if kind == "fault" and line.cause not in TABLE:
+    cause = row_of(line.cause) if kind == "fault" else line.cause
+    if kind == "fault" and not cause:
         raise UsageError(f"{where}: cause is {line.cause[:SHOWN_CHARS_MAX]!r}",
                          f"one of {', '.join(TABLE)}")
     if kind != "fault" and line.repair_s:
         raise UsageError(f"{where}: {REPAIR} of what is no fault", "leave it empty")
-    yield Happening(line.at_s, line.node, kind, line.cause)
+    yield Happening(line.at_s, line.node, kind, cause)
     if line.repair_s:
         yield Happening(line.at_s + line.repair_s, line.node, "repaired")
 
