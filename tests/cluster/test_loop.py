@@ -81,8 +81,10 @@ def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluste
     script = tmp_path / "train.py"
     text = EXAMPLE.read_text()
     change = ("calculate_per_token_loss=True", "calculate_per_token_loss=False")
+    step = "        iteration = job.step()\n"
     assert change[0] in text
-    slow = ("        job.step()\n", "        job.step()\n        time.sleep(0.3)\n")
+    assert step in text
+    slow = (step, f"{step}        time.sleep(0.3)\n")
     script.write_text(text.replace(*change).replace(*slow))
     losses = tmp_path / "losses"
     after = cluster.seq()

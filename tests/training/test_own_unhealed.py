@@ -12,11 +12,12 @@ from launcher import launch
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
+STEP = "        iteration = job.step()\n"
 CHANGES = {
     "as it is": [],
     "scaled": [(PER_TOKEN, "calculate_per_token_loss=False")],
     "struck": [(PER_TOKEN, "calculate_per_token_loss=False"),
-               ("        job.step()\n", "        job.step()\n        if iteration == 2 and "
+               (STEP, f"{STEP}        if iteration == 2 and "
                 "'STRUCK' in __import__('os').environ:\n            __import__('os')._exit(9)\n")],
     "apart": [("import torch\n", "import os\nimport torch\nos.environ['UNICRON_LOOP'] = "
                "os.environ['UNICRON_LOOP'].replace('RANK', os.environ['RANK'])\n")],
