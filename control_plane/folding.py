@@ -322,11 +322,13 @@ def add_evidence(incident: Incident | None, record: Record) -> None:
 
 
 def stepped(state: ClusterState, task: Task) -> None:
-    """The task steps again: the interruption is over."""
+    """The task steps again: the interruption is over, where it was one, and what it goes on with
+    has come to something."""
     incident = state.incidents.get(task.incident)
-    if incident is not None and incident.down_since_s >= 0:
-        incident.pause_s += state.at_s - incident.down_since_s
-        incident.down_since_s = -1.0
+    if incident is not None:
+        if incident.down_since_s >= 0:
+            incident.pause_s += state.at_s - incident.down_since_s
+            incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
         incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
 
