@@ -210,7 +210,8 @@ class Befell:
                 at_s, told_late = harmed_s, True
             stroke = Stroke(at_s, record.seq, "", key)
             self._strokes.append((stroke, "" if told_late else node))
-            self._faults.append((stroke, "" if told_late else node, fault, record.at_s))
+            if rank == fault.ranks[0] or TABLE.get(fault.status) != "SEV3":  # else all saw the same
+                self._faults.append((stroke, "" if told_late else node, fault, record.at_s))
 
     def _opened(self, record: Record, body: o.IncidentOpened) -> None:
         failed = [self._failed[seq] for seq in body.evidence if seq in self._failed]
