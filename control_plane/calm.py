@@ -55,11 +55,14 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         there = [one.task for node in by_name.values() for one in node.occupants.values()]
         if not isinstance(body, o.StartRank | r.RankExited):
             state.calm.difference_update(there)
-        answers, is_taken = (isinstance(body, r.RankExited) and number in state.resting,
-                             isinstance(body, o.StartRank))
+        answers = isinstance(body, r.RankExited) and number in state.resting
+        is_taken = isinstance(body, o.StartRank)  # a slot, for which commands wait as before
+        seated = {one: None for name in by_name for one in state.seated.tasks(name)}
         state.resting.difference_update(there, [
-            one for one in state.tasks if one in state.resting and one not in state.calm
-            and _looks_at(state, state.tasks[one], by_name, is_taken=is_taken)])
+            task.id for task in state.tasks.values()
+            if task.id in state.resting and task.id not in state.calm and (
+                (task.id in seated and (task.heals_in_memory or not is_taken))
+                or _roams(task, by_name))])
         (state.resting.add if answers else state.resting.discard)(number or 0)
         return
     state.resting.clear()
@@ -160,27 +163,12 @@ def _nodes_of(state: ClusterState, body: r.Body, number: int | None) -> dict[str
     return {name: state.nodes[name] for name in names if name in state.nodes}
 
 
-def _looks_at(state: ClusterState, task: Task, names: Mapping[str, Node], *, is_taken: bool
-              ) -> bool:
-    """Whether its step may look at these nodes, where it has no process: it is to have one there,
-    or it looks for any node that may do something for it. `is_taken`: a slot is now, for which a
-    command waits as before."""
-    if task.publishing or any(ghost.slot.node in names for ghost in task.ghosts):
+def _roams(task: Task, names: Mapping[str, Node]) -> bool:
+    """Whether its step may look at these nodes, where it has neither a process nor a seat."""
+    if task.publishing or (task.ghosts and any(ghost.slot.node in names for ghost in task.ghosts)):
         return True
-    if is_taken and not task.heals_in_memory:
-        return False
     train = task.spec.training
-    return (train is not None and train.copy_every > 0) or not (
-        nodes_of(state, task).isdisjoint(names))
-
-
-def nodes_of(state: ClusterState, task: Task) -> frozenset[str]:
-    """Where its seats are."""
-    target, nodes = state.sites.get(task.id, ((), frozenset[str]()))
-    if target is not task.target:
-        nodes = frozenset(seat.slot.node for seat in task.target)
-        state.sites[task.id] = task.target, nodes
-    return nodes
+    return train is not None and train.copy_every > 0
 
 
 # --- what a calm task is ------------------------------------------------------------------------

@@ -199,6 +199,7 @@ def _task_placed(state: ClusterState, record: Record, body: o.TaskPlaced) -> Non
     if task is None or task.phase == "ended":
         return
     task.target = body.seats
+    state.seated.place(task.id, body.seats)
     say_why(task)
     if body.seats and task.phase == "idle":
         stands(state, task)

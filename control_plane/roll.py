@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 from ..events.orders import Seat, Slot
@@ -53,7 +53,7 @@ class Roll:
         """Slots of a node that is healthy; that has not left."""
         return self._there.get(name, (0, 0))
 
-    def is_whole(self, nodes: frozenset[str]) -> bool:
+    def is_whole(self, nodes: Collection[str]) -> bool:
         """Whether all slots of these nodes may be given."""
         return self.lacking.isdisjoint(nodes)
 

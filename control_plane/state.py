@@ -21,6 +21,7 @@ from .nodes import Node as Node
 from .nodes import Occupant as Occupant
 from .noticed import Crawl, Pace, Priced, Slow, Stall
 from .roll import Roll
+from .seated import Seated
 
 SCHEMA = "unicron-state-6"
 NUM_REQUESTS_MAX = 1024
@@ -330,13 +331,13 @@ class ClusterState(Struct, kw_only=True, dict=True):
 
     @cached_property
     def resting(self) -> set[int]:
-        """Tasks whose step yielded nothing, after all that concerns them."""
+        """Tasks whose step yielded nothing, since all that concerns them."""
         return set()
 
     @cached_property
-    def sites(self) -> dict[int, tuple[tuple[Seat, ...], frozenset[str]]]:
-        """By task: its target, and the nodes of that."""
-        return {}
+    def seated(self) -> Seated:
+        """Who has seats where."""
+        return Seated((task.id, task.target) for task in self.tasks.values())
 
     @cached_property
     def wishes(self) -> dict[int, Any]:
@@ -367,11 +368,8 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack.
-
-    Maps keep the order in which the log filled them, so one log has one encoding, also when the
-    fold went on from a snapshot.
-    """
+    """The whole state as msgpack. Maps keep the order in which the log filled them, so one log has
+    one encoding, also when the fold went on from a snapshot."""
     return _encoder.encode(state)
 
 

@@ -42,10 +42,10 @@ PURE = (
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
-        "calm", "answers", "roll", "steady",
+        "calm", "answers", "roll", "steady", "seated",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
-        "account", "baseline", "befell", "condensed", "costs", "counterfactual", "drawn",
+        "account", "at_once", "baseline", "befell", "condensed", "costs", "counterfactual", "drawn",
         "earnings", "engine", "evidence", "happening", "job", "measured", "paper", "policy",
         "quick", "recorded", "repairs", "run", "scenario", "studies", "trace_file", "traced",
         *(f"policies/{one}" for one in (

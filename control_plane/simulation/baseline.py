@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from ...events import reports as r
 from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
 from .. import placement, planner, throughput
-from ..calm import nodes_of
 from ..decide import Decide, Known, answer
 from ..plan_input import Ground, plan_input
 from ..state import ClusterState, Task, live_tasks, usable_slots
@@ -146,7 +145,7 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
     tasks = live_tasks(state)
     roll, usable = state.roll, usable_slots(state)
     found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
-             and roll.is_whole(nodes_of(state, task))}
+             and roll.is_whole(state.seated.nodes(task.id))}
     if len(found) == len(tasks):
         return found
     own = {task.id: [seat.slot for seat in task.target if task.id in found or roll.has((seat,))]
