@@ -199,6 +199,10 @@ def of_changes(found: Evaluation, value: Values) -> Picture:
             what if name == THEIRS else f"{what}: {name}" for what, name in told])
         axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or of who is named")
         axes.legend(loc="upper right")
+    moved = {what: max(abs(math.log(value[f"{case}: {what}", name, "waf_ratio"]["value"]
+                                    / ratios(found, case, THEIRS)[0])) for case in cases.TRACES)
+             for what, name in told if name == THEIRS}
+    first, second = sorted(moved, key=lambda what: -moved[what])[:2]
     return Picture("sensitivity", "Which conclusion hangs on which constant",
-                   "Each change alone, with the first seed; dotted: all as it is. What the ratio "
-                   "over Megatron hangs on is how long a lost node is away.", draw)
+                   "Each change alone, with the first seed; dotted: all as it is. The ratio over "
+                   f"Megatron hangs most on these: {first}; {second}.", draw)

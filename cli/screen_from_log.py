@@ -31,13 +31,17 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: 
              *labelled("decided", verdict.words), ""]
     rows = [_row("recorded", recording.played, None),
             _row("on paper", played[0][1], recording.played.earnings.flop)]
+    weights = played[-1][0].weights
+    if weights:
+        again = scaled(weighed(played[0][1], weights), "FLOP")
+        rows.append(["on paper, so weighed", again, *["-"] * (len(LOST) + 3)])
     rows += [_row(choice.policy, one, weighed(played[0][1], choice.weights))
              for choice, one in played[1:]]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
     if any(choice.settings for choice, _ in played):
-        lines += labelled("set", f"{played[-1][0].settings}, in what stands below `on paper`; "
-                          "DIFFERS is from paper at the same weights")
+        lines += labelled("set", f"{played[-1][0].settings}, in what stands below `on paper`"
+                          + ("; DIFFERS is from paper so weighed" if weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
     lines += labelled("differs", f"paper from the record: {_honest(recording, played[0][1])}; "
                       "choices from paper, so that both are played alike")
@@ -60,7 +64,8 @@ def _row(name: str, one: Played, against: float | None) -> list[str]:
 
 
 def _percent(flop: float, against: float | None) -> str:
-    return f"{100 * (flop / against - 1):+.2f} %" if against else "-"
+    told = f"{100 * (flop / against - 1):+.2f}" if against else ""
+    return "-" if not told else "0.00 %" if float(told) == 0 else f"{told} %"
 
 
 def _honest(recording: Recording, paper: Played) -> str:

@@ -62,7 +62,8 @@ def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: boo
     picture = Picture(
         "mtbf", "What a worse MTBF costs", "Of what the cluster earns under Unicron's plan "
         "without a fault; means over the seeds.",
-        _drawn(curves, what.lower(), "share of that", log=True))
+        _drawn(curves, "MTBF of a GPU, hours" if unit_h else "MTBF, times that of the scenario",
+               "earned, of full strength without a fault", log=True))
     _tell(Answer(asked, "mtbf", seeds, what, curves, words, picture,
                  ",.0f" if unit_h else "g", _again("mtbf", scenario), evens), report, as_json)
 
@@ -88,7 +89,7 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
     picture = Picture(
         "spares", "How many spares pay", "Of what the cluster earns under Unicron's plan, all "
         "nodes in use and without a fault; means over the seeds.",
-        _drawn(curves, "idle nodes", "share of that", log=False))
+        _drawn(curves, "idle nodes", "earned, of full strength without a fault", log=False))
     _tell(Answer(asked, "spares", seeds, "IDLE NODES", curves, words, picture,
                  ".0f", _again("spares", scenario), capacity.break_evens(curves, geometric=False)),
           report, as_json)
@@ -187,8 +188,8 @@ def _drawn(curves: dict[str, Curve], across: str, up: str, *, log: bool) -> Call
                       linewidth=2.2 if name == OURS else 1.2)
         if log:
             axes.set_xscale("log", base=2)
-            axes.set_xticks([at for at, _ in next(iter(curves.values()))],
-                            [f"{at:,.4g}" for at, _ in next(iter(curves.values()))])
+            ticks = [at for at, _ in next(iter(curves.values()))]
+            axes.set_xticks(ticks, [f"{at:,.0f}" if at >= 10 else f"{at:g}" for at in ticks])
         axes.set_xlabel(across)
         axes.set_ylabel(up)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

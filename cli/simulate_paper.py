@@ -17,6 +17,7 @@ from ..control_plane.simulation.policies import POLICIES
 from . import report_page as html
 from . import say
 from .figures import command, labelled, number_of, scaled, span, table
+from .simulate import HEADS
 from .simulate_play import Played, Stage, play
 
 PLAN_ROUNDS_NUM = 5
@@ -157,8 +158,8 @@ def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]
 
 def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str], Row]) -> list[str]:
     trace = cases.TRACES[case]
-    head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER", "DETECT", "CHANGE", "WAIT",
-            "SUB", "AGAIN")
+    head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
+            *(HEADS[what] for what in LOST))
     rows: list[list[str]] = []
     for system in POLICIES:
         ratio, told = value[case, system, "waf_ratio"], REPORTED.get((case, system))

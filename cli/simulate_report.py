@@ -35,7 +35,7 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
                            f"Megatron's accumulated WAF on {case}; the paper has "
                            f"{REPORTED[case, THEIRS]:g} x") for case in cases.TRACES]
                          + [_nearest(case, value) for case in cases.TRACES]),
-            f"<p>{_verdict(value)}</p>",
+            f"<p>{_verdict(value, found.seeds)}</p>",
             html.pictured(pictures.of_ratios(found, value), folder, *traces),
             html.pictured(pictures.of_time(found), folder),
             html.pictured(pictures.of_losses(value), folder),
@@ -63,17 +63,19 @@ def _nearest(case: str, value: dict[tuple[str, str, str], Row]) -> tuple[str, st
     return f"{ratio:.3f} x", f"the best of the others on {case}: {name}"
 
 
-def _verdict(value: dict[tuple[str, str, str], Row]) -> str:
+def _verdict(value: dict[tuple[str, str, str], Row], num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
               for case in cases.TRACES for name in POLICIES
               if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
     short = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x for {told:g} x)"
              for (case, name), told in REPORTED.items()
              if value[case, name, "waf_ratio"]["value"] < told]
-    return ((f"Unicron earned less, with some seed, than {', '.join(behind)}. " if behind else
-             "Unicron earned more than every other policy, on both traces, with every seed. ")
+    some, each = (", with some seed,", ", with every seed") if num_seeds > 1 else ("", "")
+    return ((f"Unicron earned less{some} than {', '.join(behind)}. " if behind else
+             f"Unicron earned more than every other policy, on both traces{each}. ")
             + (f"Below the paper's ratio: {', '.join(short)}. " if short else "")
-            + ("docs/guides/paper.md says why." if behind or short else ""))
+            + ("What is behind that, and what it is worth: docs/guides/paper.md."
+               if behind or short else ""))
 
 
 def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
