@@ -84,7 +84,9 @@ def of_time(found: Evaluation) -> Picture:
     return Picture(
         "waf-over-time", "WAF over time, with the faults",
         "The weighted FLOP/s of all tasks, from fault to fault (marks below: red SEV1, which take "
-        "a node away until it is repaired; grey SEV2 and SEV3).", draw, height=6.4)
+        "a node away until it is repaired; grey SEV2 and SEV3). Unicron keeps each task on a node "
+        "(T_necessary): it is below where another lets a light task go without.", draw,
+        height=6.4)
 
 
 def _edges_d(case: str) -> list[float]:
@@ -116,7 +118,7 @@ def _faults(axes: Any, found: Evaluation, case: str, full: float) -> None:
 def of_losses(value: Values) -> Picture:
     def draw(figure: Any) -> None:
         names = (OURS, *(name for name in OTHERS if name not in RULES))
-        every = figure.subplots(1, 2, sharey=True)
+        every = figure.subplots(1, 2, sharex=True, sharey=True)
         for axes, case in zip(every, cases.TRACES, strict=True):
             left = [0.0] * len(names)
             for number, what in enumerate(LOST):
@@ -133,7 +135,8 @@ def of_losses(value: Values) -> Picture:
         "losses", "What recovery costs, and of what it is made",
         "Detection: a fault has stopped a task and nobody was told. Transition: on the way to "
         "train again. Waiting: its slots are away. Sub-healthy: it trains on fewer. Recomputed: "
-        "done twice.", draw, height=4.4)
+        "done twice. Who keeps a node idle has less to lose, and earns less for that. The rules of "
+        "allocation heal as Unicron does, and are left out.", draw, height=4.4)
 
 
 def of_cases(value: Values) -> Picture:
