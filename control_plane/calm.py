@@ -84,10 +84,12 @@ def rests(state: ClusterState, task: Task) -> bool:
     return task.id in state.calm or task.id in state.resting
 
 
-def is_quiet(state: ClusterState) -> bool:
-    """Whether nothing follows of any record of which nothing follows for its own task."""
+def is_quiet(state: ClusterState, body: r.Body) -> bool:
+    """Whether nothing follows of a record of which nothing follows for its own task: none waits for
+    the next one, whatever it is; nor does another task, for what frees a slot."""
     return not (state.replan or state.ailing or state.to_price) and (
-        len(state.resting | state.calm) >= len(state.tasks))
+        not isinstance(body, r.RankExited)
+        or len(state.resting | state.calm) >= len(state.tasks))
 
 
 def is_one_of_many(state: ClusterState, body: r.Body) -> bool:

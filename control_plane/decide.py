@@ -54,7 +54,7 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
 def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
            ) -> Iterator[r.Body]:
     """The decisions, with this way to plan."""
-    if calm.is_one_of_many(state, record.body) and calm.is_quiet(state):
+    if calm.is_one_of_many(state, record.body) and calm.is_quiet(state, record.body):
         return
     if isinstance(record.body, r.TaskSubmitted):
         yield throughput.table(record.seq, record.body.spec,

@@ -21,7 +21,7 @@ Answer = r.Quiesced | r.Reconfigured | r.RankStarted
 def is_awaited(state: ClusterState, first: Answer, last: Answer) -> bool:
     """Whether nothing follows of any answer between these two, of which the first is folded."""
     task = state.tasks.get(first.task)
-    if task is None or not calm.is_quiet(state) or not calm.is_one_of_many(state, first):
+    if task is None or not calm.is_quiet(state, first) or not calm.is_one_of_many(state, first):
         return False
     rank = task.ranks.get(last.rank)
     if rank is None or rank.attempt != last.attempt:

@@ -72,15 +72,16 @@ class Engine:
         self.num_records += len(records)
         self.answer(records)
 
-    def tell_between(self, first: Answer, last: Answer, told: Sequence[tuple[str, Answer]]) -> bool:
-        """The answers between these two come in, if nothing follows of them; else nobody's does."""
-        state = self.state
-        if self._keeps_log or state.at_s != self.now_s or not is_awaited(state, first, last):
-            return False
-        fold_answers(state, [(source, self._next(source), body) for source, body in told])
+    def awaits(self, first: Answer, last: Answer) -> bool:
+        """Whether nothing follows of answers between these two: they may be told at once."""
+        return not self._keeps_log and self.state.at_s == self.now_s and is_awaited(
+            self.state, first, last)
+
+    def tell_at_once(self, told: Sequence[tuple[str, Answer]]) -> None:
+        """Answers come in that are awaited."""
+        fold_answers(self.state, [(source, self._next(source), body) for source, body in told])
         self.num_records += len(told)
-        self.at_once[type(first).__name__] += len(told)
-        return True
+        self.at_once.update(type(body).__name__ for _, body in told)
 
     def _next(self, source: str) -> int:
         told = self._told[source] = self._told.get(source, 0) + 1

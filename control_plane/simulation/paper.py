@@ -199,11 +199,11 @@ class Paper:
                     continue
                 first = made()
                 self.engine.tell(node.source, first)
-                between = held[at:-1]
-                if len(between) > 1 and all(lives(*one[:3]) for one in held[at:]) and (
-                        self.engine.tell_between(first, held[-1][3](), [
-                            (other.source, made()) for other, _, _, made in between])):
-                    at += len(between)
+                if at < len(held) - 1 and self.engine.awaits(first, held[-1][3]()) and all(
+                        lives(*one[:3]) for one in held[at:]):
+                    self.engine.tell_at_once([(other.source, said())
+                                              for other, _, _, said in held[at:-1]])
+                    at = len(held) - 1
 
         self.engine.later(in_s, tell)
 
