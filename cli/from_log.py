@@ -17,6 +17,7 @@ from ..events import archive
 from ..events.errors import CorruptLog, SpecError, UsageError
 from ..events.reports import Body, TaskCancelRequested, TaskSubmitted, TaskWeightSet
 from ..events.spec import WEIGHT_RATIO_MAX
+from ..events.statuses import LOST_CONNECTION
 from . import say
 from .job_file import read_yaml
 
@@ -95,6 +96,8 @@ def incidents(recording: Recording) -> list[tuple[int, Anything]]:
 def words(one: Anything) -> str:
     """What befell, or was asked for."""
     match one:
+        case Happening(event="fault", cause=cause, told_in_s=0.0) if cause == LOST_CONNECTION:
+            return f"{one.node} started again"  # its agent had ended, and nobody had seen it
         case Happening() if one.event == "fault":
             whom = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
             return f"{whom}: {one.cause}"
