@@ -31,17 +31,17 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: 
              *labelled("decided", verdict.words), ""]
     rows = [_row("recorded", recording.played, None),
             _row("on paper", played[0][1], recording.played.earnings.flop)]
-    weights = played[-1][0].weights
-    if weights:
-        again = scaled(weighed(played[0][1], weights), "FLOP")
+    chosen = played[-1][0]  # all of them are under the same settings
+    if chosen.weights:
+        again = scaled(weighed(played[0][1], chosen.weights), "FLOP")
         rows.append(["on paper, so weighed", again, *["-"] * (len(LOST) + 3)])
     rows += [_row(choice.policy, one, weighed(played[0][1], choice.weights))
              for choice, one in played[1:]]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
-    if any(choice.settings for choice, _ in played):
-        lines += labelled("set", f"{played[-1][0].settings}, in what stands below `on paper`"
-                          + ("; DIFFERS is from paper so weighed" if weights else ""))
+    if chosen.settings:
+        lines += labelled("set", f"{chosen.settings}, in what stands below `on paper`"
+                          + ("; DIFFERS is from paper so weighed" if chosen.weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
     lines += labelled("differs", f"paper from the record: {_honest(recording, played[0][1])}; "
                       "choices from paper, so that both are played alike")
@@ -64,8 +64,10 @@ def _row(name: str, one: Played, against: float | None) -> list[str]:
 
 
 def _percent(flop: float, against: float | None) -> str:
-    told = f"{100 * (flop / against - 1):+.2f}" if against else ""
-    return "-" if not told else "0.00 %" if float(told) == 0 else f"{told} %"
+    if not against:
+        return "-"
+    more = round(100 * (flop / against - 1), 2)
+    return f"{more:+.2f} %" if more else "0.00 %"
 
 
 def _honest(recording: Recording, paper: Played) -> str:
@@ -75,7 +77,7 @@ def _honest(recording: Recording, paper: Played) -> str:
 
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
     """What each took until full strength again; the dearest, where there are many."""
-    all_of_them = shown = incidents(recording)
+    every = shown = incidents(recording)
     columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
         dear = sorted(shown, key=lambda one: -max(
@@ -91,7 +93,7 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) 
             for number, one in shown]
     lines = table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
                   right=range(2, 2 + len(columns)))
-    left = len(all_of_them) - len(shown)
+    left = len(every) - len(shown)
     more = labelled("not shown", f"{number_of(left, 'more')}, of which each lost less: -o json"
                     ) if left else []
     return [*(clipped(line, SCREEN_COLUMNS) for line in lines), *more]

@@ -34,6 +34,7 @@ _OF_PLANS = (o.PlanChosen, DegradedPriced)
 the plan."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankStarted, r.RankReady)
 _OF_MANY = (*_ANSWERS, r.RankExited)
+"""Kinds that many tell, one after the other."""
 _DUE_OF_NODES = ("replace", "price", "device", "recovered", "quarantine")
 
 

@@ -83,7 +83,9 @@ def row_of(word: str) -> str:
     """The row of the table that somebody wrote by hand: `Lost connection`, `ECC error`; empty for
     none."""
     plain = word.strip().lower().replace("_", " ")
-    return _BY_WORD.get(plain) or _BY_WORD.get(f"{plain}s", "") if plain != "usageerror" else ""
+    if plain == "usageerror":  # what Python calls it, not the table
+        return ""
+    return _BY_WORD.get(plain) or _BY_WORD.get(f"{plain}s", "")
 
 
 def status_of(error: str) -> str:

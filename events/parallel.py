@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,12 +16,6 @@ VOCABULARY = 256
 """Of a trainee: a token is a byte."""
 _FILLS_UP = "leave it out: data parallelism takes the slots that are left"
 _NO_AXIS = "there is no such axis: unicron doctor --support"
-NOT_KEYS = {"tp": "did you mean tensor?", "pp": "did you mean pipeline?",
-            "vpp": "did you mean chunks?", "zero": "did you mean optimizer?",
-            "data": f"{_FILLS_UP}; files stand under train.data", "dp": _FILLS_UP,
-            **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"),
-                            _NO_AXIS)}
-"""What people write here that is no key, and what to tell them."""
 Need = Callable[..., None]
 Kept = Literal["whole", "sharded", "mirrored"]
 """What each rank has of the optimizer's state."""
@@ -37,6 +31,12 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     that no iteration is lost.
     """
 
+    NOT_KEYS: ClassVar[dict[str, str]] = {
+        "tp": "did you mean tensor?", "pp": "did you mean pipeline?",
+        "vpp": "did you mean chunks?", "zero": "did you mean optimizer?",
+        "data": f"{_FILLS_UP}; files stand under train.data", "dp": _FILLS_UP,
+        **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"), _NO_AXIS)}
+    """What people write here that is no key, and what to tell them (refused.py)."""
     tensor: tuple[int, ...] = (1,)
     pipeline: tuple[int, ...] = (1,)
     chunks: int = 1

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Struct
 
 from .errors import SpecError
-from .parallel import NOT_KEYS, Parallel
 
 PLAIN = re.compile(r"[\w./-]{1,60}\Z", re.ASCII)
 """Text that stands in a list as it is."""
@@ -54,8 +53,9 @@ def _meant(key: str, path: str, root: type[Struct], given: Any,
     """Which key was perhaps meant: the same elsewhere, one like it that may stand at that place
     and does not yet, or elsewhere; empty for none."""
     parts, at = _places(root), _plain(path)
-    if parts.get(at) is Parallel and key in NOT_KEYS:
-        return NOT_KEYS[key]
+    not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
+    if key in not_keys:
+        return not_keys[key]
     keys = {place: [name for name in _kinds(part) if place or name not in without]
             for place, part in parts.items() if place.partition(".")[0] not in without}
     if places := [place for place, names in keys.items() if key in names]:

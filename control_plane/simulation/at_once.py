@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ...events import reports as r
 from ...events.records import Record
 from .. import calm
+from ..answers import has_settled, is_mute
 from ..fold import HANDLERS
 from ..state import ClusterState
 
@@ -31,8 +32,7 @@ def is_awaited(state: ClusterState, first: Answer, last: Answer) -> bool:
             seat.rank == last.rank for seat in task.target)
     if task.member(last.rank) is None or last.generation != task.generation:
         return False
-    of = rank.quiesced if isinstance(last, r.Quiesced) else rank.reconfigured
-    return of != task.generation
+    return is_mute(task, rank) if isinstance(last, r.Quiesced) else not has_settled(task, rank)
 
 
 def fold_answers(state: ClusterState, told: Sequence[tuple[str, int, Answer]]) -> None:

@@ -41,6 +41,10 @@ class PaperNode:
     def source(self) -> str:
         return f"{self.name}/{self.incarnation}"
 
+    def runs(self, incarnation: int, key: Key) -> bool:
+        """Whether it is still in this incarnation, and the process lives."""
+        return self.up and self.incarnation == incarnation and key in self.processes
+
 
 Saying = tuple[Key, PaperNode, Callable[[], Answer]]
 """A process of a task, on its node, and what it will say together with others."""
@@ -178,7 +182,7 @@ class Paper:
         incarnation = node.incarnation
 
         def tell() -> None:
-            if node.up and node.incarnation == incarnation and key in node.processes:
+            if node.runs(incarnation, key):
                 self.engine.tell(node.source, made(), occurred_s)
 
         self.engine.later(in_s, tell)
@@ -187,20 +191,17 @@ class Paper:
         """What each of these processes says, if it still lives then, in this order."""
         held = [(node, node.incarnation, key, made) for key, node, made in said]
 
-        def lives(node: PaperNode, incarnation: int, key: Key) -> bool:
-            return node.up and node.incarnation == incarnation and key in node.processes
-
         def tell() -> None:
             at = 0
             while at < len(held):
                 node, incarnation, key, made = held[at]
                 at += 1
-                if not lives(node, incarnation, key):
+                if not node.runs(incarnation, key):
                     continue
                 first = made()
                 self.engine.tell(node.source, first)
                 if at < len(held) - 1 and self.engine.awaits(first, held[-1][3]()) and all(
-                        lives(*one[:3]) for one in held[at:]):
+                        other.runs(was, its) for other, was, its, _ in held[at:]):
                     self.engine.tell_at_once([(other.source, said())
                                               for other, _, _, said in held[at:-1]])
                     at = len(held) - 1

@@ -38,7 +38,7 @@ class Iteration:
     """The iteration that this member is in, and what it has of it.
 
     `step_version` is the number of steps taken; NO_STATE until the member has settled once.
-    `loss` is that of the last step, `step_s` what it took from the iteration's first micro-batch
+    `history` gets the loss of each step, and what it took from the iteration's first micro-batch
     on: a recovery in between counts, so that a rate told from it is never flattered.
     `after_boundary`: a checkpoint or a copy was due since the last one, on whichever member.
     """
@@ -57,8 +57,6 @@ class Iteration:
         self.loss_sum = 0.0
         self.num_tokens = 0
         self.forward_calls = 0
-        self.loss = 0.0
-        self.step_s = 0.0
         self.after_boundary = False
         self.saver = NO_STATE
         """The place of who saves after the last step, for then all leave; NO_STATE: nobody."""
@@ -318,10 +316,10 @@ class Iteration:
                  found_inf=gate.num_not_finite > 0)
             self.is_ready = False
             self.reduction.done()
-        self.loss = stats.loss_sum / self.trainee.divisor(stats.num_tokens)
         self.step_version += 1
-        self.step_s = clock() - (self._began_s or clock())
-        self.history.add(self.step_version - 1, self.loss, self.step_s)
+        self.history.add(self.step_version - 1,
+                         stats.loss_sum / self.trainee.divisor(stats.num_tokens),
+                         clock() - (self._began_s or clock()))
         self._clear()
         self.owned, self.begun = (), False
 

@@ -339,8 +339,9 @@ class Member:
                     skipped=state.num_skipped(self.trainee, self.step_version)):
                 self.control.tell(report)
             if self.history.end > self.told_to:
+                loss, step_s = self.history.last
                 log.info("trained", iteration=self.history.end, of=self.train.iterations,
-                         loss=round(self.iteration.loss, 4), step_s=round(self.iteration.step_s, 3),
+                         loss=round(loss, 4), step_s=round(step_s, 3),
                          generation=self.generation, dp=self.communicators.num_members)
             self.told_to = max(self.told_to, self.history.end)
         self.told_s = clock()
