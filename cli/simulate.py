@@ -79,11 +79,10 @@ def read(path: Path) -> tuple[Scenario, list[Happening]]:
                   scenarios.DOCS), str(beside))
     scenario = scenarios.with_nodes(scenario, told.nodes)
     _check_nodes(scenario, told.happenings, beside)
-    within = [one for one in told.happenings if one.at_s <= horizon_s]
-    if told.happenings and not within:
+    if told.happenings and min(one.at_s for one in told.happenings) > horizon_s:
         raise UsageError(f"{beside}: all of it is after horizon_s, {horizon_s:g}",
                          "at_s is in seconds from the beginning of the scenario")
-    return scenario, within
+    return scenario, told.happenings
 
 
 def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
@@ -124,7 +123,8 @@ def _policy(one: Played, names: Sequence[str]) -> Plain:
         "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
         "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
-        "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "records": one.num_records,
+        "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "late": one.outcome.late,
+        "records": one.num_records,
         "waf_flop_by_task": dict(zip(names, [
             flop for _, flop in sorted(earnings.flop_of.items())], strict=True)),
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
@@ -162,6 +162,10 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
     if ignored:
         lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
                           "node that was away, or a repair of one that was not")
+    late = max(one.outcome.late for one in played.values())
+    if late:
+        lines += labelled("late", f"{number_of(late, 'fault')} of the trace, after horizon_s, "
+                          f"{scenario.horizon_s:g}: not played")
     then = (f"unicron replay {log} --verify" if log else
             f"unicron simulate --scenario {path} -o json")
     return [*lines, *labelled("next", command(then))]

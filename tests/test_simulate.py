@@ -284,6 +284,20 @@ def test_a_trace_that_is_all_after_the_end_is_refused(tmp_path: Path) -> None:
         command.load(tmp_path / "late.yaml")
 
 
+def test_faults_after_the_end_are_counted(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "trace.csv").write_text(
+        "at_s,node,event,cause\n5,n1,fault,lost connection\n864000,n2,left,\n"
+        "864001,n3,fault,lost connection\n864002,n1,repaired,\n")
+    path = tmp_path / "long.yaml"
+    path.write_text(json.dumps(plain(policies={"unicron": {}})))
+    command.simulate(path, log=None, as_json=False)
+    assert "late       1 fault of the trace, after horizon_s, 864000: not played" in (
+        capsys.readouterr().out)
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n864000,n1,left,\n")
+    command.simulate(path, log=None, as_json=False)
+    assert "\nlate" not in capsys.readouterr().out
+
+
 def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
     for by, grain in ((4, 4), (2, 0)):
         given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, whole_nodes=True, tasks=[{

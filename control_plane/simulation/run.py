@@ -56,6 +56,8 @@ class Outcome(NamedTuple):
     """Records by kind."""
     ignored: int
     """Happenings to nodes that were not there, or are not to be repaired."""
+    late: int = 0
+    """Happenings that would have been felt, had they not come after the horizon."""
     slot_s: Mapping[str, float] = {}
     """Of all slots, by what became of them (slot_time.py)."""
 
@@ -92,7 +94,9 @@ class Run:
         began_s = engine.now_s
         self.account.begin(began_s)
         self.paper.slot_time.begin(began_s)
+        late = 0
         for one in ground.happenings:
+            late += one.at_s > ground.horizon_s and is_felt(one)
             engine.later(one.at_s, partial(self._happens, one))
         engine.run(began_s + ground.horizon_s)
         self.account.end(engine.now_s)
@@ -100,7 +104,7 @@ class Run:
         self.paper.slot_time.end(engine.now_s)
         return Outcome(self.account.earnings, began_s, self.account.transitions,
                        self.counts + engine.at_once,
-                       self.ignored, {kind: ground.grain * one_s for kind, one_s
+                       self.ignored, late, {kind: ground.grain * one_s for kind, one_s
                                       in self.paper.slot_time.slot_s.items()})
 
     def _warm(self) -> None:
@@ -184,7 +188,7 @@ class Run:
             return
         victim = min(node.processes, default=None)
         if victim is not None:
-            self._fails(victim, cause, until_told_s)
+            self._fails(node, victim, cause, until_told_s)
         if TABLE[cause] == "SEV1":
             self._drained.add(node.name)
             self.engine.later(until_told_s, lambda: self._drain(node.name, cause))
@@ -201,16 +205,16 @@ class Run:
             ranks = task.ranks if task is not None else {}
             rank = ranks.get(one.rank) or ranks.get(min(ranks, default=-1))
             key = (number, rank.rank, rank.attempt) if rank is not None else None
-        if key is None or not any(key in node.processes for node in self.paper.nodes.values()):
+        there = next((node for node in self.paper.nodes.values() if key in node.processes), None)
+        if key is None or there is None:
             self._ignore()
         else:
-            self._fails(key, one.cause, self._until_told_s(one))
+            self._fails(there, key, one.cause, self._until_told_s(one))
 
-    def _fails(self, key: Key, cause: str, until_told_s: float) -> None:
+    def _fails(self, node: PaperNode, key: Key, cause: str, until_told_s: float) -> None:
         """The process ends, or a collective fails under it."""
         self._struck([key])
         task = self.engine.state.tasks[key[0]]
-        node = next(node for node in self.paper.nodes.values() if key in node.processes)
         if TABLE[cause] == "SEV3" and task.heals_in_memory and task.member(key[1]) is not None:
             self.paper.fails(node, key, until_told_s, cause)
         else:
