@@ -16,6 +16,7 @@ from ..events.keepers import first_keeper
 from ..events.orders import Reconfigure
 from ..events.records import Record
 from ..events.statuses import EXITED_ABNORMALLY
+from .bare import is_bare
 from .calibration import keep_times
 from .calm import disturb
 from .coverage import covered, speaks, take_place
@@ -139,6 +140,8 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     if old is not None and body.incarnation <= old.incarnation:
         return
     why = f"the agent of {body.node} started again"
+    was_bare = (old is not None and old.health != "left" and old.num_slots == body.num_slots
+                and is_bare(state, old))
     if old is not None:
         give_up_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
@@ -157,7 +160,8 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
     present = state.roll.num_healthy - state.roll.there(node.name)[0] + node.num_slots
     state.num_slots_max = max(state.num_slots_max, present)
-    state.replan = f"node {body.node} joined"
+    if not (was_bare and is_bare(state, node)):
+        state.replan = f"node {body.node} joined"
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:

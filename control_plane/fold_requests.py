@@ -8,6 +8,7 @@ from typing import Any
 from ..events import reports as r
 from ..events.records import Record
 from ..events.spec import WEIGHT_RATIO_MAX, JobSpec
+from .bare import is_bare
 from .economics import void_standings
 from .model_flops import iteration_flops
 from .processes import inject_fault
@@ -83,7 +84,7 @@ def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested
 def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
     node = state.nodes.get(body.node)
     if node is not None:
-        if not node.drained:
+        if not node.drained and not is_bare(state, node):
             state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
 
@@ -92,7 +93,8 @@ def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) 
     node = state.nodes.get(body.node)
     if node is not None and node.drained:
         node.drained, node.drain_reason = False, ""
-        state.replan = f"node {node.name} undrained"
+        if not is_bare(state, node):
+            state.replan = f"node {node.name} undrained"
 
 
 REQUESTS: dict[type[r.Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -9,7 +9,7 @@ from .decide import Decide, Known, decide
 from .fold import fold
 from .state import ClusterState
 
-HEART = 14
+HEART = 15
 """Version of what `decide` answers; a log says by which one it was written."""
 
 

@@ -37,7 +37,7 @@ class Roll:
 
     def mark(self, node: Node) -> None:
         """How it is with this node now."""
-        name, slots = node.name, _usable(node)
+        name, slots = node.name, usable(node)
         if self._by_node.get(name) != slots:
             self._by_node[name], self._every = slots, None
         (self.lacking.add if len(slots) < node.num_slots else self.lacking.discard)(name)
@@ -64,7 +64,8 @@ class Roll:
                    for seat in seats)
 
 
-def _usable(node: Node) -> tuple[Slot, ...]:
+def usable(node: Node) -> tuple[Slot, ...]:
+    """Its slots that a plan may give."""
     if not node.takes_tasks:
         return ()
     if not node.slots_out and not node.slots_sick:

@@ -42,7 +42,7 @@ PURE = (
         "hang", "pace", "degraded", "fold_pace", "fold_stalls", "nodes", "ailments", "root_cause",
         "fold_unprinted",
         "node_incidents", "quarantine", "fold_health", "suspicion", "train_layouts", "coverage",
-        "calm", "answers", "roll", "steady", "seated",
+        "calm", "answers", "roll", "steady", "seated", "bare",
         "seating")),
     *(f"control_plane/simulation/{name}.py" for name in (
         "account", "at_once", "baseline", "befell", "condensed", "costs", "counterfactual", "drawn",
