@@ -25,7 +25,7 @@ from .core import Ints
 from .knapsack import Solved, best
 from .plan_words import ALPHALESS, FLOORLESS, LIMITS, OTHERS_WAIT_NUM
 from .rows import Found, Rows
-from .wishes import PlanInput, Wish, charged_s, waf_of
+from .wishes import PlanInput, Wish, allocation, waf_of
 from .worth import SUM_BITS, exact, shift_of
 
 NUM_BEATEN_MIN = 2
@@ -315,10 +315,7 @@ def plan_of(wishes: Sequence[Wish], found: Found) -> Plan:
 
 
 def _allocations(wishes: Sequence[Wish], plan: Plan) -> tuple[Allocation, ...]:
-    return tuple(Allocation(task=wish.task, slots_before=wish.now, slots=x, waf=waf_of(wish, x),
-                            waf_before=waf_of(wish, wish.now),
-                            transition_s=charged_s(wish, x))
-                 for wish, x in zip(wishes, plan.slots, strict=True))
+    return tuple(allocation(wish, x) for wish, x in zip(wishes, plan.slots, strict=True))
 
 
 def _alternatives(wishes: Sequence[Wish], plan: Plan,

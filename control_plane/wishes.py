@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from ..events.orders import Allocation
 from .constraints import Limits
 
 
@@ -70,6 +71,11 @@ class Wish(Struct, frozen=True, kw_only=True, dict=True):
                          kinds.reshape_s, 0.0) if self.now else (0.0,) * 6)
 
     @cached_property
+    def as_it_is(self) -> Allocation:
+        """What it has, as a plan tells it that leaves it so."""
+        return _allocation(self, self.now)
+
+    @cached_property
     def wafs_and_0(self) -> NDArray[np.float64]:
         """What 0 slots earn, and `wafs`."""
         return np.array((0.0, *self.wafs), dtype=np.float64)
@@ -119,6 +125,16 @@ class PlanInput(Struct, frozen=True, kw_only=True):
                       healthy=tuple(wish.now > 0 and not wish.hurt for wish in self.wishes),
                       moves_max=self.moves_max, teams=teams,
                       priorities=priorities if differ else ())
+
+
+def allocation(wish: Wish, slots: int) -> Allocation:
+    """So many slots for the task, as a plan tells it."""
+    return wish.as_it_is if slots == wish.now else _allocation(wish, slots)
+
+
+def _allocation(wish: Wish, slots: int) -> Allocation:
+    return Allocation(task=wish.task, slots_before=wish.now, slots=slots, waf=waf_of(wish, slots),
+                      waf_before=waf_of(wish, wish.now), transition_s=charged_s(wish, slots))
 
 
 def waf_of(wish: Wish, slots: int) -> float:
