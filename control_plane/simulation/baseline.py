@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ...events import reports as r
-from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced
+from ...events.orders import Allocation, PlanChosen, Seat, Slot, TaskPlaced, ThroughputSet
 from .. import placement, planner, throughput
 from ..decide import Decide, Known, answer
 from ..plan_input import Ground, plan_input
@@ -31,14 +32,15 @@ Due = Callable[[Wish], float]
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
     """A `decide` for one run: this allocation after the first fault, so many nodes idle before."""
     sizes: dict[int, int] = {}
+    given: dict[int, _Given] = {}
 
     def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         if has_failed(state):
-            yield from _seat(state, _with_newcomers(state, allocate(state, sizes), sizes))
+            yield from _seat(state, _with_newcomers(state, allocate(state, sizes), sizes), given)
             return
         seats = _planned(state, num_spares)
         sizes.update({task: len(mine) for task, mine in seats.items()})
-        yield from _seat(state, seats)
+        yield from _seat(state, seats, given)
 
     return lambda state, record, known: answer(state, record, known, plan)
 
@@ -68,7 +70,8 @@ def sharing(due: Due) -> Decide:
     """A `decide` for one run: each task has its share, whatever that earns."""
     def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
         ground = plan_input(state)
-        yield from _seat(state, _placed(state, ground, shared(ground.asked, due), ground.slots))
+        yield from _seat(
+            state, _placed(state, ground, shared(ground.asked, due), ground.slots), {})
 
     return lambda state, record, known: answer(state, record, known, plan)
 
@@ -97,8 +100,8 @@ def _planned(state: ClusterState, num_spares: int) -> Seats:
     names = sorted({slot.node for slot in ground.slots})
     spare = set(names[len(names) - num_spares:] if num_spares else ())
     slots = [slot for slot in ground.slots if slot.node not in spare]
-    choice = planner.choose(replace(ground.asked, num_slots=len(slots)))
-    return _placed(state, ground, choice.plan.slots, slots)
+    plan = planner.planned(replace(ground.asked, num_slots=len(slots)))
+    return _placed(state, ground, plan.slots, slots)
 
 
 def _placed(state: ClusterState, ground: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
@@ -108,16 +111,29 @@ def _placed(state: ClusterState, ground: Ground, counts: tuple[int, ...], slots:
     return placement.place(tasks, counts, slots, where)
 
 
-def _seat(state: ClusterState, seats: Seats) -> Iterator[r.Body]:
-    tasks = live_tasks(state)
-    given = [Allocation(task=task.id, slots_before=len(task.target), slots=size,
-                        waf=task.weight * throughput.rate_at(task.throughput, size))
-             for task in tasks for size in [len(seats.get(task.id, ()))]]
-    waf = 0.0
-    for one in given:
-        waf += one.waf
-    yield PlanChosen(trigger=state.replan, num_slots=len(usable_slots(state)),
-                     allocations=tuple(given), waf=waf, objective=0, alternatives=())
+class _Given(NamedTuple):
+    """An allocation, and what it follows from beside its slots."""
+
+    table: ThroughputSet | None
+    weight: float
+    one: Allocation
+
+
+def _seat(state: ClusterState, seats: Seats, known: dict[int, _Given]) -> Iterator[r.Body]:
+    """`known`: what was given last, by task."""
+    tasks, waf = live_tasks(state), 0.0
+    for task in tasks:
+        slots = len(task.target), len(seats.get(task.id, ()))
+        last = known.get(task.id)
+        if last is None or last.table is not task.throughput or last.weight != task.weight or (
+                last.one.slots_before, last.one.slots) != slots:
+            known[task.id] = last = _Given(task.throughput, task.weight, Allocation(
+                task=task.id, slots_before=slots[0], slots=slots[1],
+                waf=task.weight * throughput.rate_at(task.throughput, slots[1])))
+        waf += last.one.waf
+    yield PlanChosen(trigger=state.replan, num_slots=len(usable_slots(state)), waf=waf,
+                     allocations=tuple([known[task.id].one for task in tasks]), objective=0,
+                     alternatives=())
     for task in tasks:
         mine = seats.get(task.id, ())
         if mine != task.target:
