@@ -11,7 +11,7 @@ All of this is found out from the state, and forgotten with it: it is no part of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from ..events import detected as d
 from ..events import orders as o
@@ -49,7 +49,7 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         return
     if kind in _OF_PLANS:
         state.resting.difference_update(
-            [task.id for task in state.tasks.values() if task.heals_in_memory])
+            [one for one in sorted(state.resting) if state.tasks[one].heals_in_memory])
         return
     by_name = _nodes_of(state, body, number)
     if by_name and not state.is_checked:  # else others are believed, or not any more
@@ -60,10 +60,9 @@ def disturb(state: ClusterState, body: r.Body) -> None:
         is_taken = isinstance(body, o.StartRank)  # a slot, for which commands wait as before
         seated = {one: None for name in by_name for one in state.seated.tasks(name)}
         state.resting.difference_update(there, [
-            task.id for task in state.tasks.values()
-            if task.id in state.resting and task.id not in state.calm and (
-                (task.id in seated and (task.heals_in_memory or not is_taken))
-                or _roams(task, by_name))])
+            one for one in sorted(state.resting - state.calm)
+            if (one in seated and (state.tasks[one].heals_in_memory or not is_taken))
+            or roams(state.tasks[one], by_name)])
         (state.resting.add if answers else state.resting.discard)(number or 0)
         return
     state.resting.clear()
@@ -166,7 +165,7 @@ def _nodes_of(state: ClusterState, body: r.Body, number: int | None) -> dict[str
     return {name: state.nodes[name] for name in names if name in state.nodes}
 
 
-def _roams(task: Task, names: Mapping[str, Node]) -> bool:
+def roams(task: Task, names: Collection[str]) -> bool:
     """Whether its step may look at these nodes, where it has neither a process nor a seat."""
     if task.publishing or (task.ghosts and any(ghost.slot.node in names for ghost in task.ghosts)):
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -72,10 +72,10 @@ class Engine:
         self.num_records += len(records)
         self.answer(records)
 
-    def awaits(self, first: Answer, last: Answer) -> bool:
+    def awaits(self, first: Answer, last: Answer, nodes: Collection[str]) -> bool:
         """Whether nothing follows of answers between these two: they may be told at once."""
         return not self._keeps_log and self.state.at_s == self.now_s and is_awaited(
-            self.state, first, last)
+            self.state, first, last, nodes)
 
     def tell_at_once(self, told: Sequence[tuple[str, Answer]]) -> None:
         """Answers come in that are awaited."""

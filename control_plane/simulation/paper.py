@@ -45,6 +45,10 @@ class PaperNode:
         """Whether it is still in this incarnation, and the process lives."""
         return self.up and self.incarnation == incarnation and key in self.processes
 
+    def owes(self, _: int, key: Key) -> bool:
+        """Whether nobody was told that the process has ended, and somebody is to be."""
+        return key in self.ended
+
 
 Saying = tuple[Key, PaperNode, Callable[[], Answer]]
 """A process of a task, on its node, and what it will say together with others."""
@@ -132,7 +136,7 @@ class Paper:
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
         """What the orders among these ask for."""
-        starting: dict[int, list[Saying]] = {}
+        starting, ending = dict[int, list[Saying]](), dict[int, list[Saying]]()
         for record in records:
             if not isinstance(record.body, o.ORDERS):
                 continue
@@ -140,7 +144,7 @@ class Paper:
                 case o.StartRank() as order:
                     self._start(order, starting)
                 case o.StopRank() as order:
-                    self._stop(order)
+                    self._stop(order, ending)
                 case o.Quiesce() as order:
                     self._quiesce(order)
                 case o.Reconfigure() as order:
@@ -154,6 +158,8 @@ class Paper:
                     pass
         for said in starting.values():
             self._all(self.costs.start_s, said)
+        for said in ending.values():
+            self._all(0.0, said, PaperNode.owes)
 
     def _start(self, order: o.StartRank, starting: dict[int, list[Saying]]) -> None:
         """`starting`: by task, what processes of commands will say, which all start together."""
@@ -187,7 +193,8 @@ class Paper:
 
         self.engine.later(in_s, tell)
 
-    def _all(self, in_s: float, said: Sequence[Saying]) -> None:
+    def _all(self, in_s: float, said: Sequence[Saying],
+             may: Callable[[PaperNode, int, Key], bool] = PaperNode.runs) -> None:
         """What each of these processes says, if it still lives then, in this order."""
         held = [(node, node.incarnation, key, made) for key, node, made in said]
 
@@ -196,14 +203,19 @@ class Paper:
             while at < len(held):
                 node, incarnation, key, made = held[at]
                 at += 1
-                if not node.runs(incarnation, key):
+                if not may(node, incarnation, key):
                     continue
+                node.ended.discard(key)
                 first = made()
                 self.engine.tell(node.source, first)
-                if at < len(held) - 1 and self.engine.awaits(first, held[-1][3]()) and all(
-                        other.runs(was, its) for other, was, its, _ in held[at:]):
+                left = held[at:]
+                if len(left) > 1 and self.engine.awaits(
+                        first, left[-1][3](), [one[0].name for one in left]) and all(
+                            may(other, was, its) for other, was, its, _ in left):
+                    for other, _, its, _ in left[:-1]:
+                        other.ended.discard(its)
                     self.engine.tell_at_once([(other.source, said())
-                                              for other, _, _, said in held[at:-1]])
+                                              for other, _, _, said in left[:-1]])
                     at = len(held) - 1
 
         self.engine.later(in_s, tell)
@@ -266,11 +278,14 @@ class Paper:
             rank = task.ranks[number]
             yield self.nodes[rank.slot.node], (task.id, number, rank.attempt)
 
-    def _stop(self, order: o.StopRank) -> None:
-        """An agent knows at once of a process that ended before, too."""
-        node = self.nodes[order.nodes[0]]
+    def _stop(self, order: o.StopRank, ending: dict[int, list[Saying]]) -> None:
+        """An agent knows at once of a process that ended before, too. `ending`: by task, what is
+        said of those that end together."""
+        node, key = self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt)
         if node.up:
-            self.end(node, (order.task, order.rank, order.attempt), 0.0)
+            self._ends(node, key)
+            node.ended.add(key)
+            ending.setdefault(order.task, []).append((key, node, partial(_exited, key, "")))
 
     def _task(self, number: int) -> Task:
         return self.engine.state.tasks[number]
@@ -364,7 +379,7 @@ def _said(body: Said) -> Said:
     return body
 
 
-def _exited(key: Key, status: str) -> Body:
+def _exited(key: Key, status: str) -> r.RankExited:
     return r.RankExited(
         task=key[0], rank=key[1], attempt=key[2], pid=1, exit_code=1, signal=None, status=status,
         rule="on paper" if status else "")
