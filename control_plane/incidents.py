@@ -26,6 +26,8 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.faults:
         yield from _from_faults(state, task)
     yield from _lost(state, task)
+    if not any(rank.overdue for rank in task.ranks.values()):
+        return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
         told = len(rank.stop_orders) >= NUM_STOPS_MAX
         if rank.overdue and told and not _armed(state, task, rank):
@@ -78,6 +80,8 @@ def _again(state: ClusterState) -> str:
 
 def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
     """Ranks on nodes that are silent count as lost when a second source says so."""
+    if not state.roll.silent:
+        return
     silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
               if name in state.nodes and state.nodes[name].silent]
     for name in silent:

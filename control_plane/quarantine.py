@@ -53,6 +53,8 @@ def is_due(state: ClusterState, node: Node) -> bool:
     """Whether it has failed so often that it is to be quarantined, the last time since it was."""
     if node.quarantine is not None or not any(one.fresh for one in node.offences):
         return False
+    if len(node.offences) < state.policy.quarantine_faults:
+        return False  # whatever counts of these
     num = len(counting(state, node))
     return num >= state.policy.quarantine_faults and _is_unusual(state, node, num)
 

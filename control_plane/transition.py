@@ -59,7 +59,7 @@ def member_gone(state: ClusterState, task: Task) -> bool:
     """A process of the generation has ended, or is to be ended: it is too late."""
     living = task.living_members()
     return len(living) < len(task.members) or any(
-        rank.overdue or rank.stopping for rank in living)
+        rank.overdue or rank.stop_orders for rank in living)
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:
