@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
@@ -27,6 +27,7 @@ from ...events.orders import KeepCopies, Quiesce, QuiesceMode, Reconfigure, Resu
 from ...events.reports import Body
 from ...events.talk import Talk
 from ..wire import Frame, Unpacker, WriteDump, pack
+from .apart import Apart
 
 RECEIVE_BYTES = 1 << 16
 SEND_BYTES = 1 << 16
@@ -78,7 +79,7 @@ class Control:
         self._apart = False
         self._abandoned = False
         self._left: list[Callable[[], bool]] = []
-        self._others = _one_thread()
+        self._others = Apart()
         self.keep: KeepCopies | None = None
         """Who is to get copies from now on, as told last."""
         self.write_dump: Callable[[str], None] | None = None
@@ -145,7 +146,8 @@ class Control:
                 self._changed.wait_for(lambda: future.done() or self._abandoned)
                 self._apart = False
             if not future.done():
-                self._others = _one_thread()
+                self._others.leave()
+                self._others = Apart()
                 self.leave_behind(_not_done(future))
                 raise Abandoned
             error = future.exception()
@@ -350,7 +352,3 @@ def _end_stuck(why: str) -> NoReturn:
     Talk(sys.stderr).write(f"{why}: this process ends\n")
     Talk(sys.stderr).flush()
     os._exit(EXIT_STUCK)
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "collective")
