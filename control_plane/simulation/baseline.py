@@ -164,11 +164,11 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
              and roll.is_whole(state.seated.nodes(task.id))}
     if len(found) == len(tasks):
         return found
-    own = {task.id: [seat.slot for seat in task.target if task.id in found or roll.has((seat,))]
-           for task in tasks}
-    taken = {slot for slots in own.values() for slot in slots}
-    free = [slot for slot in usable if slot not in taken]
     mended = [task for task in tasks if task.id not in found]
+    own = {task.id: [seat.slot for seat in task.target if roll.has((seat,))] for task in mended}
+    taken = {seat.slot for target in found.values() for seat in target}
+    taken.update(*own.values())
+    free = [slot for slot in usable if slot not in taken]
     grows = True
     while grows:  # what one gives up another may lack
         grows = False
