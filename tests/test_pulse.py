@@ -250,6 +250,20 @@ def test_a_first_iteration_has_a_lenient_limit_and_none_where_nothing_is_known(t
     assert (stalled.generation, stalled.iteration) == (2, 11)
 
 
+def test_one_that_stands_still_in_its_second_iteration_is_told(told: Told) -> None:
+    """A newcomer whose peers died under it, and whose connections do not tell it so."""
+    (pulse,) = told.ranks
+    pulse.begin(1, 0, "first")
+    told.go(9.0)
+    pulse.finish()
+    pulse.begin(1, 1, "usual")
+    pulse.enter("stats")
+    told.go(10 * 9.0)
+    assert told.bodies == []
+    told.go(3 * WATCH_S)
+    assert told.take(RankStalled)[0].iteration == 1
+
+
 @pytest.mark.parametrize("away_s", [0.6, PAUSE_S + 0.5, 500.0])
 def test_a_watch_that_was_away_lets_everybody_show_themselves_first(told: Told, away_s: float
                                                                     ) -> None:

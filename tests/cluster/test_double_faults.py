@@ -18,6 +18,7 @@ from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
 from unicron.events.records import Record
 from unicron.events.reports import Policy
+from unicron.workers.monitor import WARM_UP_NUM
 
 PAUSE_S_MAX = 30.0
 """Nobody holds until a deadline of a minute for who is dead or silent."""
@@ -150,6 +151,8 @@ def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
 
 def test_two_nodes_of_three_and_both_tasks_live_on_the_third(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
+    for task in pair.specs:  # the newcomers know how long an iteration lasts: gloo may not tell
+        cluster.wait_steps(task, 2 * WARM_UP_NUM)  # them of a peer's end, which is a hang then
     third = next((node for node in NODES
                   if all(cluster.on(task, node) for task in pair.specs)), None)
     assert third, [cluster.task(task)["ranks"] for task in pair.specs]

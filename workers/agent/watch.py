@@ -190,6 +190,8 @@ class Watched:
             self._num_done = done.num
             if done.generation == self._generation:
                 self._monitor.add(done.iteration_s, done.own_s, done.kind)
+                if not self._monitor.average_s:  # its first, which counts for no more than this
+                    self._monitor = Monitor(done.iteration_s)
                 self._waiting = self._monitor.paced() or self._waiting
                 self._again(done.generation, done.iteration)
         if self._waiting is None or now_s - self._told_s < TELL_S:
