@@ -1,13 +1,12 @@
 """Unicron's plans without what explains them: where nobody keeps the log, nobody reads it.
 
-The same counts on the same slots as the heart's own plan, for the same reports. What a plan gains,
-the plans that were beaten, what binds a plan and the price of a task that waits are left out. Under
-limits, floors, alpha and hot spares, or while healing is held, the heart's own plan is made.
+The same counts on the same slots as the heart's own plan, for the same reports. The plans that were
+beaten, what binds a plan and the price of a task that waits are left out. Under limits, floors,
+alpha and hot spares, or while healing is held, the heart's own plan is made.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ...events import reports as r
@@ -18,7 +17,7 @@ from .. import degraded, floors, planner, waiting
 from ..decide import Known
 from ..plan_input import plan_input
 from ..state import ClusterState, Task
-from ..wishes import PlanInput, allocation
+from ..wishes import allocation
 
 
 def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
@@ -34,13 +33,13 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     if state.held or asked.spare_slots or asked.limits is not None or not floors.is_plain(asked):
         yield from heart.plan(state, known)
         return
-    chosen = tuple([wish.now for wish in asked.wishes]) if _has_most(asked) else (
-        planner.planned(asked).slots)
-    given = [allocation(wish, slots) for wish, slots in zip(asked.wishes, chosen, strict=True)]
+    chosen = planner.planned(asked)
+    given = [allocation(wish, slots)
+             for wish, slots in zip(asked.wishes, chosen.slots, strict=True)]
     yield PlanChosen(
         trigger=state.replan, num_slots=asked.num_slots, allocations=tuple(given),
-        waf=math.fsum([one.waf for one in given]), objective=0, alternatives=(),
-        input=state.num_inputs, running_s=asked.running_s)
+        waf=chosen.waf, objective=chosen.objective, alternatives=(), input=state.num_inputs,
+        running_s=asked.running_s)
     moved = [one for wish, one in zip(asked.wishes, given, strict=True)
              if one.slots != wish.now or wish.hurt or wish.task not in state.calm]
     if all(_stays(state, state.tasks[one.task], one.slots) for one in moved):
@@ -62,9 +61,3 @@ def _stays(state: ClusterState, task: Task, slots: int) -> bool:
     seats_at = task.seats_at
     return slots == len(task.target) and (bool(slots) or bool(task.why)) and state.roll.has(
         task.target) and all(seats_at.get(rank.rank) == rank.slot for rank in task.ranks.values())
-
-
-def _has_most(asked: PlanInput) -> bool:
-    """Whether each task is whole, and has the largest size that it may want: nothing earns more."""
-    return all(not wish.hurt and wish.sizes[-1:] == (wish.now,) for wish in asked.wishes) and (
-        sum(wish.now for wish in asked.wishes) <= asked.num_slots)
