@@ -23,7 +23,7 @@ Answer = r.Quiesced | r.Reconfigured | r.RankStarted | r.RankExited
 
 def is_awaited(state: ClusterState, first: Answer, last: Answer, nodes: Collection[str]) -> bool:
     """Whether nothing follows of any answer between these two, of which the first is folded.
-    `nodes`: of those that have yet to answer."""
+    `nodes`: of all that answer."""
     task = state.tasks.get(first.task)
     if task is None or not calm.is_quiet(state, first) or not calm.is_one_of_many(state, first):
         return False

@@ -197,6 +197,7 @@ class Paper:
              may: Callable[[PaperNode, int, Key], bool] = PaperNode.runs) -> None:
         """What each of these processes says, if it still lives then, in this order."""
         held = [(node, node.incarnation, key, made) for key, node, made in said]
+        nodes = [node.name for node, *_ in held]
 
         def tell() -> None:
             at = 0
@@ -208,14 +209,12 @@ class Paper:
                 node.ended.discard(key)
                 first = made()
                 self.engine.tell(node.source, first)
-                left = held[at:]
-                if len(left) > 1 and self.engine.awaits(
-                        first, left[-1][3](), [one[0].name for one in left]) and all(
-                            may(other, was, its) for other, was, its, _ in left):
-                    for other, _, its, _ in left[:-1]:
+                if at < len(held) - 1 and self.engine.awaits(first, held[-1][3](), nodes) and all(
+                        may(other, was, its) for other, was, its, _ in held[at:]):
+                    for other, _, its, _ in held[at:-1]:
                         other.ended.discard(its)
                     self.engine.tell_at_once([(other.source, said())
-                                              for other, _, _, said in left[:-1]])
+                                              for other, _, _, said in held[at:-1]])
                     at = len(held) - 1
 
         self.engine.later(in_s, tell)
