@@ -241,6 +241,10 @@ def finish(d: Driver, task: int, *, save: bool = True) -> list[Record]:
     return done
 
 
+def drain(d: Driver, node: str) -> list[Record]:
+    return d.tell(f"operator/drain-{node}-{d.state.seq}", r.NodeDrained(node=node, reason="fan"))
+
+
 def task_of(d: Driver, task: int) -> Task:
     return d.state.tasks[task]
 

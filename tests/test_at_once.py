@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
-from test_simulate import EXAMPLE, HAPPENINGS, command, plain
+from test_simulate import EXAMPLE, HAPPENINGS, command, two_tasks
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.happening import Happening
 from unicron.control_plane.simulation.policy import Policy
@@ -40,9 +40,4 @@ def test_two_weeks_of_each(name: str) -> None:
 @settings(deadline=None, max_examples=25)
 @given(HAPPENINGS)
 def test_whatever_befalls(happenings: list[Happening]) -> None:
-    tasks = [{"name": name, "slots": {"min": 1, "max": most},
-              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
-             for name, most in (("one", 5), ("two", 3))]
-    given_by = scenario.parse(plain(tasks=tasks))
-    policy = scenario.policy(given_by, "unicron")
-    both(scenario.ground(given_by, policy, sorted(happenings, key=lambda one: one.at_s)), policy)
+    both(*two_tasks(happenings))

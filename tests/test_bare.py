@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from heart_driver import Driver, at_rest, kinds, spec, task_of, the
+from heart_driver import Driver, at_rest, drain, kinds, spec, task_of, the
 from hypothesis import given, settings
 from msgspec.structs import replace
-from test_simulate import HAPPENINGS, plain
+from test_simulate import HAPPENINGS, plain, two_tasks
 from unicron.control_plane.fold import fold
 from unicron.control_plane.plan_input import plan_input
 from unicron.control_plane.simulation import scenario
@@ -27,10 +27,6 @@ def d() -> Iterator[Driver]:
     made = Driver(nodes=3)
     yield made
     at_rest(made)
-
-
-def drain(d: Driver, node: str) -> list[Record]:
-    return d.tell(f"operator/drain-{node}", r.NodeDrained(node=node, reason="thermal"))
 
 
 def undrain(d: Driver, node: str) -> list[Record]:
@@ -79,13 +75,8 @@ def planned_anyway(log: Sequence[Record]) -> int:
 @settings(deadline=None, max_examples=25)
 @given(HAPPENINGS)
 def test_no_plan_would_be_another(happenings: list[Happening]) -> None:
-    tasks = [{"name": name, "slots": {"min": 1, "max": most},
-              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
-             for name, most in (("one", 5), ("two", 3))]
-    given_by = scenario.parse(plain(tasks=tasks, limits={"hot_spare": True}))
-    policy, log = scenario.policy(given_by, "unicron"), list[Record]()
-    Run(scenario.ground(given_by, policy, sorted(happenings, key=lambda one: one.at_s)), policy,
-        log.append).play()
+    log = list[Record]()
+    Run(*two_tasks(happenings, limits={"hot_spare": True}), log.append).play()
     planned_anyway(log)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from heart_driver import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from heart_driver import Driver, at_rest, drain, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.fold import fold
 from unicron.control_plane.heart import decision_record
 from unicron.control_plane.state import open_orders
 from unicron.events import orders as o
 from unicron.events import reports as r
-from unicron.events.records import Record
 
 
 @pytest.fixture
@@ -19,10 +18,6 @@ def d() -> Iterator[Driver]:
     made = Driver(nodes=3)
     yield made
     at_rest(made)
-
-
-def drain(d: Driver, node: str) -> list[Record]:
-    return d.tell(f"operator/drain-{node}-{d.state.seq}", r.NodeDrained(node=node, reason="fan"))
 
 
 def steps(d: Driver, task: int) -> None:

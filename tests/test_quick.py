@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
-from test_simulate import DAY_S, EXAMPLE, HAPPENINGS, command, plain
+from test_simulate import DAY_S, EXAMPLE, HAPPENINGS, command, two_tasks
 from unicron.control_plane import decide
 from unicron.control_plane.simulation import quick, scenario
 from unicron.control_plane.simulation.happening import Happening
@@ -42,13 +42,7 @@ def compared(ground: Ground, policy: Policy) -> None:
 @settings(deadline=None, max_examples=25)
 @given(HAPPENINGS)
 def test_the_same_is_done(happenings: list[Happening]) -> None:
-    tasks = [{"name": name, "weight": weight, "slots": {"min": 1, "max": most},
-              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
-             for name, weight, most in (("one", 1.0, 5), ("two", 2.0, 3))]
-    given_by = scenario.parse(plain(tasks=tasks))
-    policy = scenario.policy(given_by, "unicron")
-    compared(scenario.ground(given_by, policy, sorted(happenings, key=lambda one: one.at_s)),
-             policy)
+    compared(*two_tasks(happenings, weight=2.0))
 
 
 @pytest.mark.parametrize("limits", [{}, {"hot_spare": True}, {"gain_min": 0.0}])

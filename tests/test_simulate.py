@@ -14,7 +14,8 @@ from unicron.control_plane.replay import verify
 from unicron.control_plane.severity import TABLE
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.happening import Happening
-from unicron.control_plane.simulation.run import Outcome, Run
+from unicron.control_plane.simulation.policy import Policy
+from unicron.control_plane.simulation.run import Ground, Outcome, Run
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.records import Record
 
@@ -33,6 +34,17 @@ def plain(**changes: Any) -> dict[str, Any]:
         "policies": {name: {} for name in scenario.POLICIES}, "trace": "trace.csv",
         "horizon_s": 10 * DAY_S,
     } | changes
+
+
+def two_tasks(happenings: list[Happening], weight: float = 1.0, **changes: Any
+              ) -> tuple[Ground, Policy]:
+    """Two under Unicron that want all slots together; the second has this weight."""
+    tasks = [{"name": name, "weight": its, "slots": {"min": 1, "max": most},
+              "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
+             for name, its, most in (("one", 1.0, 5), ("two", weight, 3))]
+    given = scenario.parse(plain(tasks=tasks) | changes)
+    policy = scenario.policy(given, "unicron")
+    return scenario.ground(given, policy, sorted(happenings, key=lambda one: one.at_s)), policy
 
 
 def play(policy: str, happenings: list[Happening], data: dict[str, Any] | None = None,
