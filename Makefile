@@ -41,7 +41,7 @@ test: setup types ## run every test
 
 SEEDS ?= 2000
 simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000)
-	@$(BIN)/python tests/simulation.py --seeds $(SEEDS)
+	@$(BIN)/python tests/simulated/seeds.py --seeds $(SEEDS)
 
 fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
 	@PYTHONPATH=tests $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
@@ -54,29 +54,29 @@ ROUNDS ?= 100
 SEED ?= 4
 PICTURE ?= build/chaos-training
 chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
-	@$(BIN)/python tests/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
+	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
 
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables
 	@PYTHONPATH=tests $(BIN)/python -P -m confusion
 
 bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery -n $(N) \
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery.main -n $(N) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 bench-throughput: setup types ## the throughput and memory models against published runs (ROWS=1: each)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.throughput $(ROWS:%=--rows)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.throughput.main $(ROWS:%=--rows)
 
 bench-planner: setup types ## the same plans by Unicron and by other solvers (N=5 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests:.typing $(BIN)/python -P -m bench.planner -n $(N) \
+	@PYTHONPATH=tests:.typing $(BIN)/python -P -m bench.planner.main -n $(N) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection $(if $(filter-out file,$(origin N)),-n $(N)) \
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and their growth (SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.sim $(if $(filter-out file,$(origin N)),-n $(N)) \
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
@@ -87,7 +87,7 @@ check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
 	@$(BIN)/pyright
-	@$(BIN)/pytest tests/test_house.py
+	@$(BIN)/pytest tests/house/test_house.py
 
 types: ## lay the link that lets type checkers see the root as the package unicron
 	@mkdir -p .typing && ln -sfn .. .typing/unicron

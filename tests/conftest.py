@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import structlog
-from unicron.events import embedded
-from unicron.events.memory_log import MemoryLog
-from unicron.events.redis_log import RedisLog
-from unicron.workers import linux
+from unicron.events.log import embedded_server
+from unicron.events.log.memory import MemoryLog
+from unicron.events.log.redis_streams import RedisLog
+from unicron.workers.host import linux
 
 _numbers = itertools.count(1)
 
@@ -45,25 +45,25 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded.Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded_server.Server]:
     """A private server for the whole session, stopped at its end."""
     directory: Path = tmp_path_factory.mktemp("server")
-    running = embedded.start(directory)
+    running = embedded_server.start(directory)
     yield running
     running.stop(grace_s=1.0)
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[embedded.Server]:
+def own_server(tmp_path: Path) -> Iterator[embedded_server.Server]:
     """A server that the test may kill."""
-    running = embedded.start(tmp_path / "server")
+    running = embedded_server.start(tmp_path / "server")
     yield running
-    if (now := embedded.adopt(tmp_path / "server")) is not None:
+    if (now := embedded_server.adopt(tmp_path / "server")) is not None:
         now.stop(grace_s=1.0)
 
 
 @pytest.fixture
-def redis_log(server: embedded.Server) -> Cluster:
+def redis_log(server: embedded_server.Server) -> Cluster:
     """A fresh cluster on the session's server."""
     return Cluster(server.url)
 
@@ -71,7 +71,7 @@ def redis_log(server: embedded.Server) -> Cluster:
 @pytest.fixture
 def silence() -> Iterator[None]:
     """For tests of the simulation: thousands of leaders need not say that they lead."""
-    from simulation import quiet
+    from simulated.seeds import quiet
 
     quiet()
     yield

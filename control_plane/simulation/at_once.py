@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ...events import reports as r
-from ...events.records import Record
-from .. import calm
-from ..answers import has_settled, is_mute
-from ..fold import HANDLERS
-from ..plan_input import is_pinned
-from ..state import ClusterState, Task
+from ...events.records import reports as r
+from ...events.records.envelope import Record
+from ..decide import calm
+from ..fold.fold import HANDLERS
+from ..state.cluster import ClusterState
+from ..state.members import has_settled, is_mute, is_pinned
+from ..state.task import Task
 
 Answer = r.Quiesced | r.Reconfigured | r.RankStarted | r.RankExited
 

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ...events.errors import SpecError, need
-from . import cases, drawn
-from .drawn import RATES, Drawn, DrawnTrace
-from .happening import Happening
-from .policy import Policy
-from .repairs import Repair
+from . import paper_evaluation
+from .policies.policy import Policy
 from .run import Ground
 from .scenario import Scenario, ground, policy
+from .trace import generator
+from .trace.external_event import Happening
+from .trace.generator import RATES, Drawn, DrawnTrace
+from .trace.repair_time import Repair
 
 OURS = "unicron"
 MTBF_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
@@ -37,12 +38,19 @@ class Point(NamedTuple):
 
 def usual() -> Scenario:
     """The paper's case 5 on 16 nodes for 8 weeks, at trace-a's rate, drawn."""
-    trace = cases.TRACES["trace-a"]
-    gpu_h = cases.NODES_NUM * cases.NODE_SLOTS_NUM * trace.horizon_s / 3600
-    return replace(cases.scenario("trace-a", SYSTEMS), name="case-5", trace=DrawnTrace(drawn=Drawn(
-        mtbf_gpu_h=gpu_h / (trace.num_sev1 + trace.num_others),
-        causes={**cases.SEV1_SHARES, **cases.OTHER_SHARES},
-        repair=Repair(uniform_s=trace.repair_s))))
+    trace = paper_evaluation.TRACES["trace-a"]
+    gpu_h = paper_evaluation.NODES_NUM * paper_evaluation.NODE_SLOTS_NUM * trace.horizon_s / 3600
+    return replace(
+        paper_evaluation.scenario("trace-a", SYSTEMS),
+        name="case-5",
+        trace=DrawnTrace(
+            drawn=Drawn(
+                mtbf_gpu_h=gpu_h / (trace.num_sev1 + trace.num_others),
+                causes={**paper_evaluation.SEV1_SHARES, **paper_evaluation.OTHER_SHARES},
+                repair=Repair(uniform_s=trace.repair_s),
+            )
+        ),
+    )
 
 
 def mtbf(asked: Scenario, seeds: int) -> list[Point]:
@@ -99,7 +107,7 @@ def _drawn(asked: Scenario, seed: int, ratio: float = 1.0) -> list[Happening]:
     rarer = {name: value * ratio for name in RATES
              if isinstance(value := getattr(told, name), float)}
     made = replace(told, seed=told.seed + seed, count=count, bursts=bursts, **rarer)
-    return drawn.draw(made, asked.cluster.names, asked.cluster.slots, asked.horizon_s)
+    return generator.draw(made, asked.cluster.names, asked.cluster.slots, asked.horizon_s)
 
 
 def mtbf_gpu_h(asked: Scenario) -> float:
@@ -138,5 +146,3 @@ def break_evens(curves: Mapping[str, Sequence[tuple[float, float]]], *, geometri
                       if geometric else low + part * (high - low))
                 found.append(BreakEven(at, *((one, other) if before > 0 else (other, one))))
     return sorted(found)
-
-

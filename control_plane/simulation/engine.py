@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from ...events.records import Record, Report
-from ...events.reports import Body, DeadlineReached
-from ..decide import Decide
-from ..heart import advance
-from ..state import ClusterState, Deadline
+from ...events.records.envelope import Record, Report
+from ...events.records.reports import DeadlineReached
+from ...events.records.types import Body
+from ..decide.advance import advance
+from ..decide.decide import Decide
+from ..state.cluster import ClusterState, Deadline
 from .at_once import Answer, fold_answers, is_awaited
 
 LEADER = "leader/simulated"

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...events import reports as r
-from ...events.orders import PlanChosen
-from ...events.records import Record
-from .. import decide as heart
-from .. import degraded, floors, planner, waiting
-from ..decide import Known
-from ..plan_input import plan_input
-from ..state import ClusterState, Task
-from ..wishes import allocation
+from ...events.records import types as t
+from ...events.records.decisions import PlanChosen
+from ...events.records.envelope import Record
+from ..decide import decide as heart
+from ..decide.decide import Known
+from ..planner import constraints, pending, planner, straggler_cost
+from ..planner.problem import allocation
+from ..planner.problem_of_state import plan_input
+from ..state.cluster import ClusterState
+from ..state.task import Task
 
 
-def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[r.Body]:
+def decide(state: ClusterState, record: Record, known: Known | None) -> Iterator[t.Body]:
     """As the heart does, with quick plans."""
     yield from heart.answer(state, record, known, plan)
-    yield from degraded.priced(state)
+    yield from straggler_cost.priced(state)
 
 
-def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
+def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
     """Counts for the whole cluster, then seats for those that do not stay as they are."""
     ground = plan_input(state)
     asked = ground.asked
-    if state.held or asked.spare_slots or asked.limits is not None or not floors.is_plain(asked):
+    if (
+        state.held
+        or asked.spare_slots
+        or asked.limits is not None
+        or not constraints.is_plain(asked)
+    ):
         yield from heart.plan(state, known)
         return
     chosen = planner.planned(asked)
@@ -53,7 +59,7 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[r.Body]:
     for one in moved:
         task = state.tasks[one.task]
         if not task.target and not one.slots:
-            yield from waiting.wait(state, task, len(ground.slots), None)
+            yield from pending.wait(state, task, len(ground.slots), None)
 
 
 def _stays(state: ClusterState, task: Task, slots: int) -> bool:

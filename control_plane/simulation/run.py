@@ -9,20 +9,21 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...events import reports as r
-from ...events.records import Record
-from ...events.spec import JobSpec
-from ...events.statuses import LOST_CONNECTION
-from ..heart import HEART
-from ..severity import TABLE
-from ..state import Task
-from .account import Account, Key
-from .earnings import Earnings
+from ...events.records import reports
+from ...events.records import types as t
+from ...events.records.envelope import Record
+from ...events.records.statuses import LOST_CONNECTION
+from ...events.spec import policy as r
+from ...events.spec.job import JobSpec
+from ..decide.advance import HEART
+from ..incidents.severity import TABLE
+from ..state.task import Task
+from .accounting import Account, Earnings, Key
+from .cluster import Paper, PaperNode
 from .engine import LEADER, Engine
-from .happening import Anything, Asked, Happening, Said, Takes, is_felt
-from .job import Job, Kept
-from .paper import Paper, PaperNode
-from .policy import Policy, Told
+from .policies.policy import Policy, Told
+from .task_progress import Job, Kept
+from .trace.external_event import Anything, Asked, Happening, Said, Takes, is_felt
 
 SITE = "operator/site"
 """Whoever repairs nodes."""
@@ -84,12 +85,12 @@ class Run:
     def play(self) -> Outcome:
         """The whole of it."""
         engine, ground = self.engine, self.ground
-        engine.tell(LEADER, r.EpochStarted(nonce="simulated", code="simulation", heart=HEART))
-        engine.tell(LEADER, r.PolicySet(policy=ground.limits))
+        engine.tell(LEADER, reports.EpochStarted(nonce="simulated", code="simulation", heart=HEART))
+        engine.tell(LEADER, reports.PolicySet(policy=ground.limits))
         for name, num_slots in ground.slots.items():
             self.paper.join(name, num_slots)
         for spec in ground.tasks:
-            self._ask(r.TaskSubmitted(spec=spec))
+            self._ask(reports.TaskSubmitted(spec=spec))
         self._warm()
         began_s = engine.now_s
         self.account.begin(began_s)
@@ -117,7 +118,7 @@ class Run:
                    if task.target):
                 return
 
-    def _ask(self, body: r.Body) -> None:
+    def _ask(self, body: t.Body) -> None:
         self.engine.tell(SITE, body)
 
     # --- from outside ---------------------------------------------------------------------------
@@ -138,9 +139,9 @@ class Run:
 
     def _asked(self, one: Asked) -> None:
         body = one.body
-        if isinstance(body, r.PolicySet):
+        if isinstance(body, reports.PolicySet):
             self.engine.tell(LEADER, body)
-        elif one.task and not isinstance(body, r.TaskSubmitted):
+        elif one.task and not isinstance(body, reports.TaskSubmitted):
             number = self._number(one.task)
             self._ask(replace(body, **{"task": number})) if number else self._ignore()
         else:
@@ -151,7 +152,7 @@ class Run:
         if node is None or not node.up:
             self._ignore()
             return
-        of_leader = isinstance(one.body, r.NodeSilenced | r.NodeHeard)
+        of_leader = isinstance(one.body, reports.NodeSilenced | reports.NodeHeard)
         self.engine.tell(LEADER if of_leader else node.source,
                          replace(one.body, **{"incarnation": node.incarnation}))
 
@@ -170,7 +171,7 @@ class Run:
             self.paper.join(one.node, node.num_slots)
             if one.node in self._drained:
                 self._drained.discard(one.node)
-                self._ask(r.NodeUndrained(node=one.node, reason="repaired"))
+                self._ask(reports.NodeUndrained(node=one.node, reason="repaired"))
         elif one.event == "joined" and not up:
             most = max(self.ground.slots.values(), default=1)
             self.paper.join(one.node, one.num_slots or self.ground.slots.get(one.node, most))
@@ -239,7 +240,7 @@ class Run:
     def _drain(self, name: str, cause: str) -> None:
         """The site takes the node out, to have it repaired."""
         if name in self._drained:
-            self._ask(r.NodeDrained(node=name, reason=cause))
+            self._ask(reports.NodeDrained(node=name, reason=cause))
 
     def _hurt(self, node: PaperNode) -> list[int]:
         """Also who has ended there, and nobody was told: it is told by what is told of the node."""

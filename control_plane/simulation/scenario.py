@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,25 +10,68 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...events import policy_check
 from ...events.errors import SpecError, need
-from ...events.model_spec import MegatronModel
-from ...events.policy import BOUNDS
-from ...events.policy import Policy as Limits
-from ...events.refused import refused
-from ...events.spec import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
-from ...events.spec import parse as parse_job
-from ..best_layout import modelled
-from ..model_flops import parameters
-from ..nodes import NUM_SLOTS_MAX
-from ..severity import TABLE
-from . import condensed
-from .drawn import DrawnTrace
-from .happening import Happening
+from ...events.spec import policy as policy_check
+from ...events.spec.job import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
+from ...events.spec.job import parse as parse_job
+from ...events.spec.model import MegatronModel
+from ...events.spec.policy import BOUNDS
+from ...events.spec.policy import Policy as Limits
+from ...events.spec.validation import refused
+from ..incidents.severity import TABLE
+from ..state.node import NUM_SLOTS_MAX
+from ..throughput.flops import parameters
+from ..throughput.layout_search import modelled
 from .policies import POLICIES
-from .policy import Policy
+from .policies.policy import Policy
 from .run import Ground
-from .trace_file import check_name
+from .trace.external_event import Happening
+from .trace.generator import DrawnTrace
+from .trace.trace_file import check_name
+
+# --- A cluster of fewer slots that is played as the whole one: where tasks sit on multiples alone.
+# ---
+#
+# Where all that tasks may have, and what a node has, are multiples of so many GPUs, no plan parts
+# these, and a slot on paper stands for that many: an eighth of the processes, and of the time. What
+# is earned is the same. Two things are coarser: a device that fails takes the slot with it until
+# its node is drained, which is at once; and with several slots to a node, those next to it. A task
+# that heals is never on one node alone if it may be on two: one that fits on one is played as it
+# is.
+
+
+def grain(num_slots: int, every: Sequence[JobSpec]) -> int:
+    """How many GPUs a slot stands for, where nodes have `num_slots`; 1: for itself."""
+    found = divisor(num_slots, every)
+    alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
+    return 1 if alone else found
+
+
+def divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
+    """What all that tasks may have, and a node's slots, are multiples of."""
+    found = num_slots
+    for slots in (spec.slots for spec in every):
+        step = slots.multiple_of if slots.max > slots.min and not slots.sizes else 0
+        found = math.gcd(found, slots.min, step, slots.floor, *slots.sizes)
+    return max(found, 1)
+
+
+def of_job(spec: JobSpec, by: int) -> JobSpec:
+    """The same task, of whose slots each stands for so many."""
+    slots, rates = spec.slots, dict[int, float]()
+    for size in slots.counts:
+        below = [one for one in spec.throughput if one <= size]
+        if below:
+            rates[size // by] = spec.throughput[max(below)]
+    few = replace(slots, min=slots.min // by, max=slots.counts[-1] // by, floor=slots.floor // by,
+                  multiple_of=max(slots.multiple_of // by, 1),
+                  sizes=tuple(size // by for size in slots.sizes))
+    return replace(spec, slots=few, throughput=rates)
+
+
+def of_limits(limits: Limits, by: int) -> Limits:
+    """A slot that stands for so many fails so much oftener."""
+    return replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by)
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
@@ -242,17 +286,17 @@ def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] =
              "says nothing of its model's size, and a policy goes by it", "add params: 7.0e+9")
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
     num_slots = scenario.cluster.slots
-    by = condensed.grain(num_slots, tasks) if condense else 1
+    by = grain(num_slots, tasks) if condense else 1
     if scenario.whole_nodes:
         by = num_slots
-        need(condensed.divisor(num_slots, tasks) == by, "whole_nodes",
+        need(divisor(num_slots, tasks) == by, "whole_nodes",
              f"asks for sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
     return Ground(
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
-        tasks=tuple(condensed.of_job(spec, by) for spec in tasks),
+        tasks=tuple(of_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
-        limits=condensed.of_limits(
+        limits=of_limits(
             limits(chosen, scenario.limits, scenario.iteration_s), by),
         params={task.name: task.size for task in scenario.tasks}, grain=by)
 
@@ -280,4 +324,3 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
         return parse_job(given)
     except SpecError as error:
         raise SpecError(path, str(error), error.hint) from None
-

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import typer.main
-from unicron.cli.main import app, run_command
+from unicron.cli.app import app, run_command
 
 COLUMNS = "100"
 HEAD = """# Commands

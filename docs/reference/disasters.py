@@ -8,11 +8,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from unicron.cli import simulate
+from unicron.cli.simulate import compare
 from unicron.control_plane.simulation.run import Run
-from unicron.events import orders as o
-from unicron.events.decided import NodeQuarantined
-from unicron.events.records import Record
+from unicron.events.records import decisions as d
+from unicron.events.records.decisions import NodeQuarantined
+from unicron.events.records.envelope import Record
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -45,7 +45,7 @@ def told_h() -> dict[str, float]:
 
 def row(name: str) -> str:
     """One line of the table: the scenario under Unicron, and requeued."""
-    scenario, stages = simulate.load(SCENARIOS / f"{name}.yaml")
+    scenario, stages = compare.load(SCENARIOS / f"{name}.yaml")
     gpus = scenario.tasks[0].slots.max * GPUS_OF_A_SLOT.get(name.split("-")[0], 1)
     gpu_h = gpus * scenario.horizon_s / 3600
     log: list[Record] = []
@@ -68,8 +68,8 @@ def row(name: str) -> str:
 def incidents(log: list[Record]) -> str:
     """How many of each severity; what was graver in the end, and who was quarantined."""
     num: Counter[str] = Counter(one.body.severity for one in log
-                                if isinstance(one.body, o.IncidentOpened))
-    num["escalated"] = sum(isinstance(one.body, o.IncidentEscalated) and
+                                if isinstance(one.body, d.IncidentOpened))
+    num["escalated"] = sum(isinstance(one.body, d.IncidentEscalated) and
                            one.body.severity == "SEV1" and "taken out" in one.body.why
                            for one in log)
     num["quarantined"] = sum(isinstance(one.body, NodeQuarantined) for one in log)

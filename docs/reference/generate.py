@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from unicron.events import support
-from unicron.events.policy import BOUNDS
+from unicron.events.spec import support
+from unicron.events.spec.policy import BOUNDS
 
 HEAD = """# Records
 
@@ -96,7 +96,7 @@ def _docstring(node: ast.stmt | None) -> str:
 SUPPORT_HEAD = """# What heals in memory
 
 Of what Megatron can do, in a task with `train:` and in a loop of one's own that has adopted
-Unicron (`heal: in-memory`). Written by `make docs` from events/support.py: change that, not this
+Unicron (`heal: in-memory`). Written by `make docs` from events/spec/support.py: change that, not this
 page. `unicron doctor --support` prints the same. A loop is held against it when it starts: what it
 asks for and cannot have is told, and it then trains unhealed, or ends as wrong input.
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from unicron.control_plane.replay import replay, verify
-from unicron.control_plane.state import state_hash
+from unicron.control_plane.decide.replay import replay, verify
+from unicron.control_plane.state.cluster import state_hash
 
 ROUNDS = (("RankExited", "RankReady", "IncidentClosed"),
           ("IncidentOpened", "Quiesced", "Resume"),

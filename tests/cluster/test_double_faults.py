@@ -16,9 +16,9 @@ import cluster_story
 import pytest
 from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
-from unicron.events.records import Record
-from unicron.events.reports import Policy
-from unicron.workers.monitor import WARM_UP_NUM
+from unicron.events.records.envelope import Record
+from unicron.events.spec.policy import Policy
+from unicron.workers.diagnosis.step_time import WARM_UP_NUM
 
 PAUSE_S_MAX = 30.0
 """Nobody holds until a deadline of a minute for who is dead or silent."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from real_cluster import RealCluster, running
 from twins import small
-from unicron.cli import screen_task
-from unicron.cli.figures import UNBROKEN
-from unicron.cli.history import History
-from unicron.cli.main import run_command
+from unicron.cli.app import run_command
+from unicron.cli.history.history import History
+from unicron.cli.screens import task as task_screen
+from unicron.cli.terminal.format import UNBROKEN
 
 VICTIM = 1
 NUM = 4
@@ -39,7 +39,7 @@ def test_the_page_of_a_task_that_stands_says_what_to_type(
         patient.wait_told(after, "RankStalled", task=task, rank=rank)
     seen = patient.client().get("/v1/state")
     (one,) = [x for x in seen["tasks"] if x["id"] == task]
-    page = screen_task.task_status(seen, one, History(), now_s=time.time())
+    page = task_screen.task_status(seen, one, History(), now_s=time.time())
     (line,) = [x.replace(UNBROKEN, " ") for x in page if x.startswith("dumps")]
     folder = Path(line.partition("unicron locate ")[2].partition(":")[0])
     (folder / "rank-0.attempt-1.error.json").write_text('{"message": "of an earlier process"}')

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from real_cluster import RealCluster, running
 from twins import Twins, small
-from unicron.workers import linux
+from unicron.workers.host import linux
 
 NUM = 4
 HANG_S_MIN = 3.0

@@ -10,15 +10,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import parted
+import network_namespaces
 import pytest
 from cluster_story import RATES
-from parted import NODES, Agents
+from network_namespaces import NODES, Agents
 from real_cluster import RealCluster
 from twins import Twins, small
-from unicron.cli.client import Client
-from unicron.cli.local_cluster import CONTROL_PLANE
-from unicron.events.embedded import start_time
+from unicron.cli.cluster.client import Client
+from unicron.cli.cluster.local_cluster import CONTROL_PLANE
+from unicron.events.log.embedded_server import start_time
 
 NEAR, FAR = NODES
 NUM = 4
@@ -52,9 +52,12 @@ class PartedCluster(RealCluster):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
-    if why := parted.why_not():
+    if why := network_namespaces.why_not():
         pytest.skip(why)
-    with parted.namespaces(f"unicron-cut-{os.getpid()}") as (near, far), parted.within(near):
+    with (
+        network_namespaces.namespaces(f"unicron-cut-{os.getpid()}") as (near, far),
+        network_namespaces.within(near),
+    ):
         made = PartedCluster(tmp_path, far, {
             "silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN})
         try:
@@ -73,7 +76,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
     ours, theirs = cluster.on(task, NEAR), cluster.on(task, FAR)
     assert len(ours) == len(theirs) == NUM // 2
-    parted.cut(cluster.far)
+    network_namespaces.cut(cluster.far)
 
     # silent, which is suspicious; lost, when those over here wait for those over there
     silenced = cluster.wait_told(after, "NodeSilenced", node=FAR)
@@ -97,7 +100,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
 
     # reached again, they are ended; the node has its part again
     mended = cluster.seq()
-    parted.mend(cluster.far)
+    network_namespaces.mend(cluster.far)
     heard = cluster.wait_told(mended, "NodeHeard", node=FAR).seq
     for rank in theirs:
         cluster.wait_told(after, "StopRank", task=task, rank=rank, attempt=1)

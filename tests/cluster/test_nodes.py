@@ -15,8 +15,8 @@ import cluster_story
 import pytest
 from cluster_story import NODES, RATES, stopped
 from twins import Twins, small
-from unicron.events import embedded
-from unicron.events.redis_log import REPLY_S_MAX
+from unicron.events.log import embedded_server
+from unicron.events.log.redis_streams import REPLY_S_MAX
 
 SERVER_STOPPED_S = float(os.environ.get("UNICRON_TEST_SERVER_STOPPED_S", REPLY_S_MAX + 2))
 """How long the log's server is stopped: whatever waited for an answer has given up by then."""
@@ -105,7 +105,7 @@ def test_a_stopped_agent_disturbs_nobody(pair: Pair) -> None:
 
 def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
     cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
-    server = embedded.adopt(cluster.state.server)
+    server = embedded_server.adopt(cluster.state.server)
     assert server is not None
     pids = [cluster.pids(task) for task in pair.specs]
     with stopped(server.pid):

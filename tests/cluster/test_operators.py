@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cluster_story import NODES, RATES
 from twins import small
-from unicron.events.records import Record
+from unicron.events.records.envelope import Record
 
 NO_FAULT = ("IncidentOpened", "RankErrored", "CollectiveFailed")
 

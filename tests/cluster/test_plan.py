@@ -11,7 +11,7 @@ from typing import Any
 from cluster_story import RATES
 from real_cluster import LIMIT_S
 from twins import small
-from unicron.events import codec
+from unicron.events.records import codec
 
 
 def unicron(cluster: Any, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import convert
 from real_cluster import LIMIT_S, RealCluster
-from unicron.control_plane.model_flops import iteration_flops
-from unicron.events.model_spec import MegatronModel
+from unicron.control_plane.throughput.flops import iteration_flops
+from unicron.events.spec.model import MegatronModel
 
 TRAINS = """
 import os, sys, time

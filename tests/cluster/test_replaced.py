@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster_story import RATES, stopped
 from twins import small
-from unicron.events.embedded import start_time
+from unicron.events.log.embedded_server import start_time
 
 
 def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from twins import Twins, small
-from unicron.workers import linux
 from unicron.workers.agent.agent import LOOK_S
+from unicron.workers.host import linux
 
 VICTIM = 2
 STOPPED_S_MAX = 4.0

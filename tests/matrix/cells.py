@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from unicron.events.model_spec import Axes
-from unicron.events.parallel import Kept
-from unicron.events.places import num_places
-from unicron.events.spec import Train
-from unicron.workers.training.trace import Event
+from unicron.events.spec.job import Train
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import Kept, num_places
+from unicron.workers.training.process.trace import Event
 
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)

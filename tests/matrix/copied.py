@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from keepers import named
+from checkpoint_stores import named
 from rank_driver import TASK, Driver
-from unicron.events.orders import Copy
-from unicron.events.reports import CopyKept
+from unicron.events.records.reports import CopyKept
+from unicron.events.records.types import Copy
 
 
 def newest(driver: Driver) -> tuple[Copy, ...]:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from matrix.cells import ITERATIONS, STRUCK
+from matrix.scenes import Play
 from rank_twin import Twin
-from unicron.events.places import coordinates, replica, shape
-from unicron.events.reports import CheckpointSaved, TaskProgressed
+from unicron.events.records.reports import CheckpointSaved, TaskProgressed
+from unicron.events.spec.parallelism import coordinates, replica, shape
 from unicron.workers.training.reference import read
-
-from .cells import ITERATIONS, STRUCK
-from .scenes import Play
 
 
 def complaints(play: Play, twin: Twin) -> Iterator[str]:

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from matrix.cells import FAULTS, Cell, cells
+from matrix.table import table
+from matrix.trial import Trials, Verdict
 from nursery import Nursery
-
-from .cells import FAULTS, Cell, cells
-from .table import table
-from .trial import Trials, Verdict
 
 FOLDER = Path("build/fault-matrix")
 FIGURES = Path("build/bench/fault-matrix.json")

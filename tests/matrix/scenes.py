@@ -11,13 +11,12 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from matrix.cells import NEWCOMER, STRUCK, Cell
+from matrix.copied import newest, steps
 from rank_driver import START_S, Driver
-from unicron.control_plane.seating import order
-from unicron.control_plane.state import Held, Rank
-from unicron.events.model_spec import Axes
-from unicron.events.orders import Slot
-from unicron.events.places import coordinates, covers, num_places
-from unicron.events.reports import (
+from unicron.control_plane.decide.membership import order
+from unicron.control_plane.state.task import Held, Rank
+from unicron.events.records.reports import (
     CopyKept,
     Quiesced,
     RankErrored,
@@ -25,9 +24,9 @@ from unicron.events.reports import (
     RankReady,
     Reconfigured,
 )
-
-from .cells import NEWCOMER, STRUCK, Cell
-from .copied import newest, steps
+from unicron.events.records.types import Slot
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import coordinates, covers, num_places
 
 LATE = 0
 """Who is late where some ranks are further than others."""

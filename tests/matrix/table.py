@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cells import FAULTS, POINTS, VARIANTS
-from .trial import Verdict
+from matrix.cells import FAULTS, POINTS, VARIANTS
+from matrix.trial import Verdict
 
 BLANK = "."
 GAP = "  "

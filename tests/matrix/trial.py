@@ -9,16 +9,15 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keepers import LocalKeeper
+from checkpoint_stores import LocalKeeper
+from matrix.cells import Cell, Variant
+from matrix.judge import complaints, final
+from matrix.scenes import Play
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
-from unicron.events.places import num_places
-from unicron.events.reports import CheckpointSaved
-
-from .cells import Cell, Variant
-from .judge import complaints, final
-from .scenes import Play
+from unicron.events.records.reports import CheckpointSaved
+from unicron.events.spec.parallelism import num_places
 
 
 class Verdict(NamedTuple):

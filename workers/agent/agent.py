@@ -13,19 +13,19 @@ from functools import partial
 import structlog
 
 from ...events.errors import Ambiguous, Unavailable
-from ...events.keepers import first_keeper
-from ...events.log import AgentPort
-from ...events.reports import Body, CopiesLost, NodeJoined, NodeLeft
-from .. import linux
-from .health.health import Health, Sources
-from .keeper import Keeper
-from .link import CALL_S_MAX, Link
-from .node import MARK, Node
-from .outbox import Forgotten, Outbox
-from .progress import LOOK_S as READ_S
-from .ranks import STOP_GRACE_S, Ranks
-from .spool import Spool
-from .watch import WATCH_S
+from ...events.log.port import AgentPort
+from ...events.records.reports import CopiesLost, NodeJoined, NodeLeft
+from ...events.records.types import Body, first_keeper
+from ..host import linux
+from .checkpoint_store import Keeper
+from .delivery.log_link import CALL_S_MAX, Link
+from .delivery.outbox import Forgotten, Outbox
+from .delivery.spool import Spool
+from .health.health_monitor import Health, Sources
+from .monitoring.output_reader import LOOK_S as READ_S
+from .monitoring.rank_monitor import WATCH_S
+from .order_executor import STOP_GRACE_S, Ranks
+from .processes.launcher import MARK, Node
 
 BEAT_S = 0.5
 ORDERS_WAIT_S = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import sys
@@ -11,24 +12,81 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO, cast
 
+import msgspec
 import structlog
 from msgspec import Struct
 
 from ...events.errors import Unavailable, UsageError
-from ...events.labels import Labels
-from ...events.redis_log import RedisLog, connect
-from ...events.talk import Talk
-from .. import keeping, linux
-from ..keeper.process import bytes_max
+from ...events.log.redis_streams import RedisLog, connect
+from ...events.process_io import Talk
+from ...events.records.types import Labels
+from ..checkpoint_store import protocol
+from ..checkpoint_store.server import bytes_max
+from ..host import linux
 from .agent import Agent
-from .health.checks import Checks, check_folder
-from .health.health import Sources
-from .join import join
-from .link import backoff_s
-from .node import MARK, RANK_ARGV, Node, mark
-from .outbox import Forgotten
-from .pid_file import PidFile
-from .spool import Spool, load
+from .delivery.join import join
+from .delivery.log_link import backoff_s
+from .delivery.outbox import Forgotten
+from .delivery.spool import Spool, load
+from .health.custom_checks import Checks, check_folder
+from .health.health_monitor import Sources
+from .processes.launcher import MARK, RANK_ARGV, Node, mark
+
+# --- The agent's note of itself, `agents/NODE.json`: one agent per node and state directory. ---
+
+
+class AgentNote(Struct, frozen=True, kw_only=True):
+    """Who runs. `start_time` is field 22 of /proc/PID/stat: it tells the pid from a later one."""
+
+    node: str
+    pid: int
+    start_time: str
+    incarnation: int
+
+
+class PidFile:
+    """Held by a lock for as long as the agent lives; removed when it stops on purpose."""
+
+    def __init__(self, state_dir: Path, node: str) -> None:
+        self._folder = state_dir / "agents"
+        self._node = node
+        self._lock = -1
+
+    def take(self, now_s: float) -> int:
+        """Lock, write, and give the incarnation: `now_s` in ms, above every one before.
+
+        The lock file keeps it, so that a clock that was set back does no harm. Raises UsageError
+        if another agent has the lock.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._folder / f"{self._node}.lock",
+                             os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = -1
+            raise UsageError(f"an agent for node {self._node} already runs on {self._folder}",
+                             "give another --node or --state") from None
+        last = os.pread(self._lock, 32, 0).strip()
+        incarnation = max(int(now_s * 1000), int(last) + 1 if last.isdigit() else 0)
+        os.pwrite(self._lock, b"%d\n" % incarnation, 0)
+        proc = linux.read(os.getpid())
+        assert proc is not None
+        note = AgentNote(node=self._node, pid=proc.pid, start_time=str(proc.start_ticks),
+                         incarnation=incarnation)
+        path = self._folder / f"{self._node}.json"
+        new = path.with_name(path.name + ".new")
+        new.write_bytes(msgspec.json.encode(note))
+        new.replace(path)
+        return incarnation
+
+    def drop(self) -> None:
+        """Remove the note, free the lock; twice is harmless."""
+        if self._lock >= 0:
+            (self._folder / f"{self._node}.json").unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
 
 CONNECT_S_MAX = 60.0
 """How long the log's server is tried at the start; later, for ever."""
@@ -110,7 +168,7 @@ async def _run(options: Options, incarnation: int) -> int:
                         labels=options.labels,
                         devices=_devices(options, os.environ), trace=options.trace,
                         watch=options.watch, rank_argv=options.rank_argv,
-                        secret=keeping.secret_of(options.token, joined.cluster))
+                        secret=protocol.secret_of(options.token, joined.cluster))
             spool, left = spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else Sources(checks=options.checks))

@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UnicronError, UsageError
-from ...events.orders import PublishCheckpoint
-from ...events.records import Record
-from ...events.spec import is_url
-from .. import urls
+from ...events.records.envelope import Record
+from ...events.records.orders import PublishCheckpoint
+from ...events.spec.job import is_url
+from ..host import object_storage
 
 PUBLISH_S_MAX = 60.0
 _LATEST = "latest"
@@ -103,10 +103,10 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
 
 def _publish_url(output: str, note: _Note) -> None:
     try:
-        store = urls.Store(output)
+        store = object_storage.Store(output)
     except UsageError as error:
         raise Refused(f"{error} ({error.hint})") from None
-    if not store.has(f"{note.path}/{urls.WHOLE}"):
+    if not store.has(f"{note.path}/{object_storage.WHOLE}"):
         raise Refused(f"{output}/{note.path} is not there, or not whole")
     _refuse_older(note, _understood(store.read(_LATEST)))
     store.write(_LATEST, msgspec.json.encode(note) + b"\n")

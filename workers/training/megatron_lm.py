@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from ..wire import FD
-
-from .adopt import Declined, Job, adopt  # before megatron  # isort: skip
-
 import torch.distributed as dist
 from torch.utils.data import default_collate
+
+from ..ipc.pipe_protocol import FD
+
+from .adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
 
 REFUSED: Mapping[str, str] = {
     "rampup_batch_size": "the batch grows (--rampup-batch-size)",

@@ -11,11 +11,8 @@ import msgspec
 import structlog
 import torch
 
-from ...events.model_spec import Axes
-from ...events.orders import Keeper, Quiesce, Reconfigure, Resume, StartRank
-from ...events.parallel import whole_on_each
-from ...events.places import coordinates, num_places, replica
-from ...events.reports import (
+from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.records.reports import (
     CollectiveFailed,
     Quiesced,
     RankFinished,
@@ -23,24 +20,29 @@ from ...events.reports import (
     Reconfigured,
     ReconfigureFailed,
 )
-from ...events.spec import is_url
-from .. import keeping
-from ..classify import Verdict
-from ..pulse import OUTSIDE_CODE, Pulse
-from . import checkpoint, copies, cpu, model, state
-from .communicators import ABORTED, Communicators
-from .control import Control, Interrupted
-from .history import History
-from .holding import NO_STATE, Claim
-from .innermost import bounded
-from .iteration import Iteration, clock
-from .ledger import Share, settle
-from .recorder import Recorder
-from .reduction import Outcome, poisoned
-from .saving import Saver
-from .supply import Supply, seen
-from .trace import Event, Trace
-from .work import Work
+from ...events.records.types import Keeper
+from ...events.spec.job import is_url
+from ...events.spec.model import Axes
+from ...events.spec.parallelism import coordinates, num_places, replica, whole_on_each
+from ..checkpoint_store import protocol
+from ..diagnosis.classifier import Verdict
+from ..ipc.progress_page import OUTSIDE_CODE, Pulse
+from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.saver import Saver
+from .communicators.communicators import ABORTED, Communicators
+from .model import cpu_device, training_state
+from .model import trainee as model
+from .model.workload import Work
+from .process.control_thread import Control, Interrupted
+from .process.exit_report import bounded
+from .process.flight_recorder import Recorder
+from .process.history import History
+from .process.trace import Event, Trace
+from .recovery.settlement import Share, settle
+from .recovery.state_sources import NO_STATE, Claim
+from .state_recovery import Supply, seen
+from .step.gradient_reduction import Outcome, poisoned
+from .step.iteration import Iteration, clock
 
 PROGRESS_S = 1.0
 """How often the first member tells its progress."""
@@ -78,7 +80,7 @@ class Member:
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
-        device = cpu.stand_in()
+        device = cpu_device.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
         self.sparing = self.communicators.sparing if is_url(self.train.output) else nullcontext
@@ -90,10 +92,10 @@ class Member:
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
-        secret = environment.get(keeping.SECRET, "")
+        secret = environment.get(protocol.SECRET, "")
         self.supply = Supply(start, work, self.communicators, self.iteration, secret, self.sparing,
                              self._note)
-        self.copier = copies.Copier(start, secret, spare=self.communicators.spare,
+        self.copier = memory_checkpoint.Copier(start, secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
         self.saver = Saver(start, sparing=self.sparing, tell=control.tell, note=self.trace.note)
         self.digest = words.digest
@@ -132,7 +134,7 @@ class Member:
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
             endpoint=self.communicators.endpoint,
             num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
-            state_bytes=state.num_bytes(self.trainee), iteration_flops=self.work.flops,
+            state_bytes=training_state.num_bytes(self.trainee), iteration_flops=self.work.flops,
             data_digest=self.digest,
         ))
         self._note("ready")
@@ -336,7 +338,7 @@ class Member:
             for report in self.history.tell(
                     self.told_to, task=self.start.task, generation=self.generation,
                     micro_batches=self.train.num_micro_batches, flops=self.work.flops,
-                    skipped=state.num_skipped(self.trainee, self.step_version)):
+                    skipped=training_state.num_skipped(self.trainee, self.step_version)):
                 self.control.tell(report)
             if self.history.end > self.told_to:
                 loss, step_s = self.history.last

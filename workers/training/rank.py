@@ -28,12 +28,12 @@ from typing import NoReturn, TextIO, cast
 
 import structlog
 
-from ...events.orders import StartRank
-from ...events.talk import Talk
-from ..pulse import Pulse
-from ..wire import Frame, Unpacker
-from .control import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
-from .last_words import LastWords, end
+from ...events.process_io import Talk
+from ...events.records.orders import StartRank
+from ..ipc.pipe_protocol import Frame, Unpacker
+from ..ipc.progress_page import Pulse
+from .process.control_thread import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
+from .process.exit_report import LastWords, end
 
 FLIGHT_ENTRIES_NUM_MAX = 512
 """What torch's flight recorder keeps: at some 500 bytes each, a dump stays well under 1 MB."""
@@ -51,7 +51,7 @@ def main() -> None:
 def be(fd: int, pulse: int = -1) -> NoReturn:
     """Be the rank at the other end of socket `fd`, in this process. Never returns.
 
-    Marks are written to the page of file `pulse` (workers/pulse.py), or nowhere.
+    Marks are written to the page of file `pulse` (workers/ipc/progress_page.py), or nowhere.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,7 +61,7 @@ def be(fd: int, pulse: int = -1) -> NoReturn:
 
     load()
     from .member import Member
-    from .work import House
+    from .model.workload import House
 
     assert order.spec.train is not None, "a command has no rank of ours"
     member = Member(control, order, os.environ, Pulse(pulse), House(order.spec.train))
@@ -89,16 +89,16 @@ def meet_agent(fd: int) -> tuple[Control, StartRank, LastWords]:
 def load() -> None:
     """Import torch and Megatron, once: it takes seconds, and a zygote has done it before."""
     quiet()
-    from . import cpu
+    from .model import cpu_device
 
-    with cpu.uncompiled():
+    with cpu_device.uncompiled():
         # Else the first optimizer of each process does: measured, 0.8 of the 1.0 s that the CPU
         # took for a rank out of a zygote, while the survivors change their layout beside it.
         import torch._dynamo
 
-        from . import member
+        from . import member as training_member
 
-    assert member
+    assert training_member
     assert torch._dynamo
 
 
@@ -117,7 +117,7 @@ def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, li
 
 def _prepare(host: str) -> None:
     """What must be in the environment before torch is imported."""
-    from .sockets import interface_of
+    from .communicators.sockets import interface_of
 
     interface = interface_of(host)
     if interface:

@@ -30,12 +30,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...events.errors import UsageError
-from ...events.parallel import Parallel
-from ...events.spec import Train, parse
+from ...events.spec.job import Train, parse
+from ...events.spec.parallelism import Parallel
 
 if TYPE_CHECKING:
-    from .model import Trainee
-    from .text import Text
+    from .model.text_data import Text
+    from .model.trainee import Trainee
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -71,18 +71,21 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     import torch
     import torch.distributed as dist
 
-    from . import cpu
+    from .model import cpu_device
 
-    with cpu.uncompiled():
+    with cpu_device.uncompiled():
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from . import checkpoint, groups, model, text
-        from .history import History
+        from .checkpoint import checkpoint
+        from .communicators import process_groups
+        from .model import text_data
+        from .model import trainee as model
+        from .process.history import History
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = cpu.stand_in()
+    device = cpu_device.stand_in()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
                             rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -94,7 +97,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     # Megatron's name of the two losses. Without it, its schedule divides each micro-batch's sum by
     # its own tokens and by the number of micro-batches, as its own training loop has it.
     trainee.ddps[0].config.calculate_per_token_loss = train.loss == "per_token"
-    words = text.load(train.data, train.model.sequence)
+    words = text_data.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))
     assert sorted(items) == list(range(train.num_micro_batches))
     history = History()
@@ -117,7 +120,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
             tell(iteration, loss)
     shutil.rmtree(out / "final", ignore_errors=True)
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
-    groups.forget()
+    process_groups.forget()
     dist.destroy_process_group()
     return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
                   path=str(out / "final"))
@@ -185,7 +188,7 @@ def read(folder: Path | str) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from . import checkpoint
+    from .checkpoint import checkpoint
 
     reader = checkpoint.reader(str(folder))
     metadata = reader.read_metadata()

@@ -22,8 +22,8 @@ from typing import NoReturn
 
 import msgspec
 
-from .. import linux
-from ..forking import FDS_NUM_MAX, REQUEST_BYTES_MAX, Told, Wanted
+from ..host import linux
+from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, Told, Wanted
 from . import rank
 
 ADOPTED_S_MAX = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..policy import Policy
 from . import (
     bamboo,
     by_size,
@@ -18,6 +17,7 @@ from . import (
     unicron,
     varuna,
 )
+from .policy import Policy
 
 POLICIES: dict[str, Policy] = {
     "unicron": unicron.POLICY, "shrink": shrink.POLICY, "spares": spares.POLICY,

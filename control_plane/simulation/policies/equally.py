@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..baseline import sharing
-from ..policy import Policy
+from .baseline import sharing
+from .policy import Policy
 from .unicron import POLICY as UNICRON
 
 POLICY = Policy(

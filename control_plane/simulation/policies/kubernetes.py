@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ....events import statuses as s
-from ..baseline import following, moved
-from ..costs import Costs
-from ..policy import Policy
+from ....events.records import statuses as s
+from .baseline import following, moved
+from .policy import Costs, Policy
 
 POLICY = Policy(
     what="Kubernetes evicts the pods and starts the whole job again",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ....events import statuses as s
-from ..baseline import following, kept
-from ..costs import Costs
-from ..policy import Policy
+from ....events.records import statuses as s
+from .baseline import following, kept
+from .policy import Costs, Policy
 
 COSTS = Costs(
     # Unicron (arXiv 2401.00134), table 2, "without": a lost node 5.7 s (our reading), all else

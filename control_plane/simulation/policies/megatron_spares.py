@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..baseline import following, moved
-from ..policy import Policy
+from .baseline import following, moved
 from .megatron import COSTS
+from .policy import Policy
 
 POLICY = Policy(
     what="a spare node takes over; the job restarts from the checkpoint",

@@ -8,8 +8,8 @@ those ratios are no evidence here, and docs/guides/paper.md shows what comes of 
 
 from __future__ import annotations
 
-from ....events import statuses as s
-from ..costs import Costs
+from ....events.records import statuses as s
+from .policy import Costs
 
 COSTS = Costs(
     # Unicron (arXiv 2401.00134), table 2: a node 5.6 s, a process 1.8 s, an exception 0.3 s, what

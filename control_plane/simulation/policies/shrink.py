@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..baseline import following, shrunk
-from ..costs import Costs
-from ..policy import Policy
+from .baseline import following, shrunk
+from .policy import Costs, Policy
 
 POLICY = Policy(
     what="the job that failed goes on smaller, until its nodes are back",

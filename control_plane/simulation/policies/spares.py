@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..baseline import following, moved
-from ..costs import Costs
-from ..policy import Policy
+from .baseline import following, moved
+from .policy import Costs, Policy
 
 POLICY = Policy(
     what="a spare node takes over; the job restarts in its processes",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ....events import statuses as s
-from ... import decide
+from ....events.records import statuses as s
+from ...decide import decide
 from .. import quick
-from ..costs import Costs
-from ..policy import Policy
+from .policy import Costs, Policy
 
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..baseline import following, shrunk
-from ..policy import Policy
+from .baseline import following, shrunk
+from .policy import Policy
 from .resilient import COSTS
 
 POLICY = Policy(

@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ....events.detected import CheckHealth
-from ....events.statuses import LINK_FLAPPING, OTHER_NETWORK
-from .finding import Erred, Finding, Look, worst
-from .limits import (
+from ....events.records.reports import CheckHealth
+from ....events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
+from .finding import (
     FLAPS_NUM_MAX,
     FLAPS_WITHIN_S,
     NETWORK_EVERY_S,
@@ -19,6 +18,10 @@ from .limits import (
     RECOVERIES_PER_MINUTE_NUM_MAX,
     SYMBOL_ERRORS_HZ_MAX,
     SYMBOL_ERRORS_PER_HOUR_NUM_MAX,
+    Erred,
+    Finding,
+    Look,
+    worst,
 )
 
 SYS_CLASS = Path("/sys/class")

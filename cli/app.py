@@ -1,0 +1,396 @@
+"""The face: `unicron` and its commands, thin; each loads what it needs when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from ..events.errors import UnicronError, UsageError
+from .commands import (
+    classify_command,
+    locate_command,
+    operator_commands,
+    plan_command,
+    simulate_command,
+)
+from .terminal import console
+from .terminal.options import Checks, Form, State, TaskArg, Url, folder
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    name="unicron", add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"],
+                                                      "max_content_width": 100},
+    help="The self-healing control plane for large-model training.",
+    epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
+           "unicron submit deploy/examples/demo.yaml.",
+)
+
+
+@app.command()
+def up(
+    state: State = None,
+    agents: Annotated[int | None, typer.Option(min=0, max=64, metavar="N",
+                                               help="Agents (nodes) to run here [2].")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, max=64, metavar="K",
+                                              help="Slots (GPUs) of each agent [2].")] = None,
+    redis: Annotated[str | None, typer.Option(
+        metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
+        help="Your own Redis or Valkey [$UNICRON_REDIS_URL, else a private server].")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT",
+                                             help="HTTP port, 0: any free one [0].")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME",
+                                                help="The cluster's name [default].")] = None,
+    policy: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Limits and priors, as YAML; an empty file: the defaults. The folder "
+        "keeps a copy [the last one given].")] = None,
+    observe: Annotated[bool, typer.Option(
+        "--observe", help="Decide, price and log everything, act on nothing [as the last "
+        "time].")] = False,
+    act: Annotated[bool, typer.Option("--act", help="Act again [as the last time, at first "
+                                                    "yes].")] = False,
+    allow_inject: Annotated[bool, typer.Option(
+        "--allow-inject", help="Let unicron inject break things on purpose; never "
+        "remembered.")] = False,
+    label: Annotated[list[str] | None, typer.Option(
+        metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one; again for "
+        "more; none: forget them [the last ones given].")] = None,
+    no_watch: Annotated[bool, typer.Option(
+        "--no-watch", help="Do not watch the pulse of ranks; never remembered.")] = False,
+    checks: Annotated[Path | None, typer.Option(
+        "--checks", metavar="DIR", help="Your own checks of the nodes, as of unicron agent; none: "
+        "forget them [the last ones given].")] = None,
+    checks_every: Annotated[float | None, typer.Option(
+        min=1, metavar="S", help="Seconds between two runs of each check [60].")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d",
+                                         help="Leave it in the background.")] = False,
+) -> None:
+    """Start a cluster on this machine; Ctrl-C stops it."""
+    from .commands import up as command
+
+    os.environ.pop("UNICRON_REDIS_URL", None)  # passed on to those alone who need it
+    if observe and act:
+        raise UsageError("--observe and --act do not go together", "give one of them, or neither")
+    command.up(folder(state), command.Asked(
+        agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
+        observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
+        labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
+        checks_every_s=checks_every), detach=detach)
+
+
+@app.command()
+def down(state: State = None) -> None:
+    """Stop the cluster of this machine; its log stays."""
+    from .commands import up as command
+
+    command.down(folder(state))
+
+
+@app.command()
+def agent(
+    state: State = None,
+    url: Url = None,
+    node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
+    slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
+                                       help="Slots here; 0: one for each GPU.")] = 0,
+    host: Annotated[str, typer.Option(
+        metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
+    label: Annotated[list[str] | None, typer.Option(
+        metavar="KEY=VALUE", help="Where this node stands: rack=NAME, switch=NAME; again for the "
+        "other.")] = None,
+    redis: Annotated[str, typer.Option(
+        metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
+        help="The log, if the control plane's address of it is not ours "
+        "[$UNICRON_REDIS_URL].")] = "",
+    no_watch: Annotated[bool, typer.Option(
+        "--no-watch", help="Do not watch the pulse of ranks: no stall, no pace is told.")] = False,
+    checks: Checks = None,
+    checks_every: Annotated[float, typer.Option(
+        min=1, metavar="S", help="Seconds between two runs of each check.")] = 60,
+    checks_limit: Annotated[float, typer.Option(
+        min=1, metavar="S", help="Seconds that one run may take.")] = 30,
+) -> None:
+    """Run the agent of one node; it joins the control plane by HTTP."""
+    from .commands import serve
+
+    os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
+    serve.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
+              label=label or (), watch=not no_watch, checks=checks, checks_every_s=checks_every,
+              checks_s_max=checks_limit)
+
+
+@app.command("control-plane", hidden=True)
+def control_plane(
+    state: State = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
+    policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    observe: Annotated[bool, typer.Option("--observe")] = False,
+    allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
+) -> None:
+    """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
+    from .commands import serve
+
+    serve.control_plane(folder(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
+                      host=host, port=port, cluster=cluster, policy=policy, observe=observe,
+                      allow_inject=allow_inject)
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Submit a task."""
+    from .commands import tasks
+
+    tasks.submit(folder(state), url, job, as_json=output == "json")
+
+
+@app.command()
+def status(
+    what: Annotated[str, typer.Argument(
+        metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", "-w",
+                                        help="Show it anew every second.")] = False,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Show the cluster, one task, or the nodes."""
+    from .commands import status as commands_status
+
+    commands_status.status(folder(state), url, what, watch=watch, as_json=output == "json")
+
+
+@app.command()
+def tail(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    after: Annotated[int, typer.Option(min=0, metavar="SEQ", help="Only behind this seq.")] = 0,
+    kind: Annotated[list[str] | None, typer.Option(
+        metavar="K", help="Only this kind; may be repeated.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
+    node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
+    incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
+    state: State = None,
+    url: Url = None,
+    output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
+        "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
+) -> None:
+    """Read the log: one record a line."""
+    from .commands import tail as commands_tail
+
+    commands_tail.tail(
+        folder(state),
+        url,
+        commands_tail.Filter.make(kind or [], task, node, incident),
+        after=after,
+        follow=follow,
+        as_json=output != "text",
+    )
+
+
+@app.command()
+def incident(
+    which: Annotated[str, typer.Argument(
+        metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
+    every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Show a fault: evidence, decision, plans, phases, cost, what is left to do."""
+    from .commands import incident as commands_incident
+
+    commands_incident.incident(folder(state), url, which, every=every, as_json=output == "json")
+
+
+@app.command()
+def cancel(
+    task: TaskArg,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Stop a task for good."""
+    from .commands import tasks
+
+    tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
+
+
+app.add_typer(plan_command.app)
+app.add_typer(operator_commands.app)
+app.add_typer(classify_command.app)
+app.add_typer(locate_command.app)
+app.add_typer(simulate_command.app, name="simulate")
+
+
+@app.command()
+def logs(
+    task: TaskArg,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
+    state: State = None,
+    url: Url = None,
+) -> None:
+    """Show what a task's ranks printed, from the files on this machine."""
+    from .commands import logs as commands_logs
+
+    commands_logs.logs(folder(state), url, task, rank, follow=follow)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
+    until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
+    step: Annotated[bool, typer.Option("--step", help="Show every record and the state "
+                                                      "hash after it.")] = False,
+    incident: Annotated[str | None, typer.Option(
+        "--incident", metavar="ID", help="Show this incident's page.")] = None,
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Fold a log to the state it tells; needs no server and no torch."""
+    from .commands import replay as commands_replay
+
+    commands_replay.replay(
+        folder(state),
+        url,
+        file,
+        live=live,
+        until=until,
+        verify=verify,
+        step=step,
+        incident=incident,
+        as_json=output == "json",
+    )
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
+    state: State = None,
+    url: Url = None,
+) -> None:
+    """Write the running cluster's log to a file, as JSON lines."""
+    from .commands import replay as commands_replay
+
+    commands_replay.export(folder(state), url, file)
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
+    iterations: Annotated[int, typer.Option(
+        min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 128,
+) -> None:
+    """Train two real models on three nodes, break them, watch them heal; under two minutes."""
+    from .demo import demo as demo_demo
+
+    raise typer.Exit(demo_demo.demo(keep=keep, num_iterations=iterations))
+
+
+@app.command()
+def doctor(
+    state: State = None, output: Form = "text",
+    support: Annotated[bool, typer.Option(
+        "--support", help="What of Megatron heals in memory, with the reasons, alone.")] = False,
+) -> None:
+    """Check what this machine has, and what is missing; and tell what heals in memory."""
+    from .commands import doctor as commands_doctor
+
+    if support:
+        raise typer.Exit(commands_doctor.tell_support(as_json=output == "json"))
+    raise typer.Exit(commands_doctor.doctor(folder(state), as_json=output == "json"))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
+        from unicron import __version__
+
+        console.out(f"unicron {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        console.out(context.get_help())
+        raise typer.Exit
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Errors are one line and a hint on stderr."""
+    try:
+        code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
+    except UnicronError as error:
+        console.error(str(error), str(getattr(error, "hint", "")))
+        wrong_input = isinstance(error, UsageError)
+        return EXIT_USAGE if wrong_input else EXIT_FAILED
+    except TyperException as error:
+        if _is_negative_weight(error):
+            console.error(operator_commands.WEIGHT, operator_commands.WEIGHT_HINT)
+        else:
+            console.error(_plain_words(error.format_message()).rstrip("."), _help_of(error))
+        return EXIT_USAGE
+    except (KeyboardInterrupt, Abort):
+        return EXIT_INTERRUPTED
+    except console.ReaderGone:
+        # keep the interpreter from complaining at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        console.error(f"{place}{(error.strerror or str(error)).lower()}",
+                  "check the path and its rights")
+        return EXIT_FAILED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _plain_words(message: str) -> str:
+    """What the reader of options said of a value, without its own words for kinds of values."""
+    for theirs, ours in (("Value error, ", ""),
+                         ("Input should be greater than or equal to", "must be at least"),
+                         ("Input should be less than or equal to", "must be at most"),
+                         ("Input should be a valid integer, unable to parse string as an integer",
+                          "not a whole number"),
+                         ("Input should be a valid number, unable to parse string as a number",
+                          "not a number")):
+        message = message.replace(theirs, ours)
+    return message
+
+
+def _is_negative_weight(error: TyperException) -> bool:
+    """Whether a number below 0 was read as an option that there is not."""
+    option = str(getattr(error, "option_name", ""))
+    return (getattr(getattr(error, "ctx", None), "info_name", "") == "set-weight"
+            and option[:1] == "-" and option[1:2] in tuple("0123456789."))
+
+
+def _help_of(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'unicron'} --help"
+
+
+def main() -> None:
+    """The entry point of `python -m unicron.cli.main`; that of `unicron` is in entry.py."""
+    console.open_streams()
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

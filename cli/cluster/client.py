@@ -1,0 +1,158 @@
+"""HTTP to the control plane (docs/ARCHITECTURE.md, "HTTP"), on the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from ...events.errors import UnicronError, UsageError
+from .state_dir import StateDir, default, read_json
+
+REPLY_S_MAX = 10.0
+DRY_RUN_S_MAX = 120.0
+"""A dry run of the largest job on 100,000 slots more takes ten seconds, under limits more."""
+
+
+class Refused(UsageError):
+    """The control plane answered with an error; `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
+class Unreachable(UsageError):
+    """Nobody answers at the control plane's address."""
+
+
+class Unable(UnicronError):
+    """The control plane cannot answer at the moment (5xx)."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Interrupted(UnicronError):
+    """An answer ended before it was whole."""
+
+
+class Client:
+    """One control plane. Every call raises Unreachable, Refused or Unable."""
+
+    def __init__(self, url: str, token: str, hint: str = "unicron up") -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+            raise UsageError(f"{url!r} is not a control plane's address",
+                             "for example --url http://127.0.0.1:8420")
+        self.url = url
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        self.token, self._hint = token, hint
+
+    def get(self, path: str, **query: object) -> Any:
+        """The JSON answer of a GET."""
+        with self._open("GET", path, query=query) as answer:
+            return _json(answer)
+
+    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
+        """The JSON answer of a POST; repeated once, under the same key, when the line broke."""
+        key = secrets.token_hex(16)
+        for last in (False, True):
+            try:
+                with self._open("POST", path, body=body, key=key, limit_s=limit_s) as answer:
+                    return _json(answer)
+            except (Interrupted, Unreachable):
+                if last:
+                    raise
+        raise AssertionError
+
+    def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
+        """The log behind `after` as plain data; with `follow` it goes on until it is closed."""
+        query = {"after": after, "follow": int(follow)}
+        with self._open("GET", "/v1/log", query=query,
+                        limit_s=None if follow else REPLY_S_MAX) as answer:
+            while line := _line(answer):
+                if line.strip():
+                    yield json.loads(line)
+
+    def _open(self, method: str, path: str, *, query: dict[str, Any] | None = None,
+              body: object = None, key: str = "",
+              limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        link = kind(self._host, self._port, timeout=REPLY_S_MAX)
+        headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
+        if body is not None:
+            headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
+        target = f"{path}?{urlencode(query)}" if query else path
+        try:
+            link.request(method, target, None if body is None else json.dumps(body), headers)
+            if link.sock is not None:
+                link.sock.settimeout(limit_s)
+            answer = link.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            link.close()
+            raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
+                              self._hint) from None
+        if answer.status >= 400:
+            raise _refused(answer, self._hint)
+        return answer
+
+
+def connect(state: StateDir, url: str | None = None) -> Client:
+    """The control plane of --url or $UNICRON_URL, else the one of the state folder.
+
+    The token is $UNICRON_TOKEN, else that of the state folder.
+    """
+    noted = read_json(state.control_plane) or {}
+    given = url or os.environ.get("UNICRON_URL")
+    token = os.environ.get("UNICRON_TOKEN") or str(noted.get("token", ""))
+    if given:
+        return Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
+    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
+    if not noted.get("url"):
+        raise Unreachable(f"no cluster runs on {state.path}", start)
+    if state.is_held():
+        start = "unicron up is there and starts it again: try again in a few seconds"
+    return Client(str(noted["url"]), token, start)
+
+
+def _why(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text or type(error).__name__).lower()
+
+
+def _line(answer: http.client.HTTPResponse) -> bytes:
+    try:
+        return answer.readline()
+    except (OSError, http.client.HTTPException) as error:
+        raise Interrupted(f"the control plane's answer broke off ({_why(error)})") from None
+
+
+def _json(answer: http.client.HTTPResponse) -> Any:
+    try:
+        return json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Interrupted(f"the control plane's answer broke off ({_why(error)})") from None
+
+
+def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
+    try:
+        told: Any = json.loads(answer.read(1 << 20))
+        message, advice = str(told["error"]), str(told.get("hint", ""))
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
+    if answer.status == 401:
+        advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
+    if answer.status >= 500:
+        return Unable(message, advice or hint)
+    return Refused(answer.status, " ".join(message.split()), advice or hint)

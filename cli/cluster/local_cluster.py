@@ -1,0 +1,313 @@
+"""A whole cluster on this machine: server, control plane, agents, each in a session of its own.
+
+They outlive whoever started them; whoever comes next adopts them by their pid files. The server
+keeps its own (events/log/embedded_server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from ...events.errors import Unavailable, UnicronError, UsageError
+from ...events.log import embedded_server
+from ...events.records import types
+from . import processes
+from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from .processes import Process
+from .state_dir import StateDir, read_json, write_json
+
+CONTROL_PLANE = "control-plane"
+UP = "up"
+START_S_MAX = 30.0
+AGENT_GRACE_S = 15.0
+"""An agent ends its ranks first."""
+CONTROL_PLANE_GRACE_S = 10.0
+POLL_S = 0.05
+HOST = "127.0.0.1"
+REDIS_URL = "UNICRON_REDIS_URL"
+T = TypeVar("T")
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """What `up` is asked for. `redis_url` empty: a private server. `port` 0: any free one."""
+
+    num_agents: int = 2
+    num_slots: int = 2
+    redis_url: str = ""
+    port: int = 0
+    cluster: str = "default"
+    trace_dir: str = ""
+    policy: str = ""
+    """A policy file for the control plane; empty: its defaults."""
+    observe: bool = False
+    allow_inject: bool = False
+    watch: bool = True
+    """Whether agents watch the pulse of their ranks."""
+    labels: tuple[str, ...] = ()
+    """Of the nodes: KEY=VALUE of all, NODE:KEY=VALUE of one."""
+    checks: str = ""
+    """A folder of the site's own checks; empty: none."""
+    checks_every_s: float = 60.0
+
+
+def wanted_before(state: StateDir) -> Wanted | None:
+    """What the last `up` on this folder was asked for."""
+    data = read_json(state.cluster)
+    try:
+        return None if data is None else msgspec.convert(data, Wanted)
+    except msgspec.ValidationError:
+        return None
+
+
+class LocalCluster:
+    """The processes of one state folder. Use under the folder's lock, except for `stop`."""
+
+    def __init__(self, state: StateDir, wanted: Wanted) -> None:
+        self.state, self.wanted = state, wanted
+        self.redis_url = wanted.redis_url
+
+    def save(self) -> None:
+        """Note what was asked for, so that a later `up` starts the same."""
+        write_json(self.state.cluster, msgspec.to_builtins(self.wanted))
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"n{number}" for number in range(1, self.wanted.num_agents + 1)]
+
+    def names(self) -> list[str]:
+        """Control plane, then agents: all that this class starts itself."""
+        return [CONTROL_PLANE, *(agent_name(node) for node in self.nodes)]
+
+    def find(self, name: str) -> Process | None:
+        return processes.find(self.state, name)
+
+    # --- start ----------------------------------------------------------------------------------
+    def ensure_server(self) -> embedded_server.Server | None:
+        """The private server, adopted or started; None when a Redis was given by URL."""
+        if self.wanted.redis_url:
+            return None
+        server = embedded_server.ensure(self.state.server)
+        self.redis_url = server.url
+        return server
+
+    def ensure(self, name: str) -> tuple[Process, bool]:
+        """The process of that name, and whether it ran already."""
+        if found := self.find(name):
+            return found, True
+        return self.start(name), False
+
+    def start(self, name: str) -> Process:
+        """Start one of `names()`. Raises UsageError when its port is taken."""
+        environment: dict[str, str] = {}
+        common = ["--state", str(self.state.path)]
+        if name == CONTROL_PLANE:
+            port = self.wanted.port
+            # one that was just killed may still be letting go of it
+            embedded_server.wait_free(port)
+            check_port(port)
+            environment[REDIS_URL] = self.redis_url  # not in argv: everybody may read that
+            if self.wanted.policy:
+                common += ["--policy", self.wanted.policy]
+            common += ["--observe"] * self.wanted.observe
+            common += ["--allow-inject"] * self.wanted.allow_inject
+            return processes.start(
+                self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),
+                                           "--cluster", self.wanted.cluster), environment)
+        if self.wanted.trace_dir:
+            environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
+        common += ["--no-watch"] * (not self.wanted.watch)
+        node = name.removeprefix("agent-")
+        for label in labels_of(node, self.wanted.labels):
+            common += ["--label", label]
+        if self.wanted.checks:
+            common += ["--checks", self.wanted.checks,
+                       "--checks-every", f"{self.wanted.checks_every_s:g}"]
+        return processes.start(
+            self.state, name, _unicron("agent", *common, "--node", node,
+                                       "--slots", str(self.wanted.num_slots)), environment)
+
+    def choose_port(self) -> None:
+        """Settle on one port for good, so that a control plane that starts again is found."""
+        if self.wanted.port == 0:
+            self.wanted = msgspec.structs.replace(self.wanted, port=embedded_server.free_port())
+
+    def extra_agents(self) -> list[Process]:
+        """Agents that run here but are no longer asked for."""
+        asked = set(self.names())
+        found = (self.find(name) for name in processes.names(self.state)
+                 if name.startswith("agent-") and name not in asked)
+        return [process for process in found if process is not None]
+
+    # --- wait -----------------------------------------------------------------------------------
+    def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
+        """Until it leads and answers. Raises UnicronError when it ends or is late."""
+        see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
+
+        def answers() -> Client | None:
+            process = self.find(CONTROL_PLANE)
+            if process is None:
+                words = processes.last_words(self.state, CONTROL_PLANE)
+                raise LateError(f"the control plane ended: {words}", see_log)
+            try:
+                client = connect(self.state)
+                health = client.get("/v1/health")
+            except (Unreachable, Refused, Unable):
+                return None
+            return client if health.get("leader") and health.get("pid") == process.pid else None
+
+        return wait_for(answers, limit_s, "the control plane does not answer", see_log)
+
+    def wait_agents(self, client: Client, limit_s: float = START_S_MAX) -> None:
+        """Until the log says that every agent has joined. Raises UnicronError."""
+        wait_for(lambda: self._joined(client) or None, limit_s, "an agent does not join",
+                 f"see {self.state.logs}")
+
+    def _joined(self, client: Client) -> bool:
+        pids: dict[str, int] = {}
+        for node in self.nodes:
+            process = self.find(agent_name(node))
+            if process is None:
+                words = processes.last_words(self.state, agent_name(node))
+                raise LateError(f"agent {node} ended: {words}",
+                                f"see {self.state.logs / (agent_name(node) + '.log')}")
+            pids[node] = process.pid
+        try:
+            nodes = client.get("/v1/state")["nodes"]
+        except (Interrupted, Unable, Unreachable):
+            return False
+        joined = {node["id"]: node["pid"] for node in nodes if node["contact"] == "heard"}
+        return all(joined.get(node) == pid for node, pid in pids.items())
+
+    # --- stop -----------------------------------------------------------------------------------
+    def stop(self, *, grace: bool = True) -> list[str]:
+        """Stop agents, control plane, server, in this order; their names. Data stays."""
+        return stop_all(self.state, grace=grace)
+
+
+def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
+    """Stop all that runs on the folder but `up`: agents, control plane, server. Their names."""
+    stopped: list[str] = []
+    for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
+        found = [process for name in processes.names(state) if name.startswith(prefix)
+                 if (process := processes.find(state, name)) is not None]
+        processes.stop_together(state, found, grace_s if grace else 0.0)
+        stopped += [process.name for process in found]
+    state.control_plane.unlink(missing_ok=True)
+    server = embedded_server.adopt(state.server)
+    if server is not None:
+        server.stop()
+        stopped.append("server")
+    return stopped
+
+
+def labels_of(node: str, asked: Sequence[str]) -> list[str]:
+    """KEY=VALUE of one node: what is said of it alone goes before what is said of all."""
+    found: dict[str, str] = {}
+    for text in sorted(asked, key=lambda text: ":" in text):
+        of, _, label = text.rpartition(":")
+        if of in ("", node):
+            found[label.partition("=")[0]] = label
+    return list(found.values())
+
+
+def check_labels(asked: Sequence[str], nodes: Sequence[str]) -> None:
+    """Raises UsageError for what is no label, or of none of these nodes."""
+    by_node: dict[str, list[str]] = {}
+    for text in asked:
+        of, colon, label = text.rpartition(":")
+        if colon and of not in nodes:
+            raise UsageError(f"--label {text!r}: there is no node {of!r} here",
+                             f"there is {' '.join(nodes)}" if nodes else "--agents is 0")
+        by_node.setdefault(of, []).append(label)
+    for of in sorted(by_node):
+        types.parse(by_node[of])
+
+
+def agent_name(node: str) -> str:
+    """The name of a node's agent among the processes."""
+    return f"agent-{node}"
+
+
+def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: str = "") -> T:
+    """Call until it answers. Raises LateError when `limit_s` has passed."""
+    deadline_s = time.monotonic() + limit_s
+    while (answer := attempt()) is None:
+        if time.monotonic() > deadline_s:
+            raise LateError(f"{late} within {limit_s:.0f} s", hint)
+        time.sleep(POLL_S)
+    return answer
+
+
+class LateError(UnicronError):
+    """Something of ours did not happen in time, or ended; the hint says where to look."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def _unicron(*arguments: str) -> list[str]:
+    # -P: the folder we stand in must not be searched for modules
+    return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
+
+
+def check_port(port: int) -> None:
+    """Raises UsageError when the port cannot be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            why = "is in use" if taken else "cannot be used"
+            raise UsageError(f"port {port} {why}", "give another --port, or none") from None
+
+
+def check_redis(url: str, cluster: str) -> None:
+    """Raises UsageError when no Redis that can hold the log answers at a URL."""
+    hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "localhost", parts.port or 6379
+    except ValueError:
+        raise UsageError("--redis is not a URL", hint) from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise UsageError("--redis is not a redis:// URL", hint)
+    where = parts.path if parts.scheme == "unix" else f"{host}:{port}"
+    try:
+        if parts.scheme == "unix":
+            with socket.socket(socket.AF_UNIX) as link:
+                link.settimeout(3.0)
+                link.connect(parts.path)
+        else:
+            socket.create_connection((host, port), timeout=3.0).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
+    try:
+        asyncio.run(_check_log(url, cluster))
+    except Unavailable as error:
+        raise UsageError(f"no Redis answers: {error}", hint) from None
+
+
+async def _check_log(url: str, cluster: str) -> None:
+    import structlog
+
+    from ...events.log.redis_streams import RedisLog
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log = RedisLog(url, cluster)
+    try:
+        await log.check()
+    finally:
+        await log.close()

@@ -1,0 +1,117 @@
+"""Processes that outlive whoever started them: identity by pid file, start, wait, stop.
+
+A pid alone may name a stranger after a while, so a pid file holds the process's start time too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from ...events.log.embedded_server import start_time
+from ...events.process_io import uninterrupted
+from .state_dir import StateDir, read_json, write_json
+
+POLL_S = 0.02
+KILLED_S_MAX = 10.0
+LAST_WORDS_CHARS_MAX = 300
+WORD = re.compile(r"[^\W_]")
+
+
+class Process(Struct, frozen=True):
+    """One process of ours; `started` tells it from a later one of the same pid."""
+
+    name: str
+    pid: int
+    started: str
+
+
+def alive(process: Process) -> bool:
+    """Whether it still runs (a zombie does not); reaps it if it is an ended child of ours."""
+    return start_time(process.pid) == process.started
+
+
+def find(state: StateDir, name: str) -> Process | None:
+    """The live process of that name, by its pid file; a file left behind is deleted."""
+    path = state.pids / f"{name}.json"
+    data = read_json(path)
+    if data is None:
+        return None
+    process = Process(name=name, pid=int(data.get("pid", 0)), started=str(data.get("started", "")))
+    if process.pid > 1 and process.started and alive(process):
+        return process
+    path.unlink(missing_ok=True)
+    return None
+
+
+def names(state: StateDir) -> list[str]:
+    """Every name with a pid file, sorted."""
+    return sorted(path.stem for path in state.pids.glob("*.json"))
+
+
+def record(state: StateDir, name: str, pid: int) -> Process:
+    """Write the pid file of a process that runs already."""
+    process = Process(name=name, pid=pid, started=start_time(pid))
+    write_json(state.pids / f"{name}.json", {"pid": pid, "started": process.started})
+    return process
+
+
+def start(state: StateDir, name: str, argv: Sequence[str],
+          environment: Mapping[str, str] | None = None) -> Process:
+    """Start it in a session of its own, its output appended to `logs/NAME.log`."""
+    with (state.logs / f"{name}.log").open("ab") as log, uninterrupted():
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                 start_new_session=True,
+                                 env={**os.environ, **(environment or {})})
+        child.returncode = 0  # ours to reap in alive(); keeps Popen from warning when it is dropped
+        return record(state, name, child.pid)
+
+
+def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:
+    """SIGTERM to all, after `grace_s` SIGKILL to those left, until they are gone."""
+    for process in together:
+        signal_to(process, signal.SIGTERM if grace_s else signal.SIGKILL)
+    deadline_s = time.monotonic() + grace_s
+    for process in together:
+        if not wait_gone(process, max(deadline_s - time.monotonic(), 0.0)):
+            signal_to(process, signal.SIGKILL)
+            wait_gone(process, KILLED_S_MAX)
+        (state.pids / f"{process.name}.json").unlink(missing_ok=True)
+
+
+def signal_to(process: Process, number: int) -> None:
+    """Signal it, unless it is gone."""
+    if alive(process):
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def wait_gone(process: Process, limit_s: float) -> bool:
+    """True when it has ended within `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while alive(process):
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def last_words(state: StateDir, name: str) -> str:
+    """The end of what it wrote, for an error's one line."""
+    try:
+        text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # A traceback of several ends with a border, and has one before each line.
+    lines = [line.strip(" |+-") for line in text.splitlines() if WORD.search(line)]
+    lines = lines or ["it said nothing"]
+    errors = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith("error: ")]
+    return " ".join((errors or lines)[-1].split())[:LAST_WORDS_CHARS_MAX]

@@ -1,0 +1,131 @@
+"""The state folder of a cluster on this machine: where everything lies, and the lock on it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import IO, Any
+
+from ...events.errors import UsageError
+
+
+def default() -> Path:
+    """$UNICRON_STATE, else $XDG_STATE_HOME/unicron, else ~/.local/state/unicron."""
+    if given := os.environ.get("UNICRON_STATE"):
+        return Path(given).expanduser().absolute()
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser().absolute() / "unicron"
+
+
+def shown(path: Path) -> str:
+    """A path as a person would name it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class StateDir:
+    """Paths in one state folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+
+    @property
+    def option(self) -> str:
+        """`--state DIR` as a shell reads it here: what a hint says to type."""
+        return f"--state {shlex.quote(shown(self.path))}"
+
+    @property
+    def server(self) -> Path:
+        """The embedded server's own folder."""
+        return self.path / "server"
+
+    @property
+    def pids(self) -> Path:
+        return self.path / "pids"
+
+    @property
+    def logs(self) -> Path:
+        """What our processes wrote to stderr, one file each."""
+        return self.path / "logs"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "archive"
+
+    @property
+    def control_plane(self) -> Path:
+        """Written by the control plane: its url and token, readable by the owner alone."""
+        return self.path / "control_plane.json"
+
+    @property
+    def cluster(self) -> Path:
+        """What `up` was asked for; a later `up` starts the same again."""
+        return self.path / "cluster.json"
+
+    @property
+    def policy(self) -> Path:
+        """Our own copy of the policy file that `up` was given: the original may change or go."""
+        return self.path / "policy.yaml"
+
+    def agent(self, node: str) -> Path:
+        return self.path / "agents" / node
+
+    def create(self) -> None:
+        """Lay the folders, each that we make for its owner alone; one that was there keeps its
+        mode. Raises UsageError when that is not possible."""
+        try:
+            for folder in (self.path, self.pids, self.logs, self.path / "agents"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.path}: {(error.strerror or 'not usable').lower()}",
+                             "name a folder that you may write with --state") from None
+
+    def is_held(self) -> bool:
+        """Whether an `up` watches over the folder."""
+        try:
+            with (self.path / "up.lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def lock(self) -> IO[str]:
+        """Hold the folder for this process's life. Raises UsageError when another holds it."""
+        # for the owner alone: whoever can read a lock can hold it
+        file = os.fdopen(os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UsageError(f"{self.path} is held by {holder}",
+                             f"stop it with unicron down {self.option}, "
+                             "or give this one another --state") from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"unicron up, pid {os.getpid()}")
+        file.flush()
+        return file
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The file's object, or None when it is not there or not whole."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Written whole or not at all; readable by the owner alone."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(data, file)
+    new.replace(path)

@@ -1,0 +1,240 @@
+"""`unicron classify`: what the lines of a log mean, and what would be done about them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from msgspec import Struct
+
+from ...control_plane.incidents.severity import HANDLING, severity_of
+from ...events.errors import UsageError
+from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
+from ...workers.diagnosis.classifier import Verdict
+from ...workers.diagnosis.classifier import classify as verdict_on
+from ..terminal import console
+from ..terminal.format import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
+
+READ_BYTES_MAX = 16 * 1024 * 1024
+"""A longer JSON object is not read as one."""
+HALF_BYTES = 512 * 1024
+"""Of a longer line, so much of its head and of its tail is judged: a fault is told there."""
+LOOK_BYTES = 8192
+ROWS_NUM_MAX = 40
+INDENT_COLUMNS = 10
+KEYS = ("event", "msg", "message", "log", "error", "exception")
+"""Of a JSON object without `text`, what a log says in; where nothing is said, the line itself."""
+PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
+          b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
+HINT = "give a log as it is, or one JSON object with text a line"
+DEVICES_NUM_MAX = 64
+DEVICES_SHOWN_NUM = 4
+NONE, NO_SEVERITY = "none", "NONE"
+DONE: dict[str, str] = {
+    severity: f"{first}; else {then}" if severity != "SEV1" else first
+    for severity, (first, _, then) in HANDLING.items()}
+
+
+class Group(Struct):
+    """Lines with one meaning by one rule."""
+
+    severity: str
+    verdict: Verdict
+    first: int
+    """The number of the first line, from 1."""
+    num_lines: int = 0
+    devices: dict[str, None] = {}
+    """The GPUs that they name, in their order, at most DEVICES_NUM_MAX."""
+
+
+def classify(file: Path | None, *, as_json: bool) -> None:
+    """Read, judge each line, show. Raises UsageError for what cannot be read as text."""
+    file = None if str(file) == "-" else file
+    name = str(file) if file is not None else "standard input"
+    with ExitStack() as stack:
+        stream = _opened(file, stack)
+        _check(_begins(stream), name, str(file) if file is not None else "FILE")
+        judged = _judged(_texts(stream, name))
+        if as_json:
+            for _, text, verdict in judged:
+                console.out(json.dumps(plain(text, verdict)))
+        else:
+            console.lines(screen(name if file is not None else "", judged))
+
+
+def plain(text: str, verdict: Verdict) -> dict[str, Any]:
+    """One answer as plain data: what is not set is left out."""
+    told: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
+                            "severity": _severity(verdict), "rule": verdict.rule}
+    rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
+            "code": verdict.code, "device": verdict.device}
+    return told | {key: value for key, value in rest.items() if value}
+
+
+def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
+    """The page: each meaning once, the gravest first; then what is done about it, and the next
+    command. Only what is shown is held, so a log may be of any length."""
+    groups: dict[tuple[str, str], Group] = {}
+    num_lines = num_speaking = 0
+    for number, _, verdict in judged:
+        num_lines += 1
+        if verdict.status:
+            num_speaking += 1
+            group = groups.setdefault((verdict.status, verdict.rule),
+                                      Group(_severity(verdict), verdict, number))
+            group.num_lines += 1
+            if verdict.device and len(group.devices) < DEVICES_NUM_MAX:
+                group.devices[verdict.device] = None
+    if not num_lines:
+        yield f"0 lines: {f'{name} is empty' if name else 'nothing was piped in?'}"
+        return
+    yield (f"{number_of(num_lines, 'line')}: {count(num_speaking)} of a fault, "
+           f"{count(num_lines - num_speaking)} that mean nothing")
+    if not groups:
+        return
+    found = sorted(groups.values(), key=lambda one: (one.severity, one.first))
+    yield ""
+    rows = found[:ROWS_NUM_MAX]
+    lines = iter(table(
+        ("SEVERITY", "STATUS", "RULE", "LINES", "FIRST"),
+        [[one.severity, one.verdict.status, one.verdict.rule, count(one.num_lines),
+          count(one.first)] for one in rows], right=(3, 4)))
+    yield next(lines)
+    for line, one in zip(lines, rows, strict=True):
+        yield line
+        yield clipped(" " * INDENT_COLUMNS + _said(one.verdict), SCREEN_COLUMNS)
+        if one.devices:
+            yield f"{'':{INDENT_COLUMNS}}{_gpus(one.devices)}"
+    if len(found) > ROWS_NUM_MAX:
+        yield f"and {len(found) - ROWS_NUM_MAX} rules more: {command('-o json')}"
+    yield ""
+    for severity in sorted({one.severity for one in found}):
+        yield from labelled(severity, DONE[severity])
+    if any(one.verdict.second_hand for one in found):
+        yield from labelled("(peer)", "tells of another's end, or of a wait for it: look for the "
+                            "cause where that one ran")
+    yield from _next(name, found)
+
+
+def _next(name: str, found: list[Group]) -> Iterator[str]:
+    """What to type, of the gravest first: a line names its GPU, but not the node that wrote it."""
+    of_gpus = [one for one in found if one.severity == "SEV1" and one.devices]
+    devices = dict.fromkeys(device for one in of_gpus for device in one.devices)
+    steps: list[str] = []
+    if devices:
+        rules = " ".join(dict.fromkeys(one.verdict.rule for one in of_gpus))
+        steps.append(f"{command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the node "
+                     f"that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
+    elif found[0].severity == "SEV1":
+        steps.append(f"{command('unicron status nodes')}: whether the node that it tells of is "
+                     f"out; else {command('unicron drain NODE')}")
+    if any(one.verdict.status in (NCCL_TIMEOUT, TASK_HANG) for one in found):
+        steps.append(f"{command('unicron locate DUMP...')}: whom they wait for")
+    if not steps:
+        words = " ".join(["unicron classify", *([name] if name else []), "-o json"])
+        steps.append(f"{command(words)}: each line, with the peer that it names")
+    for label, step in zip(("next", *[""] * len(steps)), steps, strict=False):
+        yield from labelled(label, step)
+
+
+def _gpus(devices: Iterable[str]) -> str:
+    """For example `GPU 0000:4e:00, 0000:9b:00`."""
+    names = list(devices)
+    rest = len(names) - DEVICES_SHOWN_NUM
+    return f"GPU {', '.join(names[:DEVICES_SHOWN_NUM])}" + (f" and {rest} more" * (rest > 0))
+
+
+def _said(verdict: Verdict) -> str:
+    words = "".join(letter if letter.isprintable() else " " for letter in verdict.line)
+    return ("(peer) " if verdict.second_hand else "") + " ".join(words.split())
+
+
+def _severity(verdict: Verdict) -> str:
+    return severity_of(verdict.status) if verdict.status else NO_SEVERITY
+
+
+# --- reading ------------------------------------------------------------------------------------
+def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
+    if file is None:
+        if sys.stdin.isatty():
+            console.talk("reading standard input; Ctrl-D ends it")
+        return sys.stdin.buffer
+    try:
+        return stack.enter_context(file.open("rb"))
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a folder", "name a file, or pipe the text in") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{file}: {why.lower()}", "give the name of a text file, or pipe the "
+                         "text in") from None
+
+
+def _begins(stream: BinaryIO) -> bytes:
+    """Its first bytes, which stay to be read."""
+    peek = getattr(stream, "peek", None)
+    return bytes(peek(LOOK_BYTES))[:LOOK_BYTES] if peek is not None else b""
+
+
+def _check(head: bytes, name: str, file: str) -> None:
+    """Raises UsageError for what is packed, or is not text as we read it."""
+    for magic, (what, command_) in PACKED.items():
+        if head.startswith(magic):
+            raise UsageError(f"{name} is packed by {what}", f"{command_} {file} | unicron classify")
+    if b"\0" not in head:
+        return
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UsageError(f"{name} is UTF-16", f"iconv -f UTF-16 -t UTF-8 {file} | unicron classify")
+    raise UsageError(f"{name} is not text", HINT)
+
+
+def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
+    """Each text with its verdict. A line of a log is read with the one ahead: source code that a
+    traceback quotes is nobody's error."""
+    ahead = ""
+    for number, text, whole in texts:
+        yield number, text, verdict_on(text if whole or not ahead else f"{ahead}\n{text}")
+        ahead = text if not whole and '", line ' in text else ""
+
+
+def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
+    """(line number, text, whether it is whole) of each line: the text that its JSON object names,
+    which is whole, or the line itself."""
+    number = 0
+    while raw := stream.readline(READ_BYTES_MAX):
+        number += 1
+        if cut := len(raw) == READ_BYTES_MAX and not raw.endswith(b"\n"):
+            tail = rest = raw
+            while rest and not rest.endswith(b"\n"):
+                rest = stream.readline(READ_BYTES_MAX)
+                tail = (tail + rest)[-HALF_BYTES:]
+            raw = raw[:HALF_BYTES] + b"\n" + tail
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "replace").rstrip("\r\n")
+        words = line.strip()
+        text = _text_of(words) if not cut and words.startswith("{") else None
+        if text is not None:
+            yield number, text, True
+        else:
+            if len(raw) > 2 * HALF_BYTES:
+                line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
+                console.talk(
+                    f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} bytes: "
+                    f"its first and its last {count(HALF_BYTES)} are judged"
+                )
+            yield number, line, False
+
+
+def _text_of(words: str) -> str | None:
+    """The text of a JSON object; None: it is none, or names no text."""
+    try:
+        told = json.loads(words)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(told.get("text"), str):
+        return str(told["text"])
+    said = [told[key] for key in KEYS if isinstance(told.get(key), str)]
+    return "\n".join(said) if said else None

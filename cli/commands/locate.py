@@ -1,0 +1,87 @@
+"""`unicron locate`: on whom a hung job waits, out of its flight-recorder dumps."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...events.errors import UsageError
+from ...workers.diagnosis.flight_recorder import read_files
+from ...workers.diagnosis.hang_locator import Located, listed
+from ...workers.diagnosis.hang_locator import locate as find
+from ..terminal import console
+from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, table
+
+ROWS_NUM_MAX = 20
+"""Ranks that only wait and are shown; the rest are counted."""
+GROUP_COLUMNS = 44
+
+
+def locate(paths: Sequence[Path], *, as_json: bool) -> None:
+    """Read, locate, show. Raises UsageError for what is no dump."""
+    dumps = read_files(paths)
+    if not any(dump.entered or dump.pending or dump.status for dump in dumps):
+        raise UsageError(f"nothing was recorded: no collective in the dump of "
+                         f"{number_of(len(dumps), 'rank')}", "the recorder must be on before the "
+                         "job starts: TORCH_FR_BUFFER_SIZE=2000 (an older torch reads "
+                         "TORCH_NCCL_TRACE_BUFFER_SIZE)")
+    found = find(dumps)
+    if as_json:
+        console.out(json.dumps({
+            "verdict": found.verdict, "ranks": found.num_ranks, "missing": found.missing,
+            "suspects": [one._asdict() for one in found.suspects],
+            "waiting": [one._asdict() for one in found.waiting],
+            "stuck": [one._asdict() for one in found.stuck]}))
+        return
+    console.lines(screen(found))
+
+
+def screen(found: Located) -> Iterator[str]:
+    """The page, at most 100 columns: the verdict, the suspects, who waits for whom."""
+    yield from textwrap.wrap(_verdict(found), SCREEN_COLUMNS)
+    for one in found.suspects:
+        yield ""
+        yield from labelled(f"rank {one.rank}", one.why)
+        waits = f"; {listed(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
+        yield from labelled("", f"{one.state}, confidence {one.confidence}"
+                            + waits * bool(one.waited_by and one.state == "not entered"))
+    for stuck in found.stuck:
+        yield ""
+        yield from labelled("stuck", f"{stuck.collective} {stuck.seq} of {stuck.group}: "
+                            f"{listed(stuck.ranks)} are in it, and it does not end")
+    if found.waiting:
+        yield ""
+        yield from (clipped(line, SCREEN_COLUMNS) for line in table(
+            ("RANK", "WAITS FOR", "IN", "OF"),
+            [[str(one.rank), listed(one.ranks, bare=True) or "-", f"{one.collective} {one.seq}",
+              clipped(one.group, GROUP_COLUMNS)] for one in found.waiting[:ROWS_NUM_MAX]],
+            right=(0,)))
+        if len(found.waiting) > ROWS_NUM_MAX:
+            yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
+    if found.missing and not found.suspects:
+        yield ""
+        yield from labelled("hint:", f"{listed(found.missing)} left no dump: give theirs too")
+    elif found.verdict == "hang":
+        ranks = [one.rank for one in found.suspects]
+        says = (f"the logs of {listed(ranks)} say" if len(ranks) > 1 else
+                f"the log of {listed(ranks) if ranks else 'each rank'} says")
+        yield ""
+        yield from labelled("next", f"{command('unicron classify FILE')}: what {says}")
+
+
+def _verdict(found: Located) -> str:
+    of = f"of {number_of(found.num_ranks, 'rank')}"
+    if found.suspects:
+        text = f"hang: {listed([one.rank for one in found.suspects])} {of}"
+    elif found.verdict == "hang":
+        text = f"hang: the dumps do not show where, {of}"
+    elif found.verdict == "network":
+        text = (f"network: {number_of(len(found.stuck), 'collective')} that all have entered "
+                f"{'does' if len(found.stuck) == 1 else 'do'} not end, no rank is to blame {of}")
+    else:
+        text = f"none: nobody {of} waits for another"
+    if found.missing:
+        text += f"; no dump of {listed(found.missing)}"
+    return text

@@ -1,0 +1,113 @@
+"""`logs`: what a task's ranks printed, from the files that their RankStarted records name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ...events.errors import UsageError
+from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.state_dir import StateDir
+from ..terminal import console
+from ..terminal.format import ranks
+from .tasks import resolve
+
+CHUNK_BYTES = 1 << 16
+POLL_S = 0.2
+LOOK_AGAIN_S = 1.0
+"""How often new attempts are looked for."""
+
+
+class _File(Struct):
+    """One attempt's output and how far it was shown."""
+
+    rank: int
+    attempt: int
+    node: str
+    path: Path
+    offset: int = 0
+    rest: str = ""
+
+    def lines(self, *, whole: bool) -> list[str]:
+        """What came since the last call; an unfinished line only when `whole`."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                text = self.rest
+                while data := file.read(CHUNK_BYTES):
+                    self.offset += len(data)
+                    text += data.decode(errors="replace")
+        except OSError:
+            return []
+        *lines, self.rest = text.split("\n")
+        if whole and self.rest:
+            lines.append(self.rest)
+            self.rest = ""
+        return lines
+
+
+def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
+    """Print them, each line behind its rank and attempt. Raises UsageError."""
+    client = connect(state, url)
+    number = resolve(client, task)
+    files: dict[str, _File] = {}
+    seq, has_ended = _find(client, number, rank, files, after=0)
+    if not files and (has_ended or not follow):
+        who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
+        others: dict[str, _File] = {}
+        _find(client, number, None, others, after=0)
+        there = {file.rank for file in others.values()}
+        raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
+                         f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there
+                         else f"unicron status {task}")
+    absent = [file for file in files.values() if not file.path.exists()]
+    for file in absent:
+        console.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")
+    try:
+        _show(client, number, rank, files, seq if follow and not has_ended else None)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+
+
+def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
+          seq: int | None) -> None:
+    """Print what is there; when `seq` says how far the log is read, until the task has ended."""
+    looked_s = time.monotonic()
+    has_ended = False
+    while True:
+        for file in files.values():
+            for line in file.lines(whole=seq is None):
+                console.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
+        if seq is None:
+            return
+        if has_ended:
+            seq = None
+            continue
+        time.sleep(POLL_S)
+        if time.monotonic() - looked_s > LOOK_AGAIN_S:
+            looked_s = time.monotonic()
+            try:
+                seq, has_ended = _find(client, task, rank, files, after=seq)
+            except (Interrupted, Unable, Unreachable):  # the files go on without it
+                pass
+
+
+def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
+          after: int) -> tuple[int, bool]:
+    """Note the files of attempts behind `after`; the last seq read, whether the task ended."""
+    has_ended = False
+    for record in client.records(after, follow=False):
+        body: dict[str, Any] = record["body"]
+        after = int(record["seq"])
+        if record["kind"] == "TaskEnded" and body["task"] == task:
+            has_ended = True
+        if record["kind"] != "RankStarted" or body["task"] != task:
+            continue
+        if rank in (None, body["rank"]) and body["log_path"] not in files:
+            files[body["log_path"]] = _File(rank=body["rank"], attempt=body["attempt"],
+                                            node=body["node"], path=Path(body["log_path"]))
+    return after, has_ended

@@ -1,0 +1,204 @@
+"""What operators ask of a running cluster: asked, then what followed, and what to type next."""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+from typing import Any
+
+from ...events.errors import UnicronError, UsageError
+from ..cluster.client import Client, connect
+from ..cluster.state_dir import StateDir
+from ..terminal import console
+from ..terminal.format import number_of, span, way_to_act
+from .operator_commands import WEIGHT, WEIGHT_HINT
+from .request_outcome import Followed, followed_by, plan_lines
+from .tasks import option_for, pick
+
+Plain = dict[str, Any]
+
+
+def _ask(client: Client, path: str, body: Plain) -> Followed:
+    """Write the request; then read what followed from it."""
+    return followed_by(client, int(client.post(path, body)["seq"]))
+
+
+# --- the commands: each raises UsageError -------------------------------------------------------
+def set_weight(state: StateDir, url: str | None, task: str, weight: float, reason: str, *,
+               as_json: bool) -> None:
+    """Make a task worth more or less."""
+    if not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{weight:g} is not a weight: {WEIGHT}", WEIGHT_HINT)
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    found = pick(view["tasks"], task)
+    followed = _ask(client, f"/v1/tasks/{found['id']}/weight",
+                    {"weight": weight, "reason": reason_or_user(reason)})
+    head = (f"{_who(found)}  weight {found['weight']:g} -> {weight:g}"
+            if weight != found["weight"] else f"{_who(found)}  weight {weight:g}, as before")
+    _tell(state, head, followed, view, as_json=as_json)
+
+
+def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+    """Have tasks leave a node."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    found = pick_node(view["nodes"], node)
+    followed = _ask(client, f"/v1/nodes/{node}/drain", {"reason": reason_or_user(reason)})
+    on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
+    names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
+    _tell(state, f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}",
+          followed, view, f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
+
+
+def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+    """Let a node have tasks again."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    pick_node(view["nodes"], node)
+    followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
+    _tell(state, f"{node}  may have tasks again{_but(view, node)}", followed, view, as_json=as_json)
+
+
+def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+    """End a node's quarantine."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    pick_node(view["nodes"], node)
+    followed = _ask(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
+    _tell(state, f"{node}  quarantined no longer; its next fault is its first{_but(view, node)}",
+          followed, view, as_json=as_json)
+
+
+def _but(view: Plain, node: str) -> str:
+    """What keeps it without tasks all the same: a check does not ask whether a person is done."""
+    told = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
+    if not told:
+        return ""
+    return (f"; a check has taken slots out, they are used {told['after_s']:g} s after it says "
+            "healthy")
+
+
+def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
+    """Hold healing."""
+    why = reason_or_user(reason)
+    followed = _ask(connect(state, url), "/v1/freeze", {"reason": why})
+    if as_json:
+        console.out(followed.as_json())
+        return
+    console.out(f"healing is frozen: {why} (seq {followed.seq})")
+    console.out("         tasks train on; what has begun is completed; of what comes, nothing is "
+            "ordered")
+    _next(state, f"undo     unicron unfreeze{option_for(state)}")
+
+
+def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
+    """Heal again."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    followed = _ask(client, "/v1/unfreeze", {"reason": reason_or_user(reason)})
+    observes = client.get("/v1/state")["cluster"]["healing"]
+    view["cluster"]["healing"] = observes
+    head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
+    waited = [f"waited   {task['name']}: {task['withheld']}" for task in view["tasks"]
+              if task["withheld"]]
+    _tell(state, head, followed, view, waited=waited, as_json=as_json)
+
+
+def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, reason: str, *,
+                as_json: bool, stop_s: float | None = None) -> None:
+    """Kill one rank, or stop it for `stop_s` (0: for good). None: the highest that trains."""
+    client = connect(state, url)
+    found = pick(client.get("/v1/state")["tasks"], task)
+    running = {int(one["rank"]): one for one in found["ranks"] if one["pid"]}
+    members = [number for number, one in running.items() if one["state"] == "member"]
+    if not running:
+        raise UsageError(f"{_who(found)} runs no rank",
+                         f"unicron status {found['id']}{option_for(state)}")
+    number = max(members or running) if rank is None else rank
+    followed = _ask(client, "/v1/inject", {
+        "what": "rank" if stop_s is None else "stop", "task": found["id"], "rank": number,
+        "stop_s": stop_s or 0.0, "reason": reason_or_user(reason)})
+    place = running.get(number)
+    where = f" on {place['node']}/{place['slot']}, pid {place['pid']}," if place else ""
+    how = "will be killed" if stop_s is None else (
+        f"will be stopped for {span(stop_s)}" if stop_s else "will be stopped for good")
+    _tell_fault(state, followed, f"{_who(found)}  rank {number}{where} {how} on purpose",
+                f"unicron tail -f --task {found['name']}", as_json=as_json)
+
+
+def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
+                as_json: bool) -> None:
+    """Kill a node's agent with all its ranks."""
+    client = connect(state, url)
+    found = pick_node(client.get("/v1/state")["nodes"], node)
+    followed = _ask(client, "/v1/inject", {"what": "node", "node": node,
+                                           "reason": reason_or_user(reason)})
+    num = sum(1 for slot in found["slots"] if slot["task"])
+    _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
+                f"{number_of(num, 'rank')} will be killed on purpose", "unicron status nodes",
+                as_json=as_json)
+
+
+# --- answers ------------------------------------------------------------------------------------
+def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str = "", *,
+          waited: list[str] | None = None, as_json: bool) -> None:
+    """What was asked, the plan that followed with what it beat, and who moves where."""
+    if as_json:
+        console.out(followed.as_json())
+        return
+    console.out(f"{head} (seq {followed.seq})")
+    for line in [*(waited or []), *plan_lines(followed, view)]:
+        console.out(line)
+    for line in held_lines(view, option_for(state)):
+        console.out(line)
+    _next(state, undo)
+
+
+def held_lines(view: Plain, option: str) -> list[str]:
+    """That what was planned is not done, and how to have it done; nothing where it is done."""
+    held = view["cluster"]["healing"]
+    return [] if held == "on" else [f"held     {held}; planned, and nothing ordered. To act: "
+                                    + way_to_act(held, option)]
+
+
+def _tell_fault(state: StateDir, followed: Followed, head: str, look: str, *,
+                as_json: bool) -> None:
+    if "InjectFault" not in followed.orders:
+        raise UnicronError("it was gone before it could be broken; nothing was done")
+    if as_json:
+        console.out(followed.as_json())
+        return
+    console.out(f"{head} (seq {followed.seq})")
+    _next(state, look=f"{look}{option_for(state)}   ")
+
+
+def _next(state: StateDir, undo: str = "", *, look: str = "") -> None:
+    console.out(f"look     {look}unicron status -w{option_for(state)}")
+    if undo:
+        console.out(undo)
+
+
+def _who(task: Plain) -> str:
+    return f"{task['name']} (task {task['id']})"
+
+
+def pick_node(nodes: list[Plain], wanted: str) -> Plain:
+    """The node of that name. Raises UsageError naming those there are."""
+    found = next((node for node in nodes if node["id"] == wanted), None)
+    if found is not None:
+        return found
+    names = ", ".join(str(node["id"]) for node in nodes[:8])
+    raise UsageError(f"no node {wanted!r}", f"there is {names}" if names else
+                     "there are none yet: unicron up, or unicron agent --url URL")
+
+
+def reason_or_user(given: str) -> str:
+    """The reason as given, on one line as the log has it; else who asks."""
+    if told := " ".join(given.split()):
+        return told
+    try:
+        return f"by {getpass.getuser()}"
+    except (KeyError, OSError):  # a user without a name
+        return f"by user {os.getuid()}"

@@ -1,0 +1,155 @@
+"""`unicron plan` of a running cluster: the present plan, dry runs, and a dry run carried out."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...events.errors import UsageError
+from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, connect
+from ..cluster.state_dir import StateDir
+from ..files import job_file
+from ..screens import plan as plan_screen
+from ..terminal import console
+from .operate import held_lines, pick_node, reason_or_user
+from .operator_commands import WEIGHT
+from .request_outcome import followed_by, plan_lines, view_before
+from .tasks import option_for, pick
+
+Plain = dict[str, Any]
+CHANGED_CODE = 412
+"""HTTP's status where the input is not the one to check."""
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What was typed."""
+
+    without: tuple[str, ...] = ()
+    """Names, some with commas between."""
+    slots: int | None = None
+    weights: tuple[str, ...] = ()
+    """TASK=W."""
+    submit: Path | None = None
+    apply: bool = False
+    check: int | None = None
+    reason: str = ""
+
+    @property
+    def is_change(self) -> bool:
+        return bool(self.without or self.weights or self.submit is not None
+                    or self.slots is not None)
+
+    @property
+    def typed(self) -> str:
+        """The options that say what would be, as a shell reads them."""
+        words = [f"--without {name}" for name in self.without]
+        words += [f"--with {self.slots}"] if self.slots is not None else []
+        words += [f"--weight {shlex.quote(one)}" for one in self.weights]
+        words += [f"--submit {shlex.quote(str(self.submit))}"] if self.submit is not None else []
+        return " ".join(words)
+
+
+def plan(state: StateDir, url: str | None, asked: Asked, *, as_json: bool) -> None:
+    """Print it. Raises UsageError."""
+    _refuse(asked)
+    job = job_file.load(asked.submit) if asked.submit is not None else None
+    client, option = connect(state, url), option_for(state)
+    if not asked.is_change:
+        found: Plain = client.get("/v1/plan")
+        _print(found, plan_screen.present(found, now_s=time.time(), option=option), as_json)
+        return
+    change = _change(client.get("/v1/state"), asked)
+    if job is not None:
+        change["submit"] = msgspec.to_builtins(job, str_keys=True)
+    if asked.apply:
+        _apply(state, client, asked, change, as_json=as_json)
+        return
+    found = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
+    _print(found, plan_screen.dry_run(found, asked.typed, option=option), as_json)
+
+
+def _print(found: Plain, lines: list[str], as_json: bool) -> None:
+    for line in [json.dumps(found)] if as_json else lines:
+        console.out(line)
+
+
+def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
+           as_json: bool) -> None:
+    before: Plain = client.get("/v1/state")
+    try:
+        answer = client.post("/v1/plan/apply", {
+            "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)},
+            DRY_RUN_S_MAX)
+    except Refused as error:
+        if error.status != CHANGED_CODE:
+            raise
+        again = f"unicron plan {asked.typed}{option_for(state)} shows what it would do now"
+        raise Refused(error.status, str(error), again) from None
+    followed = followed_by(client, int(answer["seq"]))
+    if as_json:
+        console.out(followed.as_json())
+        return
+    after: Plain = client.get("/v1/state")
+    console.out(f"applied  {asked.typed} (seq {followed.seq})")
+    for line in plan_lines(followed, view_before(before, after)):
+        console.out(line)
+    for line in held_lines(after, option_for(state)):
+        console.out(line)
+    console.out(f"look     unicron status -w{option_for(state)}")
+
+
+def _refuse(asked: Asked) -> None:
+    """Raises UsageError for options that do not go together."""
+    if asked.apply and not asked.is_change:
+        raise UsageError("--apply has nothing to apply", "unicron plan --without NODE first")
+    if asked.apply and asked.slots is not None:
+        raise UsageError("--with cannot be applied: slots come with machines",
+                         "unicron agent, on a new machine, has it join")
+    if asked.apply and asked.check is None:
+        raise UsageError("--apply needs --check INPUT", f"unicron plan {asked.typed} shows what "
+                         "would be, and the input to check")
+    if asked.check is not None and not asked.apply:
+        raise UsageError("--check goes with --apply", f"unicron plan {asked.typed} --apply "
+                         f"--check {asked.check}" if asked.is_change else
+                         "unicron plan --without NODE --apply --check INPUT")
+    if asked.reason and not asked.apply:
+        raise UsageError("--reason goes with --apply: a dry run leaves nothing in the log",
+                         "leave --reason out")
+
+
+def _change(view: Plain, asked: Asked) -> Plain:
+    """The change as the control plane takes it. Raises UsageError for what there is not."""
+    change: Plain = {"slots": asked.slots or 0}
+    change["without"] = [name for words in asked.without for name in words.split(",")]
+    for at, name in enumerate(change["without"]):
+        pick_node(view["nodes"], name)
+        if name in change["without"][:at]:
+            raise UsageError(f"node {name} is named twice", "name each node once")
+    change["weights"] = {}
+    for words in asked.weights:
+        name, equals, number = words.rpartition("=")
+        if not equals or not name:
+            raise UsageError(f"--weight {words!r} is not TASK=W", "for example --weight alpha=2")
+        task = pick(view["tasks"], name)
+        if str(task["id"]) in change["weights"]:
+            raise UsageError(f"task {name} is weighed twice", "give each task one weight")
+        change["weights"][str(task["id"])] = _weight(number)
+    return change
+
+
+def _weight(text: str) -> float:
+    hint = "for example --weight alpha=2"
+    try:
+        weight = float(text.replace("_", "?"))  # Python would read 1_0 as ten
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number: {WEIGHT}", hint) from None
+    if not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{text} is not a weight: {WEIGHT}", hint)
+    return weight

@@ -1,0 +1,182 @@
+"""`replay` and `export`: the log as a file, folded again anywhere, without server or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unicron import __version__
+
+from ...events.errors import CorruptLog, UnicronError, UsageError
+from ...events.log import archive
+from ...events.records import codec
+from ...events.records.envelope import Record
+from ..cluster.client import connect
+from ..cluster.state_dir import StateDir
+from ..terminal import console
+from ..terminal.format import count, lost_cell, table
+from ..terminal.record_line import line
+from .tasks import option_for
+
+Plain = dict[str, Any]
+
+
+class CorruptError(UnicronError):
+    """The log does not verify; exit 1."""
+
+    hint = "every record before that seq can be trusted; keep the file, and export the log again"
+
+
+def export(state: StateDir, url: str | None, path: Path) -> None:
+    """Write the running cluster's log. Raises UsageError."""
+    if path.exists():
+        raise UsageError(f"{path} exists", "name a new file")
+    client = connect(state, url)
+    cluster = client.get("/v1/health")["cluster"]
+    records = (codec.from_plain(data) for data in client.records(0, follow=False))
+    num = archive.write(path, records, cluster=cluster, code=__version__)
+    console.out(f"{path}  {count(num)} records")
+    console.talk(f"next: unicron replay {path} --verify")
+
+
+def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
+           verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
+    """Fold a log and show where it leads, or one incident. Raises UsageError, CorruptError."""
+    if (path is None) == (not live):
+        raise UsageError("name either an exported file or --live",
+                         "unicron replay FILE, or unicron replay --live")
+    if step and verify:
+        raise UsageError("--step and --verify do not go together", "give one of the two")
+    if incident is not None and (step or verify):
+        raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
+
+    def read() -> Iterator[Record]:
+        return _until(_live(state, url) if path is None else archive.read(path), until)
+
+    records = read()
+    try:
+        if incident is not None:
+            option = option_for(state)
+            log = f"--live{option}" if path is None else str(path)
+            _incident(read, incident, log=log, option=option, as_json=as_json)
+        elif verify:
+            _verify(records, complete=until is None, as_json=as_json)
+        elif step:
+            _step(records, as_json=as_json)
+        else:
+            _fold(records, as_json=as_json)
+    except AssertionError as error:
+        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
+                         "unicron replay FILE --verify names the first seq that differs") from None
+    except CorruptLog as error:
+        where = f"{path}: " if path is not None else ""
+        raise UsageError(f"{where}{error}", "what stands before that seq is sound; "
+                         "export the log again") from None
+
+
+def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
+              as_json: bool) -> None:
+    """The page of one incident as the log knew it at its end."""
+    from ...control_plane.api.view import view
+    from ...control_plane.fold.fold import fold
+    from ...control_plane.state.cluster import ClusterState
+    from ..history.history import History
+    from . import incident as commands_incident
+
+    state, told = ClusterState(), History()
+    for record in read():
+        fold(state, record)
+        told.add(codec.to_plain(record))
+    one = commands_incident.pick(told, which)
+    if one is None:  # `--incident ""`: the newest, of none
+        raise UsageError("the log has no incident", "nothing had failed so far")
+    commands_incident.show(
+        told,
+        one,
+        map(codec.to_plain, read()),
+        view=view(state),
+        now_s=told.at_s,
+        log=log,
+        option=option,
+        as_json=as_json,
+    )
+
+
+def _live(state: StateDir, url: str | None) -> Iterator[Record]:
+    for data in connect(state, url).records(0, follow=False):
+        yield codec.from_plain(data)
+
+
+def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
+    """Up to and including `until`. Raises UsageError when the log ends before it."""
+    last = 0
+    for record in records:
+        if until is not None and record.seq > until:
+            return
+        last = record.seq
+        yield record
+    if until is not None and last < until:
+        raise UsageError(f"the log ends at seq {last}", f"--until {last} or lower")
+
+
+def _fold(records: Iterable[Record], *, as_json: bool) -> None:
+    from ...control_plane.api.view import view
+    from ...control_plane.decide.replay import replay
+    from ..screens.cluster import done
+
+    told = view(replay(records))
+    if as_json:
+        console.out(json.dumps(told))
+        return
+    cluster = told["cluster"]
+    console.out(f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: "
+            f"state {cluster['hash']}")
+    if told["tasks"]:
+        for row in table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
+                [task["name"], task["state"].upper(), done(task),
+                 str(task["healed"]), lost_cell(task["iterations_lost"])]
+                for task in told["tasks"]], right=(2, 3, 4)):
+            console.out(row)
+
+
+def _step(records: Iterable[Record], *, as_json: bool) -> None:
+    from ...control_plane.fold.fold import fold
+    from ...control_plane.state.cluster import ClusterState, state_hash
+
+    state = ClusterState()
+    for record in records:
+        fold(state, record)
+        plain = codec.to_plain(record)
+        if as_json:
+            console.out(json.dumps({"record": plain, "hash": state_hash(state)}))
+        else:
+            console.out(f"{state_hash(state).rpartition(':')[2]} {line(plain)}")
+
+
+def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None:
+    import msgspec
+
+    from ...control_plane.decide.replay import verify
+
+    verdict = verify(records, complete=complete)
+    if as_json:
+        console.out(json.dumps({**msgspec.to_builtins(verdict), "ok": verdict.ok}))
+    else:
+        console.out(verdict.words)
+        kinds = {**dict.fromkeys(verdict.recomputed, 0), **dict.fromkeys(verdict.differ, 0)}
+        for row in table(("DECISION", "EQUAL", "DIFFER"), [
+                [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
+                for kind in sorted(kinds)], right=(1, 2)) if kinds else ():
+            console.out(row)
+        console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
+        _show_difference(verdict.expected, verdict.recorded)
+    if not verdict.ok:
+        raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
+
+
+def _show_difference(expected: Plain | None, recorded: Plain | None) -> None:
+    for what, record in (("expected", expected), ("recorded", recorded)):
+        if record is not None:
+            console.out(f"{what} {line(record)}")

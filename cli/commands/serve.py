@@ -1,0 +1,124 @@
+"""The long-lived processes behind `unicron control-plane` and `unicron agent`.
+
+Each writes its own pid file: whoever started it may be gone before it could.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+from ...events.errors import UsageError
+from ...events.records import types
+from ...events.spec.policy import Policy
+from ..cluster import processes
+from ..cluster.client import Client, Unreachable, connect
+from ..cluster.local_cluster import CONTROL_PLANE, agent_name
+from ..cluster.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from ...workers.agent.health.custom_checks import Checks
+
+ASK_S_MAX = 20.0
+AWAY_S_MAX = 60.0
+POLL_S = 0.05
+
+
+def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
+                  policy: Path | None, observe: bool, allow_inject: bool) -> None:
+    """Serve until told to stop. Raises UsageError."""
+    from ...control_plane import server
+    from ..files import policy_file
+
+    if not redis_url:
+        raise UsageError("no Redis is named", "unicron up, or set UNICRON_REDIS_URL")
+    told = policy_file.load(policy) if policy is not None else Policy()
+    _note(state, CONTROL_PLANE)
+    raise typer.Exit(server.run(server.Options(
+        state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
+        policy=msgspec.structs.replace(told, observe=observe, allow_inject=allow_inject))))
+
+
+def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
+          redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
+          checks_every_s: float, checks_s_max: float) -> None:
+    """Be a node's agent until told to stop. Raises UsageError."""
+    from ...workers.agent import main
+
+    told = types.parse(label)
+    own = own_checks(checks, checks_every_s, checks_s_max)
+    client = _control_plane(state, url)
+    name = node or node_name(platform.node())
+    _note(state, agent_name(name))
+    raise typer.Exit(main.run(main.Options(
+        node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
+        state_dir=state.path, host=host, redis_url=redis_url, labels=told,
+        watch=watch, checks=own)))
+
+
+def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
+               ) -> Checks | None:
+    """A site's own checks, absolute: whoever starts the agent again may stand elsewhere.
+
+    Raises UsageError where the folder cannot be read.
+    """
+    if folder is None:
+        return None
+    from ...workers.agent.health.custom_checks import Checks, check_folder
+
+    checks = Checks(folder=folder.absolute(), every_s=every_s, s_max=s_max)
+    check_folder(checks.folder)
+    return checks
+
+
+def _control_plane(state: StateDir, url: str | None) -> Client:
+    """Its address; it may be about to start, or between two lives."""
+    deadline_s = time.monotonic() + AWAY_S_MAX
+    while True:
+        try:
+            return connect(state, url)
+        except Unreachable:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(POLL_S)
+
+
+def node_name(host: str) -> str:
+    """A host's name as a node's: its first label, in lower case."""
+    return re.sub(r"[^a-z0-9-]", "-", host.lower().partition(".")[0]).strip("-") or "n1"
+
+
+def num_devices() -> int:
+    """One slot for each visible GPU; without any, one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(len([part for part in visible.split(",") if part.strip()]), 1)
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 1
+    try:
+        told = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
+                              timeout=ASK_S_MAX).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return max(sum(line.startswith("GPU ") for line in told.splitlines()), 1)
+
+
+def _note(state: StateDir, name: str) -> None:
+    """Write our own pid file, unless another live process has that name."""
+    state.create()
+    found = processes.find(state, name)
+    if found is not None and found.pid != os.getpid():
+        raise UsageError(f"{name} runs already on {state.path}, pid {found.pid}",
+                         "unicron down, or give another --state")
+    processes.record(state, name, os.getpid())

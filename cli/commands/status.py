@@ -1,0 +1,77 @@
+"""`status`: the cluster, one task, or the nodes; once, or anew every second."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from ...events.errors import UsageError
+from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.state_dir import StateDir
+from ..history.history import History
+from ..screens import cluster as cluster_screen
+from ..screens import nodes
+from ..screens import task as task_screen
+from ..terminal import console
+from .tasks import option_for, pick
+
+Plain = dict[str, Any]
+WATCH_S = 1.0
+CLEAR = "\x1b[H\x1b[J"
+
+
+def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
+    """Print it. Raises UsageError. Ctrl-C ends a watch in order."""
+    client = connect(state, url)
+    told = History()
+    if not watch:
+        for line in _screen(state, client, what, told, as_json=as_json):
+            console.out(line)
+        return
+    client.get("/v1/state")  # a wrong address is told now, not waited for
+    try:
+        while True:
+            try:
+                lines = _screen(state, connect(state, url), what, told, as_json=as_json)
+            except (Interrupted, Unable, Unreachable) as error:
+                lines = [] if as_json else [f"{error}; trying again"]
+            if sys.stdout.isatty() and not as_json:
+                sys.stdout.write(CLEAR)
+            elif not as_json:
+                lines = [*lines, ""]
+            for line in lines:
+                console.out(line)
+            time.sleep(WATCH_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _screen(state: StateDir, client: Client, what: str, told: History, *,
+            as_json: bool) -> list[str]:
+    view: Plain = client.get("/v1/state")
+    option = option_for(state)
+    now_s = time.time()
+    if what == "nodes":
+        return ([json.dumps(view["nodes"])] if as_json
+                else nodes.nodes(view, now_s=now_s, option=option))
+    if what:
+        _refuse_node(view, what, option)
+        task = pick(view["tasks"], what)
+        if as_json:
+            return [json.dumps(task)]
+        for record in client.records(told.seq, follow=False):
+            told.add(record)
+        return task_screen.task_status(view, task, told, now_s=now_s, option=option)
+    if as_json:
+        return [json.dumps(view)]
+    cluster = client.get("/v1/health")["cluster"]
+    return cluster_screen.status(view, cluster=cluster, now_s=now_s, option=option)
+
+
+def _refuse_node(view: Plain, what: str, option: str) -> None:
+    """Raises UsageError for a node's name that is no task's: nodes have one screen."""
+    if (what in [node["id"] for node in view["nodes"]]
+            and what not in [task["name"] for task in view["tasks"]]):
+        raise UsageError(f"{what!r} is a node, not a task", f"unicron status nodes{option}")

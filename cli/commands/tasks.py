@@ -1,0 +1,94 @@
+"""`submit` and `cancel`; and which task a person means by a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...events.errors import UsageError
+from ...events.spec.job import Slots
+from ..cluster.client import Client, connect
+from ..cluster.state_dir import StateDir, default
+from ..files import job_file
+from ..terminal import console
+from .request_outcome import followed_by, plan_lines, view_before
+
+Plain = dict[str, Any]
+
+
+def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
+    """Check the job file, then hand it in; the task's id. Raises UsageError."""
+    spec = job_file.load(path)
+    client = connect(state, url)
+    before: Plain = {} if as_json else client.get("/v1/state")
+    answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
+    if as_json:
+        console.out(json.dumps(answer))
+        return int(answer["task"])
+    console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
+            f"{_slots(spec.slots)} slots")
+    after: Plain = client.get("/v1/state")
+    for line in plan_lines(followed_by(client, answer["seq"]), view_before(before, after)):
+        console.out(line)
+    layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
+    if spec.training is not None and layouts and layouts[0]:
+        console.out(f"layout   {spec.name} {layouts[0]}")
+    if (held := after["cluster"]["healing"]) != "on":
+        console.out(f"held     {held}: it is planned, and does not start")
+    if spec.training is None:
+        console.talk(
+            "note: command: is supervised and restarted only; train: heals in memory, and so "
+            "does a loop that has adopted Unicron (heal: in-memory)"
+        )
+    option = option_for(state)
+    console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
+    return int(answer["task"])
+
+
+def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:
+    """Ask for a task's end. Raises UsageError."""
+    client = connect(state, url)
+    found = pick(client.get("/v1/state")["tasks"], task)
+    answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
+    if as_json:
+        console.out(json.dumps(answer))
+        return
+    console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
+    console.talk(
+        f"next: unicron status{option_for(state)}   (the others are planned anew at its end)"
+    )
+
+
+def resolve(client: Client, wanted: str) -> int:
+    """A task's id from its name (the newest of that name) or its id. Raises UsageError."""
+    tasks: list[Plain] = client.get("/v1/state")["tasks"]
+    return int(pick(tasks, wanted)["id"])
+
+
+def pick(tasks: list[Plain], wanted: str) -> Plain:
+    """The task that a name or an id means. Raises UsageError naming those there are."""
+    named = [task for task in tasks if task["name"] == wanted]
+    found = named or [task for task in tasks if str(task["id"]) == wanted.removeprefix("task-")]
+    if found:
+        return max(found, key=lambda task: int(task["id"]))
+    names = sorted({str(task["name"]) for task in tasks})
+    raise UsageError(f"no task {wanted!r}",
+                     f"there is {', '.join(names[:8])}" if names
+                     else "there are none yet: unicron submit deploy/examples/demo.yaml")
+
+
+def option_for(state: StateDir) -> str:
+    """` --state DIR`, where it must be typed, as a shell reads it."""
+    return "" if state.path == default() else f" {state.option}"
+
+
+def _slots(slots: Slots) -> str:
+    """How many it may have: `8 to 64 in steps of 8`, `8, 16 or 32`."""
+    if slots.sizes:
+        *first, last = map(str, slots.sizes)
+        return f"{', '.join(first)} or {last}" if first else last
+    step = f" in steps of {slots.multiple_of}" if slots.multiple_of > 1 else ""
+    return f"{slots.min} to {slots.max}{step}"

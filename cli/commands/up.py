@@ -1,0 +1,402 @@
+"""`up` and `down`: a cluster on this machine, watched over until it is told to stop.
+
+Life of `up`: lock the folder; adopt or start server, control plane, agents, in this order; wait
+until the log says that the agents have joined; then start again whatever ends, with a backoff.
+SIGINT or SIGTERM: stop agents, control plane, server, then end. SIGKILL: all but `up` go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from msgspec import Struct
+
+from ...events.errors import ServerError, UnicronError, UsageError
+from ...events.log import embedded_server
+from ...events.spec.job import NAME
+from ..cluster import local_cluster, processes
+from ..cluster.client import connect
+from ..cluster.local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
+from ..cluster.processes import Process
+from ..cluster.state_dir import StateDir, shown
+from ..files import job_file
+from ..screens.task import ENDED
+from ..terminal import console
+from ..terminal.format import way_to_act
+from . import serve
+from .tasks import option_for
+
+WATCH_S = 0.1
+BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
+CALM_S = 30.0
+"""A process that lived this long has its backoff forgiven."""
+DETACH_S_MAX = 90.0
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """The options as given; None: as the last time on this folder, else the default."""
+
+    agents: int | None = None
+    slots: int | None = None
+    redis: str | None = None
+    port: int | None = None
+    cluster: str | None = None
+    policy: Path | None = None
+    """A file; the folder keeps a copy."""
+    labels: tuple[str, ...] | None = None
+    """KEY=VALUE of all nodes, NODE:KEY=VALUE of one."""
+    observe: bool | None = None
+    allow_inject: bool = False
+    watch: bool = True
+    """Neither of these is as the last time."""
+    checks: Path | None = None
+    """A folder; `none` forgets the last one."""
+    checks_every_s: float | None = None
+
+    def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
+        last = before or Wanted()
+        return Wanted(
+            num_agents=last.num_agents if self.agents is None else self.agents,
+            num_slots=last.num_slots if self.slots is None else self.slots,
+            redis_url=last.redis_url if self.redis is None else self.redis,
+            port=last.port if self.port is None else self.port,
+            cluster=last.cluster if self.cluster is None else self.cluster,
+            trace_dir=last.trace_dir,
+            policy=str(state.policy) if self.policy is not None or last.policy else "",
+            labels=last.labels if self.labels is None else self.labels,
+            observe=last.observe if self.observe is None else self.observe,
+            allow_inject=self.allow_inject, watch=self.watch,
+            checks=last.checks if self.checks is None else _absolute(self.checks),
+            checks_every_s=self.checks_every_s or last.checks_every_s)
+
+    def refuse_other(self, before: Wanted, state: StateDir) -> None:
+        """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
+        for option, asked, runs in (
+                ("--slots", self.slots, before.num_slots),
+                ("--label", self.labels, before.labels),
+                ("--port", self.port or None, before.port),
+                ("--checks", None if self.checks is None else _absolute(self.checks),
+                 before.checks),
+                ("--checks-every", self.checks_every_s, before.checks_every_s),
+                ("--redis", self.redis, before.redis_url),
+                ("--cluster", self.cluster, before.cluster),
+                ("--no-watch", not self.watch or None, not before.watch)):
+            if asked is not None and asked != runs:
+                told = ("is another" if option in ("--redis", "--label", "--checks")
+                        else f"{asked}, but it was {runs}")
+                raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
+                                 f"unicron down {state.option}, then up again")
+
+    def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
+        """Raises UsageError for a policy that is not that of the control plane that runs."""
+        where = shown(state.path)
+        down = f"unicron down {state.option}, then up"
+        if self.observe and not before.observe:
+            raise UsageError(f"--observe: what runs on {where} began to act",
+                             f"unicron freeze {state.option} holds its healing; or {down} "
+                             "--observe")
+        if self.observe is False and before.observe:
+            raise UsageError(f"--act: what runs on {where} began to observe", f"{down} --act")
+        if self.allow_inject and not before.allow_inject:
+            raise UsageError(f"--allow-inject was not given when what runs on {where} began",
+                             f"{down} --allow-inject")
+        if before.allow_inject and not self.allow_inject:
+            raise UsageError(f"what runs on {where} allows faults on purpose, and this is never "
+                             "taken over unsaid", f"give --allow-inject again; or {down}")
+        if self.policy is not None and _policy(self.policy) != _policy(before.policy):
+            raise UsageError(f"--policy is another than when what runs on {where} began",
+                             f"{down} again")
+
+
+def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
+    """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
+    if asked.cluster is not None and not NAME.match(asked.cluster):
+        raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
+                         "lower-case letters, digits, '-' and '.', at most 63")
+    if asked.policy is not None:
+        if asked.policy.is_fifo():  # it is read more than once
+            raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
+        _policy(asked.policy)
+    state.create()
+    if detach:
+        _detach(state, asked)
+        return
+    lock = state.lock()
+    stop = _Stop()
+    last = local_cluster.wanted_before(state)
+    before = {name for name in processes.names(state) if processes.find(state, name)}
+    if before and last is not None:
+        asked.refuse_other(last, state)
+        if CONTROL_PLANE in before:
+            asked.refuse_other_policy(last, state)
+    wanted = asked.wanted(last, state)
+    if wanted.checks:
+        serve.own_checks(Path(wanted.checks))
+    if CONTROL_PLANE not in before and asked.policy is None and wanted.policy:
+        _policy_kept(wanted.policy, state)
+    cluster = LocalCluster(state, wanted)
+    local_cluster.check_labels(asked.labels or (), cluster.nodes)
+    processes.record(state, UP, os.getpid())
+    try:
+        _start(cluster, asked.policy)
+        stop.begin()
+        _say_next(state)
+        _Watch(cluster).run(stop)
+    except (UnicronError, KeyboardInterrupt):
+        if not before:  # nothing was here before us: leave nothing behind
+            cluster.stop(grace=False)
+        raise
+    finally:
+        (state.pids / f"{UP}.json").unlink(missing_ok=True)
+        lock.close()
+
+
+def _absolute(checks: Path) -> str:
+    """Of --checks: agents that are started again may stand elsewhere; "" for the word none."""
+    return "" if checks == Path("none") else str(checks.absolute())
+
+
+def _policy(path: Path | str) -> object:
+    """What a policy file says; an empty path is the defaults. Raises UsageError."""
+    from ..files import policy_file
+
+    return policy_file.load(Path(path or os.devnull))
+
+
+def _policy_kept(path: str, state: StateDir) -> None:
+    """Raises UsageError where the copy of another time is no policy: nothing would start."""
+    try:
+        _policy(path)
+    except UsageError as error:
+        raise UsageError(str(error), f"give another: unicron up --policy FILE {state.option}; an "
+                         "empty file: the defaults") from None
+
+
+def _start(cluster: LocalCluster, policy: Path | None) -> None:
+    state = cluster.state
+    if cluster.wanted.redis_url:
+        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster)
+    if not cluster.find(CONTROL_PLANE):
+        local_cluster.check_port(cluster.wanted.port)
+        cluster.choose_port()
+    console.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
+    for process in cluster.extra_agents():
+        processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
+        console.out(f"stopped  {process.name}: not asked for any more")
+    adopted = embedded_server.adopt(state.server) is not None
+    server = cluster.ensure_server()
+    if server is not None:
+        console.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
+    if policy is not None:
+        kept = job_file.read_text(policy, job_file.FILE_BYTES_MAX, "name a policy file", "")
+        state.policy.write_text(kept, encoding="utf-8")  # it may be our own copy
+    cluster.save()
+    started = {name: cluster.ensure(name) for name in cluster.names()}
+    client = cluster.wait_control_plane()
+    process, adopted = started[CONTROL_PLANE]
+    console.out(_line("control", client.url, process.pid, adopted))
+    for line in _mode(client.get("/v1/state")["cluster"], option_for(state)):
+        console.out(line)
+    for node in cluster.nodes:
+        process, adopted = started[agent_name(node)]
+        console.out(
+            _line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted)
+        )
+    cluster.wait_agents(client)
+
+
+def _mode(told: dict[str, Any], option: str) -> list[str]:
+    """Whether the cluster heals: what an operator must not have to guess."""
+    healing: str = told["healing"]
+    if healing == "on":
+        lines = ["healing  on"]
+    else:
+        what = ("OBSERVING: decides and logs, acts on nothing; to act:" if healing == "observing"
+                else f"{healing.replace('frozen', 'FROZEN', 1)};")
+        lines = [f"healing  {what} {way_to_act(healing, option)}"]
+    if told["allow_inject"]:
+        lines.append("faults   allowed on purpose: unicron inject --help")
+    return lines
+
+
+def _say_next(state: StateDir) -> None:
+    option = option_for(state)
+    console.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
+    console.out(f"look     unicron status -w{option}        unicron tail -f{option}")
+    console.out(f"stop     Ctrl-C, or unicron down{option}")
+
+
+def _line(what: str, where: str, pid: int, adopted: bool) -> str:
+    return f"{what:<8} {where:<34} pid {pid}{', adopted' if adopted else ''}"
+
+
+class _Stop:
+    """Set by SIGINT or SIGTERM; a second one means: at once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+        self._starting = True
+
+    def begin(self) -> None:
+        """From now on a signal is a wish, no longer an interruption."""
+        self._starting = False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        if self._starting:
+            raise KeyboardInterrupt
+
+
+class _Watch:
+    """Starts again whatever ends, each with a backoff of its own."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._running: dict[str, Process] = {}
+        self._began_s: dict[str, float] = {}
+        self._backoff_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
+        self._server = embedded_server.adopt(cluster.state.server)
+
+    def run(self, stop: _Stop) -> None:
+        """Until a signal; then stop all."""
+        for name in self._cluster.names():
+            if found := self._cluster.find(name):
+                self._running[name] = found
+        while not stop.asked:
+            if self._server is not None and not self._server.is_alive:
+                self._restart_server()
+            for name in self._cluster.names():
+                self._look(name)
+            time.sleep(WATCH_S)
+        for line in _unfinished(self._cluster.state):
+            console.talk(line)
+        console.talk("stopping: agents, control plane, server")
+        self._cluster.stop(grace=stop.asked < 2)
+        console.talk("stopped; the log stays")
+
+    def _look(self, name: str) -> None:
+        now_s = time.monotonic()
+        running = self._running.get(name)
+        if running is not None and processes.alive(running):
+            return
+        if running is not None:
+            del self._running[name]
+            calm = now_s - self._began_s.get(name, 0.0) > CALM_S
+            wait_s = BACKOFF_S if calm else min(
+                self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
+            self._backoff_s[name], self._due_s[name] = wait_s, now_s + wait_s
+            console.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
+        if now_s < self._due_s.get(name, 0.0):
+            return
+        try:
+            self._running[name] = self._cluster.start(name)
+        except UsageError as error:  # its port is taken meanwhile: try again later
+            self._due_s[name] = now_s + BACKOFF_S_MAX
+            console.talk(f"{name} cannot start: {error}")
+            return
+        self._began_s[name] = now_s
+        console.talk(f"{name} started again, pid {self._running[name].pid}")
+
+    def _restart_server(self) -> None:
+        try:
+            self._server = embedded_server.ensure(self._cluster.state.server)
+        except ServerError as error:
+            console.talk(f"the server cannot start: {error}")
+            return
+        console.talk(f"the server ended; started again, pid {self._server.pid}")
+
+
+def _detach(state: StateDir, asked: Asked) -> None:
+    """Run `up` in a session of its own; return when it is ready, show what it said."""
+    state.lock().close()
+    options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
+               "--cluster": asked.cluster, "--policy": asked.policy,
+               "--checks": asked.checks, "--checks-every": asked.checks_every_s}
+    argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
+    for option, value in options.items():
+        if value is not None:
+            argv += [option, str(value)]
+    if asked.observe is not None:
+        argv.append("--observe" if asked.observe else "--act")
+    argv += ["--allow-inject"] * asked.allow_inject
+    argv += ["--no-watch"] * (not asked.watch)
+    for label in ("none",) if asked.labels == () else asked.labels or ():
+        argv += ["--label", label]
+    # a Redis URL holds a password: not in argv, which everybody may read
+    environment = dict(os.environ)
+    if asked.redis is not None:
+        environment[local_cluster.REDIS_URL] = asked.redis
+    path = state.logs / "up.log"
+    with path.open("wb") as log:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                 start_new_session=True, env=environment)
+    deadline_s = time.monotonic() + DETACH_S_MAX
+    while child.poll() is None:
+        said = path.read_text(encoding="utf-8", errors="replace")
+        if "\nstop " in said:
+            console.out(said.replace("Ctrl-C, or ", "").rstrip())
+            child.returncode = 0  # it goes on without us
+            return
+        if time.monotonic() > deadline_s:
+            child.terminate()
+            raise UnicronError(f"up is not ready within {DETACH_S_MAX:.0f} s, see {path}")
+        time.sleep(WATCH_S / 2)
+    _raise_as(path.read_text(encoding="utf-8", errors="replace"), child.returncode)
+
+
+def _raise_as(said: str, code: int) -> None:
+    """The error that `up` told, again."""
+    lines = said.splitlines()
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
+                   f"up ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
+    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), "")
+    raise UsageError(message, hint) if code == 2 else local_cluster.LateError(message, hint)
+
+
+def down(state: StateDir) -> None:
+    """Stop `up` and all that it watches over, also when `up` itself is gone."""
+    watching = processes.find(state, UP)
+    for line in _unfinished(state):
+        console.out(line)
+    has_server = embedded_server.adopt(state.server) is not None
+    with_it = [name for name in processes.names(state)
+               if name != UP and processes.find(state, name) is not None]
+    if watching is not None:
+        processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
+    stopped = [UP, *with_it, *(["server"] if has_server else [])] if watching else []
+    stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
+    if stopped:
+        console.out("stopped " + ", ".join(stopped))
+    else:
+        console.out(f"nothing runs on {shown(state.path)}")
+
+
+def _unfinished(state: StateDir) -> list[str]:
+    """What stopping now costs each live task, a line each, then how to avoid it.
+
+    Empty when nobody can tell.
+    """
+    try:
+        tasks = connect(state).get("/v1/state")["tasks"]
+    except UnicronError:
+        return []
+    live = [task for task in tasks if task["state"] not in ENDED and task["tier"] == "train"]
+    lines: list[str] = []
+    for task in live:
+        again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"
+        lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
+                     f"iterations; the next up starts it again {again}")
+    if any(task["unpublished"] for task in live):
+        lines.append("to lose nothing: unicron drain every node first, then down; unicron undrain "
+                     "each after the next up")
+    return lines

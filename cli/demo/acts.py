@@ -1,0 +1,493 @@
+"""The acts of the demo, in order: each breaks something, and shows what heals it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...events.spec.job import JobSpec, Train
+from ..cluster import processes
+from ..cluster.local_cluster import CONTROL_PLANE, agent_name
+from ..cluster.state_dir import shown
+from ..commands.request_outcome import hidden
+from ..history.transitions import moves
+from ..terminal.format import lost_in_words, ms, ranks, rfc3339, scaled, span
+from . import proof
+from .stage import BrokenError, Stage, is_running
+
+Plain = dict[str, Any]
+VICTIM_NUM = 2
+STRIKE_ITERATION_NUM = 6
+AWAY_S = 2.0
+START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, STRIKE_S_MAX = 120.0, 60.0, 120.0, 120.0
+GLANCE_S = 0.001
+
+
+class Player(Struct):
+    """One task of the demo: what is asked for, and what the plan gives it with all nodes there."""
+
+    spec: JobSpec
+    num_slots: int
+    task: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def train(self) -> Train:
+        assert self.spec.train is not None
+        return self.spec.train
+
+
+# --- start --------------------------------------------------------------------------------------
+def submit(stage: Stage, player: Player) -> Plain:
+    """Submit it; the plan that follows."""
+    spec, train = player.spec, player.train
+    answer = stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
+    player.task = int(answer["task"])
+    what = ", ".join(train.data) or "Python's documentation"
+    stage.say("submit", f"{spec.name} (task {player.task}), weight {spec.weight:g}, "
+                        f"{train.num_micro_batches} micro-batches, {train.iterations} iterations "
+                        f"on {what}")
+    return stage.wait(lambda: stage.find("PlanChosen", after=player.task), START_S_MAX, "a plan")
+
+
+def say_plan(stage: Stage, plan: Plain) -> None:
+    """What was chosen and what it beat, with their prices."""
+    body = plan["body"]
+    slots = {one["task"]: one["slots"] for one in body["allocations"]}
+    rows = [(slots, body["waf"], "chosen")]
+    rows += [(dict(other["slots"]), other["waf"], other["what"]) for other in body["alternatives"]]
+    stage.say("plan", f"for {body['num_slots']} slots, in weighted FLOP/s: {body['trigger']}")
+    for given, waf, what in rows:
+        words = "  ".join(f"{stage.name(task)} {num}" for task, num in given.items())
+        stage.note(None, f"{words}  {scaled(waf, 'FLOP/s'):>12}  {what}{hidden(waf, body['waf'])}")
+
+
+def start(stage: Stage, alpha: Player, beta: Player) -> None:
+    """Both tasks are submitted, planned, started, and step."""
+    submit(stage, alpha)
+    say_plan(stage, submit(stage, beta))
+    stage.note(None, "T(x) declared in the specs: two cores cannot show scaling")
+    stage.live = {alpha.task, beta.task}
+    want = {player.task: player.num_slots for player in (alpha, beta)}
+    stage.wait(lambda: full(stage, want), START_S_MAX, "both tasks train")
+    ready = stage.all("RankReady")
+    body = ready[0]["body"]
+    for player in (alpha, beta):
+        stage.say("ranks", f"{player.name}: {len(stage.members(player.task))} on "
+                           f"{nodes(stage, player.task)}")
+    stage.note(None, f"each a GPT of {scaled(body['num_params'], ' parameters')}, "
+                     f"{scaled(body['state_bytes'], 'B')} of state, "
+                     f"data {body['data_digest'].removeprefix('sha256:')[:12]}")
+
+
+def nodes(stage: Stage, task: int) -> str:
+    """The nodes of its seats, in words."""
+    return " ".join(sorted(set(stage.seats(task).values())))
+
+
+def full(stage: Stage, want: dict[int, int]) -> bool:
+    """Whether each of these tasks steps with that many ranks, all on the seats it was given."""
+    return all(stage.is_full(task, num) for task, num in want.items())
+
+
+# --- a rank is killed ---------------------------------------------------------------------------
+class Strike(Struct):
+    """The kill of a rank, and where it struck."""
+
+    at_s: float
+    event: Plain
+
+    @property
+    def pid(self) -> int:
+        return int(self.event["pid"])
+
+    @property
+    def iteration(self) -> int:
+        return int(self.event["iteration"])
+
+
+def kill_rank(stage: Stage, player: Player) -> None:
+    """SIGKILL in the middle of an iteration; until it is stepped and the rank is back."""
+    task = player.task
+    stage.wait(lambda: stage.trace.iteration(task) >= STRIKE_ITERATION_NUM, STRIKE_S_MAX,
+               f"iteration {STRIKE_ITERATION_NUM}")
+    pids = stage.trace.pids(task)
+    strike = _strike(stage, task)
+    settled = stage.all("Reconfigured", task=task, rank=VICTIM_NUM)
+    own = [one for one in stage.trace.of(task, strike.iteration, "forward")
+           if one["rank"] == VICTIM_NUM]
+    stage.say(f"FAULT {stage.num_kills}",
+              f"kill -9 {strike.pid}: {player.name}'s rank {VICTIM_NUM}, in "
+              f"{strike.event['event']}, micro-batch {len(own)} of "
+              f"{len(settled[0]['body']['todo'])}, iteration {strike.iteration}")
+    exited = stage.wait(
+        lambda: stage.find("RankExited", task=task, rank=VICTIM_NUM, pid=strike.pid),
+        HEAL_S_MAX, "the agent notices")
+    stage.note(exited["at_s"] - strike.at_s,
+               f"{exited['source'].split('/')[0]}: rank {VICTIM_NUM} exited, signal "
+               f"{exited['body']['signal']}")
+    opened = stage.wait(lambda: stage.find("IncidentOpened", task=task), HEAL_S_MAX, "an incident")
+    stage.struck[opened["seq"]] = strike.at_s
+    stage.note(opened["at_s"] - strike.at_s,
+               f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
+               f"rank {VICTIM_NUM} restarts on its slot")
+    told = stage.told.incidents[opened["seq"]]
+    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
+    _healed(stage, player, strike, opened["seq"], pids)
+    _return(stage, player, strike)
+
+
+def _strike(stage: Stage, task: int) -> Strike:
+    """SIGKILL as the victim begins the backward of an iteration's second micro-batch."""
+    trace = stage.trace
+    deadline_s = time.monotonic() + STRIKE_S_MAX
+    trace.look()
+    while time.monotonic() < deadline_s:
+        new = [one for one in trace.look() if one["task"] == task and one["rank"] == VICTIM_NUM]
+        if new and new[-1]["event"] == "backward":
+            event = new[-1]
+            forwards = trace.of(task, event["iteration"], "forward")
+            if sum(one["rank"] == VICTIM_NUM for one in forwards) == 2:
+                at_s = time.time()
+                os.kill(event["pid"], signal.SIGKILL)
+                stage.num_kills += 1
+                return Strike(at_s=at_s, event=event)
+        time.sleep(GLANCE_S)
+    raise BrokenError(f"rank {VICTIM_NUM} was never in the middle of an iteration")
+
+
+def _healed(stage: Stage, player: Player, strike: Strike, incident: int,
+            before: dict[int, int]) -> None:
+    one = stage.told.incidents[incident]
+    assert one.rebuilt_s is not None
+    assert one.stepped_s is not None
+    generation = max(record["body"]["generation"]
+                     for record in stage.all("Reconfigured", after=incident, task=player.task)
+                     if record["at_s"] <= (one.resumed_s or 0.0))
+    members = stage.all("Reconfigured", task=player.task, generation=generation)
+    survivors = sorted(record["body"]["rank"] for record in members)
+    same = same_pids(stage, player.task, before, survivors)
+    stage.note(one.rebuilt_s - strike.at_s,
+               f"{ranks(survivors)} rebuilt communicators (generation {generation}), "
+               f"same pids {' '.join(str(before[rank]) for rank in survivors)}")
+    _gradients(stage, player, strike, members)
+    batch = player.train.num_micro_batches
+    stage.note(one.stepped_s - strike.at_s,
+               f"iteration {one.iteration} stepped on {batch} of {batch} micro-batches; "
+               "no checkpoint read")
+    stage.promise(same, "the survivors kept their processes")
+    stage.promise(one.iteration == strike.iteration, "the interrupted iteration was resumed")
+    stage.promise(survivors == [rank for rank in sorted(before) if rank != VICTIM_NUM],
+                  "all others survived")
+
+
+def same_pids(stage: Stage, task: int, before: dict[int, int], who: list[int]) -> bool:
+    """Whether these ranks run in the processes that they had before."""
+    now = stage.trace.pids(task)
+    return all(now[rank] == before[rank] and is_running(now[rank]) for rank in who)
+
+
+def _gradients(stage: Stage, player: Player, strike: Strike, members: list[Plain]) -> None:
+    """What was kept, what was dealt; held against the forward passes in the trace."""
+    bodies = [record["body"] for record in members]
+    kept = {item for body in bodies for item in body["kept"]}
+    todo = [item for body in bodies for item in body["todo"]]
+    dealt = [body["rank"] for body in bodies for _ in body["dealt"]]
+    stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM_NUM}'s "
+                     f"{len(dealt)} dealt, to {ranks(dealt)}")
+    passes = [one["micro_batch"] for one in
+              stage.trace.of(player.task, strike.iteration, "forward")]
+    twice = sorted({item for item in passes if passes.count(item) > 1})
+    batch = player.train.num_micro_batches
+    stage.note(None, f"{len(passes)} forward passes for {batch} micro-batches: "
+                     f"{len(passes) - batch} recomputed ({', '.join(map(str, twice))})")
+    stage.promise(not kept & set(todo) and sorted([*kept, *todo]) == list(range(batch)),
+                  "every micro-batch counts exactly once")
+    stage.promise(not kept & set(twice), "nothing kept was recomputed")
+
+
+def _return(stage: Stage, player: Player, strike: Strike) -> None:
+    def back() -> Plain | None:
+        settled = stage.all("Reconfigured", task=player.task, rank=VICTIM_NUM)
+        joined = [record for record in settled if record["body"]["attempt"] > 1]
+        if not joined or not full(stage, {player.task: player.num_slots}):
+            return None
+        return joined[0]
+
+    record = stage.wait(back, RETURN_S_MAX, f"rank {VICTIM_NUM} comes back")
+    body = record["body"]
+    started = stage.find("RankStarted", task=player.task, rank=VICTIM_NUM,
+                         attempt=body["attempt"])
+    assert started is not None
+    stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - strike.at_s)} "
+                        f"(pid {started['body']['pid']}), {from_memory(body)}, "
+                        f"joins at {body['step_version']}")
+    promise_from_memory(stage, body)
+
+
+def from_memory(body: Plain) -> str:
+    """Where a newcomer's state came from, in words; `body` is its Reconfigured."""
+    if body["source"] < 0:
+        return "its state from no replica's memory"
+    return f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s memory"
+
+
+def promise_from_memory(stage: Stage, body: Plain) -> None:
+    """Hold a newcomer to it."""
+    stage.promise(body["source"] >= 0 and body["source"] != body["rank"]
+                  and body["received_bytes"] > 0, "the newcomer's state came from a replica")
+
+
+# --- the control plane is killed ----------------------------------------------------------------
+def kill_control_plane(stage: Stage, players: list[Player]) -> None:
+    """SIGKILL, a while without it, and what the next one finds."""
+    before = {player.task: stage.trace.iteration(player.task) for player in players}
+    stage.wait(lambda: all(stage.trace.iteration(task) > at for task, at in before.items()),
+               HEAL_S_MAX, "a step")
+    pids = {player.task: _member_pids(stage, player.task) for player in players}
+    control = stage.process(CONTROL_PLANE)
+    cluster = stage.client.get("/v1/state")["cluster"]
+    first = {player.task: stage.trace.iteration(player.task) for player in players}
+    at_s = time.time()
+    processes.signal_to(control, signal.SIGKILL)
+    stage.num_kills += 1
+    stage.say(f"FAULT {stage.num_kills}",
+              f"kill -9 {control.pid}: the control plane, for {AWAY_S:g} s")
+    time.sleep(AWAY_S)
+    last = {player.task: stage.trace.iteration(player.task) for player in players}
+    went = ", ".join(f"{player.name} {first[player.task]} -> {last[player.task]}"
+                     for player in players)
+    died = sum(not is_running(pid) for one in pids.values() for pid in one.values())
+    stage.note(None, f"{went}: training went on, {died} ranks died; its last state "
+                     f"{_short(cluster['hash'])} at {cluster['seq']}")
+    stage.promise(not processes.alive(control), "the control plane was gone")
+    stage.promise(all(last[task] > first[task] for task in first),
+                  "training went on without the control plane")
+    _adopted(stage, cluster, pids, at_s)
+
+
+def _member_pids(stage: Stage, task: int) -> dict[int, int]:
+    pids = stage.trace.pids(task)
+    return {rank: pids[rank] for rank in stage.members(task)}
+
+
+def _adopted(stage: Stage, cluster: Plain, pids: dict[int, dict[int, int]], at_s: float) -> None:
+    started = stage.restart_control_plane()
+    epoch = stage.wait(lambda: stage.find("EpochStarted", after=cluster["seq"]), HEAL_S_MAX,
+                       "a new epoch")
+    again = proof.hash_at(proof.export(stage, "after-takeover.jsonl"), cluster["seq"])
+    stage.note(epoch["at_s"] - at_s,
+               f"epoch {epoch['epoch']} (pid {started.pid}): {epoch['seq'] - 1} records "
+               f"folded, at seq {cluster['seq']} state {_short(again)} "
+               + ("as before" if again == cluster["hash"] else "NOT as before"))
+    same = all(same_pids(stage, task, before, list(before)) for task, before in pids.items())
+    stage.note(None, f"{sum(map(len, pids.values()))} ranks adopted, same pids; no rank was "
+                     "started or stopped")
+    stage.promise(again == cluster["hash"], "the log folds to the state before the kill")
+    stage.promise(same, "no rank was killed or restarted for the control plane")
+    stage.look()
+    stage.promise(not [kind for kind in ("StartRank", "StopRank", "IncidentOpened")
+                       if stage.find(kind, after=cluster["seq"])],
+                  "nothing was ordered because of it")
+    stage.away_s = epoch["at_s"] - at_s
+
+
+def _short(state_hash: str) -> str:
+    return state_hash.rpartition(":")[2][:8]
+
+
+# --- The demo's later acts: a node is lost and returns, an urgent task comes, one is cancelled. ---
+NODE = "n2"
+FINISH_S_MAX = 300.0
+
+
+# --- a node is lost -----------------------------------------------------------------------------
+def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
+    """SIGKILL to an agent, and so to its ranks; one plan for both tasks heals it."""
+    pids = {player.task: stage.trace.pids(player.task) for player in (hurt, other)}
+    members = stage.members(hurt.task)
+    gone = sorted(rank for rank, node in members.items() if node == NODE)
+    left = sorted(rank for rank in members if rank not in gone)
+    stage.promise(bool(gone) and bool(left) and NODE not in
+                  stage.members(other.task).values(),
+                  f"{hurt.name} has ranks on {NODE} and elsewhere, {other.name} none there")
+    agent = stage.process(agent_name(NODE))
+    seq = stage.told.seq
+    at_s = time.time()
+    processes.signal_to(agent, signal.SIGKILL)
+    stage.num_kills += 1
+    stage.say(f"FAULT {stage.num_kills}",
+              f"kill -9 {agent.pid}: the agent of {NODE}; {hurt.name}'s {ranks(gone)} "
+              "die with it: a lost node")
+    _suspect_then_lost(stage, hurt, seq, at_s)
+    placed = stage.wait(lambda: stage.find("TaskPlaced", after=seq, task=other.task),
+                        HEAL_S_MAX, "a plan for both tasks")
+    plan = [one for one in stage.all("PlanChosen", after=seq) if one["seq"] < placed["seq"]][-1]
+    say_plan(stage, plan)
+    _say_earned(stage, hurt, hurt.num_slots - 1)
+    _say_earned(stage, other, other.num_slots)
+    given = {one["task"]: one["slots"] for one in plan["body"]["allocations"]}
+    want = {hurt.task: hurt.num_slots - 1, other.task: other.num_slots - 1}
+    stage.promise(given == want, f"{other.name}, unhurt, gives a slot to {hurt.name}")
+    stage.promise(bool(plan["body"]["alternatives"])
+                  and all(one["waf"] < plan["body"]["waf"]
+                          for one in plan["body"]["alternatives"]),
+                  "the plan names what it beat")
+    stage.wait(lambda: full(stage, want), RETURN_S_MAX, "both tasks step on four slots")
+    say_moves(stage, seq)
+    kept = sorted(stage.members(other.task))
+    stage.promise(same_pids(stage, hurt.task, pids[hurt.task], left)
+                  and same_pids(stage, other.task, pids[other.task], kept),
+                  "all survivors kept their processes")
+    stage.note(None, f"same pids: {hurt.name}'s {ranks(left)}, {other.name}'s {ranks(kept)}")
+
+
+def _say_earned(stage: Stage, player: Player, num: int) -> None:
+    """What the last of that many slots earns the task, weighted, by its table in the log."""
+    body = stage.all("ThroughputSet", task=player.task)[-1]["body"]
+    rates = dict(zip(body["sizes"], body["rates_flops"], strict=True))
+    earned = player.spec.weight * (rates[num] - rates.get(num - 1, 0.0))
+    stage.note(None, f"slot {num} earns {player.name} {scaled(earned, 'FLOP/s')}, as "
+                     f"{body['origin']}")
+
+
+def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> None:
+    failed = stage.wait(lambda: stage.find("CollectiveFailed", after=seq, task=hurt.task),
+                        HEAL_S_MAX, "a peer notices")
+    silent = stage.wait(lambda: stage.find("NodeSilenced", after=seq, node=NODE), HEAL_S_MAX,
+                        "the node's lease ends")
+    opened = stage.wait(lambda: stage.find("IncidentOpened", after=seq, task=hurt.task),
+                        HEAL_S_MAX, "an incident")
+    told = stage.told.incidents[opened["seq"]]
+    stage.struck[told.id] = at_s
+    stage.note(failed["at_s"] - at_s, f"{hurt.name}'s rank {failed['body']['rank']}: its "
+                                      "collective failed: suspect")
+    stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
+                                      "the second source, lost")
+    stage.note(opened["at_s"] - at_s, f"{told.severity}: {told.why}")
+    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
+    assert told.stepped_s is not None
+    batch = hurt.train.num_micro_batches
+    stage.note(told.stepped_s - at_s,
+               f"the survivors stepped iteration {told.iteration} on {batch} of {batch}, "
+               f"{lost_in_words(told.iterations_lost)}")
+
+
+def say_moves(stage: Stage, seq: int) -> None:
+    """Each transition since, and what it cost; a promise that it lost nothing."""
+    for move in moves(stage.records, seq):
+        if not move.num_before:
+            continue
+        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stood "
+                         f"for {ms(move.still_s)} at iteration {move.iteration}; its next step was "
+                         f"done {ms(move.step_s)} after it stopped")
+        stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
+        for body in move.newcomers:
+            promise_from_memory(stage, body)
+            stage.note(None, f"  rank {body['rank']} on {_place(stage, body)}: "
+                             f"{from_memory(body)}{_prepared(stage, body)}")
+
+
+def _place(stage: Stage, body: Plain) -> str:
+    order = _order(stage, body)
+    return f"{order['body']['slot']['node']}/{order['body']['slot']['index']}"
+
+
+def _order(stage: Stage, body: Plain) -> Plain:
+    order = stage.find("StartRank", task=body["task"], rank=body["rank"], attempt=body["attempt"])
+    assert order is not None, "no rank without its order"
+    return order
+
+
+def _prepared(stage: Stage, body: Plain) -> str:
+    """How long the newcomer took to be ready, and what its task did meanwhile."""
+    ready = stage.find("RankReady", task=body["task"], rank=body["rank"], attempt=body["attempt"])
+    assert ready is not None, "no member before it was ready"
+    stage.trace.look()
+    begin_s, end_s = _order(stage, body)["at_s"], ready["at_s"]
+    others = [one for one in stage.trace.events
+              if one["task"] == body["task"] and begin_s <= one["t"] <= end_s
+              and (one["rank"], one["attempt"]) != (body["rank"], body["attempt"])]
+    # Not by whole iterations: on a slow machine one may take longer than the newcomer.
+    stage.promise(bool(others), "a newcomer prepares while the others train")
+    num = len({one["iteration"] for one in others if one["event"] == "step"})
+    return (f"; prepared {span(end_s - begin_s)}, "
+            + (f"{num} iterations trained meanwhile" if num else "in the midst of one iteration"))
+
+
+# --- it returns ---------------------------------------------------------------------------------
+def return_node(stage: Stage, players: list[Player]) -> None:
+    """Start its agent again; every task grows back."""
+    seq = stage.told.seq
+    agent = stage.cluster.start(agent_name(NODE))
+    stage.wait(lambda: stage.find("NodeJoined", after=seq, node=NODE), START_S_MAX, "the node")
+    stage.say("RETURN", f"{NODE} is back: agent (pid {agent.pid})")
+    _grow(stage, players, seq)
+
+
+def _grow(stage: Stage, players: list[Player], seq: int) -> None:
+    plan = stage.wait(lambda: stage.find("PlanChosen", after=seq), HEAL_S_MAX, "a plan")
+    say_plan(stage, plan)
+    want = {player.task: player.num_slots for player in players}
+    stage.wait(lambda: full(stage, want), RETURN_S_MAX, "all tasks are back to full strength")
+    say_moves(stage, seq)
+
+
+# --- an urgent task -----------------------------------------------------------------------------
+def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
+    """A third task outweighs the others: they shrink, it runs and finishes, they grow again."""
+    stage.look()
+    seq = stage.told.seq
+    say_plan(stage, submit(stage, player))
+    began = stage.wait(lambda: stage.find("TaskProgressed", task=player.task), START_S_MAX,
+                       f"{player.name}'s first step")
+    say_moves(stage, seq)
+    stage.note(began["at_s"] - stage.told.tasks[player.task].submitted_s,
+               f"{player.name} steps, {len(stage.members(player.task))} ranks on "
+               f"{nodes(stage, player.task)}")
+    finish(stage, player)
+    ended = stage.find("TaskEnded", task=player.task)
+    assert ended is not None
+    _grow(stage, others, ended["seq"])
+
+
+# --- ends ---------------------------------------------------------------------------------------
+def cancel(stage: Stage, player: Player) -> None:
+    """An operator ends a task for good."""
+    stage.live.discard(player.task)
+    asked = stage.client.post(f"/v1/tasks/{player.task}/cancel",
+                              {"reason": "the demo has seen enough"})
+    ended = stage.wait(lambda: stage.find("TaskEnded", task=player.task), HEAL_S_MAX, "its end")
+    asked_s = next(one["at_s"] for one in stage.records if one["seq"] == asked["seq"])
+    num_done = len(stage.losses(player.task))
+    stage.say("CANCEL", f"{player.name} after {num_done} iterations, ended "
+                        f"{ms(ended['at_s'] - asked_s)} later")
+    stage.promise(ended["body"]["outcome"] == "cancelled", f"{player.name} was cancelled")
+    stage.promise(sorted(stage.losses(player.task)) == list(range(num_done)),
+                  f"every iteration of {player.name} has its loss in the log")
+
+
+def finish(stage: Stage, player: Player) -> None:
+    """Wait for a task's end, and hold it to what was asked for."""
+    train = player.train
+    stage.live.discard(player.task)
+    ended = stage.wait(lambda: stage.find("TaskEnded", task=player.task), FINISH_S_MAX, "the end")
+    past = stage.told.tasks[player.task]
+    output = Path(train.output) / "latest"
+    stage.say("FINISH", f"{player.name} {len(past.losses)}/{train.iterations} at "
+                        f"{rfc3339(ended['at_s'])}, model in {shown(output)}")
+    stage.promise(ended["body"]["outcome"] == "finished", f"{player.name} finished")
+    stage.promise(sorted(past.losses) == list(range(train.iterations)),
+                  f"every iteration of {player.name} has its loss in the log")
+    stage.promise(set(past.micro_batches) == {train.num_micro_batches},
+                  f"the global batch of {player.name} never changed")
+    stage.promise(output.exists(), f"the model of {player.name} was written")

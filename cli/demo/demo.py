@@ -1,0 +1,152 @@
+"""`demo`: two real tasks on three nodes, broken on purpose; the proof that nothing was lost.
+
+It does what a user does with `up`, `submit`, `kill -9`, `cancel`, `tail`, `export`, `replay`; and
+measures.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from importlib import metadata
+from pathlib import Path
+from shlex import quote
+
+import msgspec
+from unicron import __version__
+
+from ...events.errors import UsageError
+from ..cluster.state_dir import shown
+from ..commands import up
+from ..files import job_file
+from ..history.transitions import moves
+from ..terminal import console
+from ..terminal.format import lost_in_words
+from . import acts, proof
+from .acts import Player
+from .stage import BrokenError, Stage
+from .twins import Twins
+
+FOLDER = Path("build") / "demo"
+EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
+NUM_SLOTS = {"alpha": 4, "beta": 2, "gamma": 2}
+"""What the plan gives each, with six slots."""
+NUM_CORES = 2
+KEPT_ITERATIONS = 100_000
+
+
+def demo(*, keep: bool, num_iterations: int) -> int:
+    """Run it; 0 when everything was as promised. Raises UsageError before anything is started."""
+    _check()
+    players = [_player(name, num_iterations) for name in NUM_SLOTS]
+    stage = Stage(FOLDER)
+    kept = False
+    stage.open()
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        _run(stage, *players)
+        kept = keep
+    except BrokenError as error:
+        stage.promise(False, str(error))
+    finally:
+        stage.close(keep=kept)
+    return _end(stage, players[0], keep=kept)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _check() -> None:
+    for package in ("torch", "megatron-core"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise UsageError(f"{package} is not installed",
+                             "make setup, or pip install 'unicron[train]'") from None
+    if not EXAMPLES.exists():
+        raise UsageError("deploy/examples is not there", "run unicron demo from a checkout")
+
+
+def _player(name: str, num_iterations: int) -> Player:
+    """The example's task; its output in the demo's folder, alpha's length as asked."""
+    spec = job_file.load(EXAMPLES / f"demo-{name}.yaml")
+    assert spec.train is not None
+    train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()))
+    if name == "alpha":
+        train = msgspec.structs.replace(train, iterations=num_iterations)
+    return Player(spec=msgspec.structs.replace(spec, train=train), num_slots=NUM_SLOTS[name])
+
+
+def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
+    """The acts, in order. Raises BrokenError."""
+    cores = _take_cores()
+    stage.say("setup", f"unicron {__version__}, Python {platform.python_version()}, torch "
+                       f"{metadata.version('torch')}, megatron-core "
+                       f"{metadata.version('megatron-core')}, {cores}")
+    stage.start()
+    place = quote(shown(stage.state.path))
+    stage.say("look", f"second terminal: .venv/bin/unicron status -w --state {place}")
+    stage.note(None, f"                 .venv/bin/unicron tail -f --state {place}")
+    acts.start(stage, alpha, beta)
+    acts.kill_rank(stage, alpha)
+    acts.kill_control_plane(stage, [alpha, beta])
+    acts.lose_node(stage, alpha, beta)
+    acts.return_node(stage, [alpha, beta])
+    acts.urgent(stage, gamma, [alpha, beta])
+    acts.cancel(stage, beta)
+    acts.finish(stage, alpha)
+    proof.timeline(stage)
+    proof.waf(stage)
+    for player in (alpha, beta):
+        proof.loss(stage, player.task)
+    proof.verify(stage, proof.export(stage, "log.jsonl"))
+    twins = Twins(stage, alpha, beta)
+    try:
+        twins.run()
+    finally:
+        twins.stop()
+
+
+def _take_cores() -> str:
+    """Run on two cores wherever there are more, so that the acts meet running tasks everywhere."""
+    if not hasattr(os, "sched_setaffinity"):
+        return f"{os.cpu_count()} cores"
+    usable = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, usable[:NUM_CORES])
+    return f"{min(NUM_CORES, len(usable))} of {len(usable)} cores"
+
+
+def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
+    incidents = stage.told.incidents.values()
+    lost = sum(one.lost for one in moves(stage.records))
+    read = sum(one.ckpt_read for one in incidents)
+    promised = "" if not stage.broken else "; NOT as promised"
+    stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "
+                       f"{lost_in_words(lost)}, {read} checkpoints read{promised}")
+    for what in stage.broken:
+        stage.note(None, f"broken: {what}")
+    place = quote(shown(stage.state.path))
+    if keep:
+        _leave(stage, alpha)
+    else:
+        stage.say("next", "unicron demo --keep (break it yourself)")
+        newest = max((one.id for one in incidents), default=0)
+        if newest:
+            stage.note(None, f"unicron replay {place}/log.jsonl --incident {newest}")
+    return int(bool(stage.broken))
+
+
+def _leave(stage: Stage, alpha: Player) -> None:
+    """A task that trains on, and `up` to watch over the cluster."""
+    output = str((FOLDER / "yours").absolute())
+    train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output)
+    spec = msgspec.structs.replace(alpha.spec, name="yours", train=train)
+    stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
+    place = quote(shown(stage.state.path))
+    up.up(stage.state, up.Asked(), detach=True)
+    stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
+    stage.note(None, f"unicron status yours --state {place}     then kill -9 any pid that you see")
+    stage.note(None, f"unicron incident --state {place}         what it cost, and why")
+    console.talk(f"hint: unicron down --state {place} ends it")

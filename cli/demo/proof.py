@@ -1,0 +1,120 @@
+"""The demo's proof from the log: timeline, curves, and every decision made again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from ..history import history
+from ..history.history import IncidentHistory
+from ..screens.task import loss_curve
+from ..terminal.format import curve, lost_cell, ms, ranks, scaled, table
+from .stage import BrokenError, Stage
+
+Plain = dict[str, Any]
+COMPARE_S_MAX = 60.0
+NOTE_COLUMNS = 80
+WAF_COLUMNS = 50
+
+
+def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of our commands in a fresh process that knows of no cluster."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
+    return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *arguments], text=True,
+                          capture_output=True, check=False, env=clean, timeout=COMPARE_S_MAX)
+
+
+def export(stage: Stage, name: str) -> Path:
+    """Write the log as it is now to a file."""
+    path = stage.state.path / name
+    told = unicron("export", str(path), "--state", str(stage.state.path))
+    if told.returncode:
+        raise BrokenError(f"export: {told.stderr.strip()}")
+    return path
+
+
+def hash_at(path: Path, seq: int) -> str:
+    """The state's hash after that record, by a fold of the file in a fresh process."""
+    told = unicron("replay", str(path), "--until", str(seq), "-o", "json")
+    if told.returncode:
+        raise BrokenError(f"replay: {told.stderr.strip()}")
+    return str(json.loads(told.stdout)["cluster"]["hash"])
+
+
+def verify(stage: Stage, path: Path) -> None:
+    """`unicron replay FILE --verify` in a fresh process; the last line but the table's."""
+    told = unicron("replay", str(path), "--verify", "-o", "json")
+    verdict: Plain = json.loads(told.stdout) if told.stdout else {}
+    ok = told.returncode == 0 and bool(verdict.get("ok"))
+    made = verdict.get("recomputed", {})
+    stage.say("replay", f"{verdict.get('num_records', 0)} records by a fresh process, no "
+                        "server: "
+                        + (f"{sum(made.values())} of {sum(made.values())} decisions made "
+                           "again: VERIFIED" if ok else "DIFFERENT"))
+    kinds = ", ".join(f"{num}~{kind}" for kind, num in sorted(made.items()))
+    for line in textwrap.wrap(kinds, NOTE_COLUMNS):
+        stage.note(None, line.replace("~", " "))
+    stage.promise(ok, f"the log verifies: {told.stderr.strip()}")
+    live = stage.client.get("/v1/state")["cluster"]
+    stage.promise(verdict.get("state_hash") == live["hash"] or live["seq"]
+                  != verdict.get("num_records"), "its state is the control plane's")
+
+
+def timeline(stage: Stage) -> None:
+    """The incidents' phases, since the fault itself; the control plane's has but its own end."""
+    stage.say("timeline", "since the kill; from the log's records")
+    rows = [_phases(stage, one) for one in stage.told.incidents.values()]
+    rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-"])
+    for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "STEPPED",
+                       "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
+        stage.note(None, line)
+    for one in stage.told.incidents.values():
+        stage.promise(one.outcome == "healed" and one.id in stage.struck,
+                      f"inc-{one.id} was made by the demo and is healed")
+        stage.promise(one.iterations_lost == 0 and not one.ckpt_read,
+                      "no iteration was lost, no checkpoint read")
+
+
+def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
+    killed_s = stage.struck.get(one.id, one.fault_s)
+
+    def since(at_s: float | None) -> str:
+        return "-" if at_s is None else ms(at_s - killed_s)
+
+    what = f"{one.severity} {stage.name(one.task)}'s {ranks(one.ranks)}"
+    return [f"inc-{one.id}", what, since(one.detected_s), since(one.decided_s),
+            since(one.rebuilt_s), since(one.stepped_s),
+            f"{one.slot_s:.1f}", lost_cell(one.iterations_lost)]
+
+
+def waf(stage: Stage) -> None:
+    """What the cluster earned, as measured, and what the plans promised of the ideal."""
+    told = history.waf(stage.told, WAF_COLUMNS)
+    mean = math.fsum(told.achieved) / len(told.achieved)
+    stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")
+    stage.note(None, f"achieved {curve(told.achieved, WAF_COLUMNS, 0.0)} "
+                     f"mean {scaled(mean, 'FLOP/s')}, max {scaled(max(told.achieved), 'FLOP/s')}")
+    stage.note(None, "         measured: FLOP of an iteration x iterations done first, weighted; "
+                     "two cores")
+    for what, values in (("plan", told.planned), ("ideal", told.ideal)):
+        stage.note(None, f"{what:<8} {curve(values, WAF_COLUMNS, 0.0, max(told.ideal))} "
+                         f"max {scaled(max(values), 'FLOP/s')}")
+    stage.note(None, f"         {', '.join(told.origins)} in the specs; the ideal is the best "
+                     "plan with all slots")
+    stage.note(None, "         drawn from 0: achieved up to its own max, plan and ideal up to the "
+                     "ideal's")
+
+
+def loss(stage: Stage, task: int) -> None:
+    """The loss curve with the faults marked."""
+    for number, line in enumerate(loss_curve(stage.told.tasks[task], stage.told)):
+        if number:
+            stage.note(None, f"{'':6}{line}")
+        else:
+            stage.say("loss", f"{stage.name(task):<6}{line}")

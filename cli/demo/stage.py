@@ -1,0 +1,303 @@
+"""The demo's stage: a cluster of its own, what its log and its trace tell, promises that are kept.
+
+Every figure that the demo prints is read here: from records, from the ranks' trace, or from a
+clock around something that it did itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from ...events.errors import UnicronError, UsageError
+from ...events.log.embedded_server import start_time
+from ...events.spec.policy import Policy
+from ...workers.agent.agent import BEAT_S
+from ..cluster import local_cluster, processes
+from ..cluster.client import Client, Interrupted, Unable, Unreachable
+from ..cluster.local_cluster import CONTROL_PLANE, LocalCluster, Wanted
+from ..cluster.processes import Process
+from ..cluster.state_dir import StateDir, shown
+from ..history.history import History
+from ..terminal import console
+from ..terminal.format import ms, span
+
+# --- The demo's eyes inside the ranks: the trace of every phase of every micro-batch, as it grows.
+# ---
+
+Plain = dict[str, Any]
+
+
+class Trace:
+    """What the ranks write down of every phase, read as it grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Plain] = []
+        self._read: dict[Path, int] = {}
+
+    def look(self) -> list[Plain]:
+        """What is new, in order of each file."""
+        new: list[Plain] = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._read[path] = self._read.get(path, 0) + whole
+            new += [json.loads(line) for line in data[:whole].splitlines()]
+        self.events += new
+        return new
+
+    def pids(self, task: int) -> dict[int, int]:
+        """The newest process of each rank."""
+        self.look()
+        newest: dict[int, Plain] = {}
+        for event in self.events:
+            if event["task"] == task and (
+                    event["rank"] not in newest
+                    or event["attempt"] >= newest[event["rank"]]["attempt"]):
+                newest[event["rank"]] = event
+        return {rank: newest[rank]["pid"] for rank in sorted(newest)}
+
+    def iteration(self, task: int) -> int:
+        """The highest iteration that any rank has begun."""
+        self.look()
+        return max((event["iteration"] for event in self.events if event["task"] == task),
+                   default=-1)
+
+    def of(self, task: int, iteration: int, event: str) -> list[Plain]:
+        """All notes of one kind in one iteration, in order of time."""
+        self.look()
+        return sorted((one for one in self.events if one["task"] == task
+                       and one["iteration"] == iteration and one["event"] == event),
+                      key=lambda one: float(one["t"]))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of that pid runs (a zombie does not)."""
+    return start_time(pid) != ""
+T = TypeVar("T")
+LOOK_S = 0.05
+PROGRESS_S = 3.0
+NUM_AGENTS, NUM_SLOTS = 3, 2
+NICE_NUM = 10
+SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
+"""A lost node is told sooner than by default; a peer's word of it waits until it can be."""
+
+
+class BrokenError(UnicronError):
+    """Something did not happen that the demo promises."""
+
+
+class Stage:
+    """One demo. Use `open`, then `close` whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = StateDir(folder)
+        self.began_s = time.monotonic()
+        self.broken: list[str] = []
+        self.told = History()
+        self.records: list[Plain] = []
+        self.trace = Trace(folder / "trace")
+        self.num_kills = 0
+        self.struck: dict[int, float] = {}
+        """When the fault was made that an incident is about; seconds since 1970."""
+        self.away_s = 0.0
+        """From the control plane's kill to the next epoch."""
+        self.live: set[int] = set()
+        """Tasks that must not end yet."""
+        self._policy = folder / "policy.yaml"
+        self.cluster = LocalCluster(self.state, Wanted(
+            num_agents=NUM_AGENTS, num_slots=NUM_SLOTS, cluster="demo",
+            trace_dir=str(self.trace.folder), policy=str(self._policy)))
+        self._lock: IO[str] | None = None
+        self._client: Client | None = None
+        self._said_s = 0.0
+
+    # --- the cluster ----------------------------------------------------------------------------
+    def open(self) -> None:
+        """A fresh folder. Raises UsageError when a demo runs on it, or it is not a demo's."""
+        path = self.state.path
+        if path.exists():
+            if any(path.iterdir()) and not (path / "up.lock").exists():
+                raise UsageError(f"{shown(path)} exists and is not a demo's", "move it away")
+            self.state.create()
+            lock = self.state.lock()
+            if left := local_cluster.stop_all(self.state):
+                self.say("tidy", f"stopped what an earlier demo left: {', '.join(left)}")
+            shutil.rmtree(path)
+            lock.close()
+        self.state.create()
+        self._lock = self.state.lock()
+
+    def start(self) -> None:
+        """Server, control plane, agents."""
+        cluster = self.cluster
+        self._policy.write_text(f"silence_s_max: {SILENCE_S_MAX}\n"
+                                f"evidence_s_max: {EVIDENCE_S_MAX}\n")
+        cluster.choose_port()
+        server = cluster.ensure_server()
+        assert server is not None
+        cluster.save()
+        started = [cluster.start(name) for name in cluster.names()]
+        self._client = cluster.wait_control_plane()
+        cluster.wait_agents(self._client)
+        self.say("cluster", f"server (pid {server.pid}), control plane (pid {started[0].pid}) at "
+                            f"{self._client.url}")
+        agents = ", ".join(f"{process.name.removeprefix('agent-')} (pid {process.pid})"
+                           for process in started[1:])
+        self.note(None, f"agents {agents}, {NUM_SLOTS} slots each")
+        self.note(None, f"a rank that is ready gets nice {NICE_NUM}: those that prepare come "
+                        "first on two cores")
+        self.note(None, f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
+                        f"{Policy().silence_s_max:g}, is suspect; agents beat every {BEAT_S:g} s")
+
+    def close(self, *, keep: bool = False) -> None:
+        """Stop all that was started, unless it is to be kept; free the folder."""
+        if not keep:
+            local_cluster.stop_all(self.state)
+        if self._lock is not None:
+            self._lock.close()
+
+    def restart_control_plane(self) -> Process:
+        """Start it again, and wait until it leads."""
+        process = self.cluster.start(CONTROL_PLANE)
+        self._client = self.cluster.wait_control_plane()
+        return process
+
+    def process(self, name: str) -> Process:
+        """A process of the cluster that must be there."""
+        found = processes.find(self.state, name)
+        if found is None:
+            raise BrokenError(f"{name} is gone")
+        return found
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None
+        return self._client
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the demo began."""
+        return time.monotonic() - self.began_s
+
+    # --- words ----------------------------------------------------------------------------------
+    def say(self, label: str, text: str) -> None:
+        """A line behind the demo's own clock."""
+        elapsed = f"{self.elapsed_s:.1f} s"
+        console.out(f"{elapsed:>7}  {label:<8} {text}".rstrip())
+        self._said_s = time.monotonic()
+
+    def note(self, since_s: float | None, text: str) -> None:
+        """A line below one: what happened how long after it."""
+        console.out(f"{'':9}{'' if since_s is None else ms(max(since_s, 0.0)):>8} {text}".rstrip())
+        self._said_s = time.monotonic()
+
+    def promise(self, holds: bool, what: str) -> None:
+        """Keep account of what was promised; a broken one is said at once."""
+        if not holds:
+            self.broken.append(what)
+            self.say("BROKEN", what)
+
+    # --- the log --------------------------------------------------------------------------------
+    def look(self) -> list[Plain]:
+        """Read what is new in the log; those records."""
+        try:
+            new = list(self.client.records(self.told.seq, follow=False))
+        except (Interrupted, Unable, Unreachable):
+            return []
+        for record in new:
+            self.told.add(record)
+        self.records += new
+        for record in new:
+            if record["kind"] == "RankReady":
+                self._give_way(record["body"])
+        return new
+
+    def wait(self, attempt: Callable[[], T | None], limit_s: float, what: str) -> T:
+        """Look until it answers what is true, saying how the training goes. Raises BrokenError."""
+        deadline_s = time.monotonic() + limit_s
+        self.look()
+        while not (answer := attempt()):
+            ended = next((task for key in sorted(self.live)
+                          if (task := self.told.tasks.get(key)) and task.outcome), None)
+            if ended is not None:
+                raise BrokenError(f"{ended.name} {ended.outcome} ({ended.why}) before {what}")
+            if time.monotonic() > deadline_s:
+                raise BrokenError(f"{what}: not within {span(limit_s)}; see "
+                                  f"{shown(self.state.logs)}")
+            time.sleep(LOOK_S)
+            self.look()
+            self._progress()
+        return answer
+
+    def find(self, kind: str, *, after: int = 0, **wanted: object) -> Plain | None:
+        """The first record of that kind behind `after` whose body says so."""
+        return next(iter(self.all(kind, after=after, **wanted)), None)
+
+    def last(self, kind: str, **wanted: object) -> Plain | None:
+        """The last record of that kind whose body says so."""
+        return next(reversed(self.all(kind, after=0, **wanted)), None)
+
+    def all(self, kind: str, *, after: int = 0, **wanted: object) -> list[Plain]:
+        """All records of that kind behind `after` whose bodies say so."""
+        return [record for record in self.records
+                if record["kind"] == kind and record["seq"] > after
+                and all(record["body"].get(key) == value for key, value in wanted.items())]
+
+    # --- where ranks are ------------------------------------------------------------------------
+    def members(self, task: int) -> dict[int, str]:
+        """Of its newest generation, by rank: the node that it is on."""
+        order = self.last("Reconfigure", task=task)
+        return {} if order is None else {one["rank"]: one["node"]
+                                         for one in order["body"]["members"]}
+
+    def seats(self, task: int) -> dict[int, str]:
+        """Of its newest placement, by rank: the node of its seat."""
+        placed = self.last("TaskPlaced", task=task)
+        return {} if placed is None else {one["rank"]: one["slot"]["node"]
+                                          for one in placed["body"]["seats"]}
+
+    def is_full(self, task: int, num: int) -> bool:
+        """Whether it steps with exactly these seats, `num` of them."""
+        members, order = self.members(task), self.last("Reconfigure", task=task)
+        return (order is not None and members == self.seats(task) and len(members) == num
+                and self.find("TaskProgressed", task=task,
+                              generation=order["body"]["generation"]) is not None)
+
+    def _give_way(self, ready: Plain) -> None:
+        """A rank that is ready gives way to those that prepare: all share two cores here."""
+        started = self.find("RankStarted", task=ready["task"], rank=ready["rank"],
+                            attempt=ready["attempt"])
+        pid = int(started["body"]["pid"]) if started is not None else 0
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE_NUM)
+        with contextlib.suppress(OSError):  # where the kernel groups by session, the group's counts
+            if os.getsid(pid) == pid:
+                Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
+
+    def name(self, task: int) -> str:
+        return self.told.tasks[task].name
+
+    def losses(self, task: int) -> dict[int, float]:
+        """By iteration, as told so far."""
+        return self.told.tasks[task].losses
+
+    def _progress(self) -> None:
+        """Now and then, how the training goes."""
+        if time.monotonic() - self._said_s < PROGRESS_S:
+            return
+        parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
+                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.id))}"
+                 for task in self.told.tasks.values() if task.losses and not task.outcome]
+        if parts:
+            self.say("train", "    ".join(parts))

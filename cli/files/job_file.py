@@ -1,0 +1,165 @@
+"""A job file: strict YAML to a checked job spec.
+
+Stricter than YAML 1.1 where that surprises: a key may stand once, `1e-3` is a number, `no` and
+`2026-01-01` are text, `010` is ten, and there are no aliases.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from ...events.errors import SpecError, UsageError
+from ...events.spec.job import JobSpec, is_url, parse
+from ...workers.host import object_storage
+
+FILE_BYTES_MAX = 1 << 20
+EXAMPLES = "see deploy/examples/"
+MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's core schema: null, true and false, integers, floats, text."""
+
+    docs = EXAMPLES
+    """Where a person finds what such a file may say."""
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (as its base declares it)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark: yaml.Mark | None = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _refuse(mark,  # pyright: ignore[reportUnknownArgumentType]
+                          "an alias (*) is not supported", "write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == MERGE:
+                raise _refuse(key_node.start_mark, "a key is a plain word or a number",
+                              self.docs)
+            key = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
+            line = key_node.start_mark.line + 1
+            if key in lines:
+                raise SpecError(f"line {line}",
+                                f"duplicate key {key!r}, first given in line {lines[key]}",
+                                "delete one of the two")
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", rf"(?:{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", list("-+0123456789.")),
+):
+    _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    if len(text) > 19:
+        raise _refuse(node.start_mark, f"{text[:12]}... is too large a number", loader.docs)
+    return int(text)
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    text = str(loader.construct_scalar(node)).lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+RESOLVERS = _Loader.yaml_implicit_resolvers
+"""By a plain scalar's first character: the tags that it may have, each with its pattern."""
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
+    at = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return SpecError(at, message, hint)
+
+
+def load(path: Path) -> JobSpec:
+    """Read, check and normalise a job file; relative paths in it become absolute here.
+
+    Raises UsageError or SpecError, each with a hint, prefixed by the file's name.
+    """
+    text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
+                     EXAMPLES)
+    try:
+        spec = anchored(parse(read_yaml(text)))
+        # Without fsspec here nobody can tell: the ranks will, where they start.
+        if (
+            spec.training is not None
+            and is_url(spec.training.output)
+            and object_storage.is_installed()
+        ):
+            object_storage.check_driver(spec.training.output,
+                              "loop.output" if spec.loop is not None else "train.output")
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+    return spec
+
+
+def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
+    """The file's text, never more than `bytes_max` of it: a device has no end.
+
+    Raises UsageError with the hint `name_it` where nothing can be read, else `docs`.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(bytes_max + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or 'cannot be read').lower()}",
+                         name_it) from None
+    if len(found) > bytes_max:
+        raise UsageError(f"{path}: larger than {bytes_max} bytes", docs)
+    try:
+        return found.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text", docs) from None
+
+
+def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
+    """One YAML document as plain data. Raises SpecError with line and column, and the hint `docs`.
+    """
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        loader.docs = docs
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        what = error.problem or error.context or "not YAML"
+        raise _refuse(error.problem_mark or error.context_mark, what, docs) from None
+    except yaml.YAMLError as error:
+        raise SpecError("", " ".join(str(error).split()), docs) from None
+    except RecursionError:
+        raise SpecError("", "nested too deeply", docs) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def anchored(spec: JobSpec) -> JobSpec:
+    """The spec with its paths absolute: agents run in folders of their own."""
+    train, loop = spec.train, spec.loop
+    if loop is not None:
+        spec = msgspec.structs.replace(
+            spec, loop=msgspec.structs.replace(loop, output=_anchored_output(loop.output)))
+    if train is None:
+        return spec
+    output = _anchored_output(train.output)
+    data = tuple(str(Path(path).expanduser().absolute()) for path in train.data)
+    return msgspec.structs.replace(
+        spec, train=msgspec.structs.replace(train, output=output, data=data))
+
+
+def _anchored_output(output: str) -> str:
+    return output if is_url(output) else str(Path(output).expanduser().absolute())

@@ -1,0 +1,227 @@
+"""A plan's file: strict YAML to all that a plan follows from (`unicron plan --offline`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Struct, field
+
+from ...control_plane.planner.problem import PlanInput, Wish
+from ...control_plane.throughput.transition_cost import Transition
+from ...events.errors import SpecError, UsageError
+from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
+from ...events.spec.validation import refused
+from .job_file import EXAMPLES, RESOLVERS, read_yaml
+
+# --- Large files of plain data: the job file's YAML, from libyaml's stream of events. ---
+#
+# What is read is the same; whatever is refused, or cannot be told apart here, is read again by the
+# job file's own reader, which has the words for it.
+
+LOADER: Any = getattr(yaml, "CSafeLoader", None)
+DIGITS_NUM_MAX = 19
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    "tag:yaml.org,2002:int": int, "tag:yaml.org,2002:float": float}
+_WORDS = {"true": True, "false": False}
+
+
+class _Doubtful(Exception):
+    """Something that the other reader must judge."""
+
+
+def read_large(text: str, docs: str = EXAMPLES) -> Any:
+    """One YAML document as plain data, several times faster than `read_yaml` where PyYAML has
+    libyaml. Raises SpecError with line and column, and the hint `docs`.
+    """
+    if LOADER is not None:
+        try:
+            return _document(iter(yaml.parse(text, Loader=LOADER)))
+        except (yaml.YAMLError, _Doubtful, RecursionError):
+            pass
+    return read_yaml(text, docs)
+
+
+def _document(events: Iterator[Any]) -> Any:
+    _expect(next(events), yaml.StreamStartEvent)
+    if isinstance(event := next(events), yaml.StreamEndEvent):
+        return None
+    _expect(event, yaml.DocumentStartEvent)
+    found = _node(next(events), events)
+    _expect(next(events), yaml.DocumentEndEvent)
+    _expect(next(events), yaml.StreamEndEvent)
+    return found
+
+
+def _expect(event: Any, kind: type[Any]) -> None:
+    if not isinstance(event, kind):
+        raise _Doubtful
+
+
+def _node(event: Any, events: Iterator[Any]) -> Any:
+    if isinstance(event, yaml.ScalarEvent):
+        return _scalar(event)
+    if isinstance(event, yaml.AliasEvent) or event.tag is not None:
+        raise _Doubtful
+    if isinstance(event, yaml.SequenceStartEvent):
+        items: list[Any] = []
+        while not isinstance(one := next(events), yaml.SequenceEndEvent):
+            items.append(_node(one, events))
+        return items
+    found: dict[Any, Any] = {}
+    while not isinstance(one := next(events), yaml.MappingEndEvent):
+        _expect(one, yaml.ScalarEvent)
+        key = _scalar(one)
+        if key in found:
+            raise _Doubtful
+        found[key] = _node(next(events), events)
+    return found
+
+
+def _scalar(event: Any) -> Any:
+    text: str = event.value
+    if event.tag is not None:
+        raise _Doubtful
+    if not event.implicit[0]:
+        return text
+    for tag, pattern in RESOLVERS.get(text[:1], ()):
+        if pattern.match(text):
+            return _value(tag, text)
+    return text
+
+
+def _value(tag: str, text: str) -> Any:
+    if tag in _NUMBERS:
+        if len(text) > DIGITS_NUM_MAX or not text[-1].isdigit():  # too large, .inf, .nan, or 1.
+            raise _Doubtful
+        return _NUMBERS[tag](text)
+    return _WORDS.get(text.lower())
+
+FILE_BYTES_MAX = 64 << 20
+GPUS_NUM_MAX = 10_000_000
+SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
+NAME_CHARS_MAX = 100
+DOCS = "see docs/guides/plan-offline.md"
+STDIN = "-"
+
+
+class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One task; `flops[x]` is T(t, x), the FLOP/s that it achieves on x GPUs."""
+
+    name: str
+    flops: dict[int, float]
+    weight: float = 1.0
+    current: int = 0
+    faulted: bool = False
+    transition_s: float | None = None
+    """D_transition; may be left out where `current` is 0."""
+
+
+class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    gpus: int
+    """n', after the event."""
+    mtbf_gpu_s: float
+    tasks: list[TaskInFile]
+    gpus_per_node: int = 8
+    """What a node that is lost takes away, and one that joins brings (`--table`)."""
+
+
+class Offline(Struct, frozen=True):
+    """What the file asks."""
+
+    asked: PlanInput
+    gpus_per_node: int = field(default=8)
+
+
+def load(path: Path) -> Offline:
+    """Read and check a plan's file; `-` is standard input.
+
+    Raises UsageError, one line with a hint, that begins with the file's name.
+    """
+    where = "standard input" if str(path) == STDIN else str(path)
+    try:
+        text = _bytes(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: not UTF-8 text", DOCS) from None
+    except OSError as error:
+        raise UsageError(f"{where}: {(error.strerror or 'cannot be read').lower()}",
+                         f"name a file, or - for standard input; {DOCS}") from None
+    try:
+        return parse(read_large(text, DOCS))
+    except SpecError as error:
+        raise UsageError(f"{where}: {error}", error.hint) from None
+
+
+def _bytes(path: Path) -> bytes:
+    """Raises UsageError where there is more than may be."""
+    if str(path) == STDIN:
+        found = sys.stdin.buffer.read(FILE_BYTES_MAX + 1)
+    else:
+        with path.open("rb") as file:
+            found = file.read(FILE_BYTES_MAX + 1)
+    if len(found) > FILE_BYTES_MAX:
+        raise UsageError(f"{path}: larger than {FILE_BYTES_MAX} bytes",
+                         "leave out sizes that no plan would use")
+    return found
+
+
+def parse(data: Any) -> Offline:
+    """From plain data. Raises SpecError with the path and a hint."""
+    try:
+        found = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise refused(str(error), PlanFile, DOCS, given=data) from None
+    _within("gpus", found.gpus, 0, GPUS_NUM_MAX)
+    _within("gpus_per_node", found.gpus_per_node, 1, GPUS_NUM_MAX)
+    _need(SPAN_S_MIN <= found.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
+          f"must be between {SPAN_S_MIN:g} and {SPAN_S_MAX:g}")
+    seen: dict[str, int] = {}
+    for i, (task, raw) in enumerate(zip(found.tasks, data["tasks"], strict=True)):
+        _check(task, f"tasks[{i}]")
+        _need(len(raw["flops"]) == len(task.flops), f"tasks[{i}].flops", "names a size twice")
+        first = seen.setdefault(task.name, i)
+        _need(first == i, f"tasks[{i}].name", f"{task.name!r} is that of tasks[{first}] too")
+    wishes = tuple(_wish(i, task) for i, task in enumerate(found.tasks, 1))
+    asked = PlanInput(wishes=wishes, num_slots=found.gpus, mtbf_gpu_s=found.mtbf_gpu_s)
+    return Offline(asked=asked, gpus_per_node=found.gpus_per_node)
+
+
+def _wish(number: int, task: TaskInFile) -> Wish:
+    sizes = sorted(size for size in task.flops if size)
+    return Wish(task=number, name=task.name, now=task.current, hurt=task.faulted,
+                transition=Transition.alike(task.transition_s or 0.0), sizes=tuple(sizes),
+                wafs=tuple(task.weight * task.flops[size] for size in sizes))
+
+
+def _check(task: TaskInFile, path: str) -> None:
+    _need(0 < len(task.name.strip()) <= NAME_CHARS_MAX and task.name.isprintable(), f"{path}.name",
+          f"must be 1 to {NAME_CHARS_MAX} printable characters")
+    _need(1 / WEIGHT_RATIO_MAX <= task.weight <= WEIGHT_RATIO_MAX, f"{path}.weight",
+          f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
+    _within(f"{path}.current", task.current, 0, GPUS_NUM_MAX)
+    if task.transition_s is None:
+        _need(task.current == 0, f"{path}.transition_s", "is missing",
+              "write what a change costs, in seconds; 0: nothing")
+    else:
+        _need(0 <= task.transition_s <= SPAN_S_MAX, f"{path}.transition_s",
+              f"must be between 0 and {SPAN_S_MAX:g}")
+    for size, rate in task.flops.items():
+        if not (0 <= size <= GPUS_NUM_MAX and 0 <= rate <= RATE_FLOPS_MAX and (size or not rate)):
+            at = f"{path}.flops[{size}]"
+            _within(at, size, 1, GPUS_NUM_MAX)
+            raise SpecError(at, f"must be between 0 and {RATE_FLOPS_MAX:g} FLOP/s", DOCS)
+
+
+def _within(path: str, value: int, least: int, most: int) -> None:
+    _need(least <= value <= most, path, f"must be between {least} and {most}")
+
+
+def _need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
+    if not holds:
+        raise SpecError(path, message, hint)

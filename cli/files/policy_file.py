@@ -1,0 +1,31 @@
+"""A policy file: strict YAML to a checked policy (`up --policy`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...events.errors import SpecError, UsageError
+from ...events.spec import policy
+from ...events.spec.policy import DOCS, Policy
+from .job_file import FILE_BYTES_MAX, read_text, read_yaml
+
+
+def load(path: Path) -> Policy:
+    """The policy in a YAML or JSON file, an empty one the defaults.
+
+    Raises UsageError with the field that is wrong.
+    """
+    text = read_text(path, FILE_BYTES_MAX, "name a policy file, YAML", DOCS)
+    try:
+        return parse(read_yaml(text, DOCS))
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+
+
+def parse(data: object) -> Policy:
+    """From plain data. Raises SpecError with the field and a hint."""
+    if not isinstance(data, dict | None):
+        raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", DOCS)
+    given: dict[Any, Any] = {**(data or {})}
+    return policy.parse(given)

@@ -1,0 +1,326 @@
+"""The status screen of the cluster: a view of the state as text of 100 columns.
+
+All screens are functions of plain data: the view (control_plane/api/view.py), and for one task the
+log's history too. What needs a person comes first, what goes on before what has ended; then
+what was healed, then the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    curve,
+    labelled,
+    lost_cell,
+    lost_in_words,
+    ms,
+    number_of,
+    plan_waf,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+    way_to_act,
+)
+from ..terminal.record_line import status_in_words
+from .nodes import node_news, recovers, slot_use, slots_out, wanted
+from .task import ENDED, lag_s, waits
+
+Plain = dict[str, Any]
+INCIDENTS_SHOWN_NUM = 3
+ENDED_SHOWN_NUM = 8
+FAILED_SHOWN_NUM = 3
+NAME_LENGTH_MAX = 24
+NEWS_S = 24 * 3600.0
+"""What ended longer ago is no news."""
+
+
+def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
+    """The whole cluster: what needs a person first, then what it earns, then the tasks."""
+    told = view["cluster"]
+    tasks: list[Plain] = view["tasks"]
+    head = f"{cluster}  {rfc3339(now_s)}  seq {told['seq']}"
+    lines = [f"unicron status{head.rjust(SCREEN_COLUMNS - len('unicron status'))}",
+             *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
+             *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False), "",
+             *_totals(view, now_s), ""]
+    if not tasks:
+        return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
+    live = [task for task in tasks if task["state"] not in ENDED]
+    ended = [task for task in tasks if task["state"] in ENDED]
+    lines += table(
+        ("ID", "TASK", "STATE", "SLOTS", "LAYOUT", "WEIGHT", "ITERATION", "S/ITER", "LOSS", "WAF",
+         "HEALED", "LOST"),
+        [_task_row(task) for task in [*live, *ended[-ENDED_SHOWN_NUM:]]],
+        right=(0, 3, 5, 7, 8, 9, 10, 11))
+    if len(ended) > ENDED_SHOWN_NUM:
+        lines.append(f"and {len(ended) - ENDED_SHOWN_NUM} that ended before: "
+                     f"unicron status -o json{option}")
+    for task in live:
+        if task["why"] or task["needs"]:
+            lines += labelled(clipped(task["name"], NAME_LENGTH_MAX), waits(task))
+    return lines
+
+
+# --- the news -----------------------------------------------------------------------------------
+def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
+    healing: str = view["cluster"]["healing"]
+    words: list[str] = []
+    if healing != "on":
+        what = (f"healing is {healing}: faults are told, not healed"
+                if healing.startswith("frozen") else
+                "observing: all is decided and logged, nothing is done; to have it done")
+        words.append(f"{what}: {command(way_to_act(healing, option))}")
+    names = {task["id"]: task["name"] for task in view["tasks"]}
+    for node in view["nodes"]:
+        if news := node_news(node, names, now_s, option):
+            short = wanted(view["tasks"]) if node["contact"] == "heard" and slots_out(node) else ""
+            words.append(f"{news}{'; ' * bool(short)}{short}")
+    silent = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
+    for task in view["tasks"]:
+        words += _task_news(task, now_s, option, silent)
+    words += _drained(view, option)
+    return [line for one in words for line in labelled("NEEDS YOU", one)]
+
+
+def _drained(view: Plain, option: str) -> list[str]:
+    """Each drained node, where a task waits that has room with these and has none without."""
+    there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
+                          if node["contact"] == "heard" and node["drained"] == drained
+                          and not node["quarantine"])
+             for drained in (False, True)}
+    left, every = there[False], there[False] + there[True]
+    names = [task["name"] for task in view["tasks"]
+             if task["state"] == "waiting" and left < _least(task) <= every]
+    if not names:
+        return []
+    return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
+            f"{names[0]}: " + command(f"unicron undrain {node['id']}{option}")
+            for node in view["nodes"] if node["drained"] and node["contact"] == "heard"]
+
+
+def _least(task: Plain) -> int:
+    """The fewest slots that it may have and earns something with."""
+    told: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
+    return min((size for size, rate in zip(told["sizes"], told["rates_flops"], strict=True)
+                if rate > 0), default=int(task["slots"]["min"]))
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list[str]:
+    words: list[str] = []
+    if task["withheld"]:
+        words.append(f"{task['name']}, withheld: {task['withheld']}")
+    if task["declined"] and task["state"] not in ENDED:
+        words.append(f"{task['name']} starts again as a whole after a fault, since "
+                     f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
+    if task["stands"]:
+        stood_s = max(now_s - task["stands_since_s"], 0.0)
+        if task["tier"] == "command":
+            words.append(_unprinted(task, stood_s, option))
+            return words
+        words.append(f"{task['name']} stands for {span(stood_s)}: {task['stands']}: "
+                     + command(f"unicron status {task['name']}{option}"))
+        return words
+    late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
+    away = sorted({one["node"] for one in task["ranks"]} & silent)
+    if late_s and away:
+        words.append(f"{task['name']}: nothing told for {span(late_s)}, as who tells it may be on "
+                     f"{' '.join(away)}: {look}")
+    elif late_s and task["progressed_s"]:
+        words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
+                     f"{span(task['step_s'])}: {look}")
+    elif late_s:
+        words.append(f"{task['name']}: no iteration told since it began {span(late_s)} ago: {look}")
+    return words
+
+
+def _unprinted(task: Plain, stood_s: float, option: str) -> str:
+    """Of a command that stands, as far as its lines of progress tell."""
+    after_s: float | None = task["hang_after_s"]
+    then = f"; it starts again after {span(after_s)}" if after_s is not None else ""
+    return (f"{task['name']} has printed no line of progress for {span(stood_s)}, an iteration "
+            f"took {span(task['step_s'])}{then}: "
+            + command(f"unicron logs {task['name']}{option}"))
+
+
+def _failures(view: Plain, now_s: float, option: str) -> list[str]:
+    """Each failed task that is news; their number and the last, where they are many."""
+    failed = _failed(view["tasks"], now_s)
+    of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
+    return [line for task in (failed[-1:] if of else failed)
+            for line in labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
+                                 + command(f"unicron logs {task['id']}{option}"))]
+
+
+def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
+    """Those that are news: not old, and no later task of the name that has not failed too."""
+    last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
+    return [task for task in tasks if task["state"] == "failed"
+            and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
+
+
+def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
+    """Every one that is open, or the newest that were closed of late; of tasks that have ended
+    their number alone."""
+    names = {task["id"]: task["name"] for task in view["tasks"]}
+    over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
+    found = sorted(view["incidents"], key=lambda one: -int(one["id"]))
+    if are_open:
+        lines = [line for one in found if not one["outcome"]
+                 for line in _incident(view, one, names, now_s, option)]
+        for node in view["nodes"]:
+            if node["contact"] == "heard" and (back := recovers(node)):
+                lines += labelled("HEALING", f"{node['id']} {back}")
+        return lines
+    told = {task["id"] for task in _failed(view["tasks"], now_s)}  # above, as what needs you
+    closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
+              and (one["outcome"] != "failed" or one["task"] not in told)]
+    news = [one for one in closed if one["task"] not in over]
+    lines = [line for one in news[:INCIDENTS_SHOWN_NUM]
+             for line in _incident(view, one, names, now_s, option)]
+    if past := [one for one in closed if one["task"] in over]:
+        lines += labelled("OVER", f"{number_of(len(past), 'incident')} of tasks that have ended, "
+                          "the last: " + command(f"unicron incident {past[0]['id']}{option}"))
+    return lines
+
+
+def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
+              option: str) -> list[str]:
+    who = names.get(one["task"], one["node"] or "cluster")
+    what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
+            f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
+    end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
+           if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
+    going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
+    return labelled((one["outcome"] or going_on).upper(),
+                    f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
+
+
+# --- the totals ---------------------------------------------------------------------------------
+def _totals(view: Plain, now_s: float) -> list[str]:
+    told = view["cluster"]
+    slots, health = _counts(view["nodes"])
+    silent = _on_silent(view["nodes"])
+    spare = min(_kept(view["plan"]), slots["idle"])
+    notes = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)" * (spare > 0),
+             "train": silent}
+    lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
+    return [
+        *_waf(view, now_s), *_plan(view),
+        "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
+        + "     nodes  "
+        + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
+        f"log    leader of epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
+        f"healing {told['healing'].partition(':')[0]}, {told['hash']}",
+    ]
+
+
+def _kept(plan: Plain | None) -> int:
+    """Slots that the last plan keeps idle as a hot spare."""
+    spare: Plain | None = plan["spare"] if plan is not None else None
+    return int(spare["num_slots"]) if spare is not None and spare["verdict"] == "kept" else 0
+
+
+def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
+    """Slots by what they do, nodes by health; a node that has left has none."""
+    slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
+    health: dict[str, int] = {}
+    for node in nodes:
+        word = node["health"]
+        health[word] = health.get(word, 0) + 1
+        for slot in node["slots"]:
+            use = slot_use(node, slot)
+            if use == "unreachable":
+                use = "train" if slot["task"] else "out"
+            if use != "left":
+                slots[use] += 1
+    if not slots["drained"]:
+        del slots["drained"]
+    return slots, health
+
+
+def _on_silent(nodes: list[Plain]) -> str:
+    """How many of those that train are on nodes that are only silent."""
+    found = [sum(bool(slot["task"]) for slot in node["slots"]) for node in nodes
+             if node["contact"] == "unreachable"]
+    num = sum(one > 0 for one in found)
+    where = "a silent node" if num == 1 else "silent nodes"
+    return f" ({sum(found)} of them on {where})" if num else ""
+
+
+def _waf(view: Plain, now_s: float) -> list[str]:
+    """What is achieved now, measured, and the mean of each half hour of the last 24 h."""
+    waf = math.fsum(task["waf"] for task in view["tasks"] if not lag_s(task, now_s))
+    line = f"WAF    {scaled(waf, 'FLOP/s')} achieved, weighted, measured"
+    means = earned(view, now_s)
+    if len(means) > 1:
+        hours = view["cluster"]["earned"][0]["length_s"] * len(means) / 3600
+        line += f"   {hours:.3g} h {curve(means, len(means), 0.0)}"
+    return [line]
+
+
+def earned(view: Plain, now_s: float) -> list[float]:
+    """The mean weighted FLOP/s of each span from the first that the state keeps until now.
+
+    The first span counts from the first submission, the running one until now.
+    """
+    spans: list[Plain] = view["cluster"]["earned"]
+    if not spans:
+        return []
+    flops = {span_["at_s"]: span_["flop"] for span_ in spans}
+    at_s, length_s = spans[0]["at_s"], spans[0]["length_s"]
+    begun_s = min((task["submitted_s"] for task in view["tasks"]), default=at_s)
+    means: list[float] = []
+    while at_s < now_s:
+        took_s = min(at_s + length_s, now_s) - max(at_s, begun_s)
+        means.append(flops.get(at_s, 0.0) / max(took_s, 1.0))
+        at_s += length_s
+    return means
+
+
+def _plan(view: Plain) -> list[str]:
+    """The plan against the ideal, in the units of the tables that it was made of."""
+    plan, tasks = view["plan"], {task["id"]: task for task in view["tasks"]}
+    if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
+        return []
+    given = [*plan["allocations"], *plan["kept"]]
+    origins = sorted({task["throughput"]["origin"] for one in given
+                      if one["slots"] and (task := tasks.get(one["task"])) is not None
+                      and task["throughput"] is not None})
+    waf = plan_waf(plan)
+    ideal = (f" of {scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
+             f"({100 * waf / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
+    compares = "" if origins == ["measured"] else ": compares with plans only"
+    by = f", {' and '.join(origins)}{compares}" if origins else ""
+    return labelled("plan", f"{scaled(waf, 'FLOP/s')}{ideal}{by}", indent=7)
+
+
+# --- the table ----------------------------------------------------------------------------------
+def done(task: Plain) -> str:
+    """How far it is, and of how many iterations where that is known; a command may tell of none."""
+    if task["iterations"]:
+        return f"{count(task['iteration'])}/{count(task['iterations'])}"
+    return count(task["iteration"]) if task["iteration"] else "-"
+
+
+def _task_row(task: Plain) -> list[str]:
+    now, target = task["slots"]["now"], task["slots"]["target"]
+    slots = str(now) if now == target else f"{now} of {target}" if now < target else (
+        f"{now} -> {target}")
+    return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), slots,
+            task["layout"] or "-",
+            f"{task['weight']:g}", done(task), f"{task['step_s']:.2f}" if task["step_s"] else "-",
+            "-" if task["loss"] is None else f"{task['loss']:.3f}",
+            scaled(task["waf"], "").strip() if task["waf"] else "-",
+            str(task["healed"]), lost_cell(task["iterations_lost"])]

@@ -1,0 +1,269 @@
+"""The page of one incident, and the list of all: facts (cli/commands/incident.py) as text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..history.history import History, IncidentHistory, slot_s
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    labelled,
+    lost_cell,
+    lost_in_words,
+    ms,
+    number_of,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+)
+from ..terminal.record_line import status_in_words, whence
+
+# --- Where the flight recorders of a task that stood lie, and what to type to have them read. ---
+
+Plain = dict[str, Any]
+NODES_NUM_MAX = 4
+"""Named; the rest are counted."""
+
+
+def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
+    """Node, its host and the folder there, for (node, log) of each rank: an agent has them written
+    beside the log."""
+    hosts = {node["id"]: str(node["host"]) for node in nodes}
+    found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
+    return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
+            for node, folder in sorted(found)]
+
+
+def in_words(found: list[Plain]) -> str:
+    """What to type: at once where all lie in one folder, else how to bring them together."""
+    places = {(one["host"], one["folder"]) for one in found}
+    until = "the flight recorders, until it stalls again"
+    if len(places) == 1:
+        (place,) = places
+        return f"{command(f'unicron locate {shlex.quote(place[1])}')}: {until}"
+    shown = found[:NODES_NUM_MAX]
+    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    where = ", ".join(f"{one['node']} {one['host']}:{one['folder']}" for one in shown)
+    names = " ".join(one["node"] for one in shown) + " ..." * bool(more)
+    return (f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
+            f"({command('scp -r HOST:FOLDER NODE')}), then {command(f'unicron locate {names}')}")
+BAR_COLUMNS = 40
+WHO_COLUMNS = 10
+WHO_NUM_MAX = 3
+NAME_COLUMNS = 24
+EVIDENCE_LENGTH_MAX = 140
+TYPED = re.compile(r"unicron [a-z][^,:]*")
+"""What a person may type, within a sentence."""
+MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
+NONE = "no incidents: nothing has failed so far"
+HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
+NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
+                      "StartRank", "StopRank", "RankExited")
+"""Kinds that every rank tells, or is told: one line for those of a task that stand together."""
+
+
+def page(facts: Plain, *, option: str = "") -> list[str]:
+    """Evidence, decision, plans, effects, phase by phase, cost, and what is left to do."""
+    who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
+    head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
+            f"{status_in_words(facts['status'])}  {facts['node']}  {who}")
+    lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
+             _cost(facts["cost"], facts["outcome"], over=facts["over"]),
+             *bar(facts["phases"]), "", *_state(facts)]
+    for one in facts["on_purpose"]:
+        lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
+    if facts["began"]["why"]:
+        lines += labelled("began", facts["began"]["why"])
+    lines += _evidence(facts)
+    if facts["dumps"]:
+        lines += labelled("dumps", in_words(facts["dumps"]))
+    for one in facts["decisions"]:
+        lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
+                                     f"{one['rule']})")
+    for one in facts["plans"]:
+        lines += _plan(one)
+    if not facts["plans"]:
+        lines += labelled("plan", "the same slots: nothing was to be planned")
+    lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
+    for words in facts["left"]:
+        lines += labelled("you", TYPED.sub(lambda typed: command(typed[0]), words))
+    if not facts["left"]:
+        lines += labelled("you", "nothing is left to do" if facts["outcome"] != "open"
+                          else "it is not over: wait, or look with "
+                          + command(f"unicron status{option}"))
+    return [*lines, *labelled("verify", command(facts["verify"]))]
+
+
+def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
+    if outcome == "open":
+        return f"not over; {cost['slot_s']:.1f} slot-s so far"
+    kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
+            if cost["kept"] or cost["dealt"] else "")
+    return (f"{ms(cost['pause_s'])} pause, {lost_in_words(cost['iterations_lost'], is_over=over)}, "
+            f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
+
+
+def _read(cost: Plain) -> str:
+    """What was read, in short: `_state` says from where."""
+    if cost["ckpt_read"]:
+        return "a checkpoint was read"
+    return {"copy": "a copy was read", "seed": "begun again"}.get(cost["origin"],
+                                                                  "no checkpoint read")
+
+
+def _evidence(facts: Plain) -> list[str]:
+    """Each piece; of those that tell the same their number, and how many came after the decision.
+    """
+    lines: list[str] = []
+    groups: dict[str, list[Plain]] = {}
+    for one in facts["evidence"]:
+        groups.setdefault(one["alike"], []).append(one)
+    for alike in groups.values():
+        who = list(dict.fromkeys(one["who"] for one in alike))
+        by = " ".join(who) if len(who) <= WHO_NUM_MAX else f"{len(who)} nodes"
+        what = clipped(_what(alike[0], len(alike)), EVIDENCE_LENGTH_MAX)
+        to = f" to {alike[-1]['seq']}" if len(alike) > 1 else ""
+        num = sum(one["later"] for one in alike)
+        late = "" if not num else "; later" if num == len(alike) else f"; {num} later"
+        lines += labelled("evidence", f"{by}: {what} (seq {alike[0]['seq']}{to}{late})")
+    if facts["evidence_is_cut"]:
+        lines += labelled("", f"there may be more: so many ({len(facts['evidence'])}) are kept")
+    return lines
+
+
+def _state(facts: Plain) -> list[str]:
+    """Where the state came from that no member had kept, and why from no nearer place."""
+    told = whence(facts["cost"]) or _from_peers(facts["cost"])
+    lines = labelled("state", told) if told else []
+    if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
+        lines += labelled("layout", " -> ".join(facts["layouts"]))
+    if facts["lost"]:
+        lines += labelled("lost", facts["lost"] + MIRRORS.get(facts["optimizer"], ""))
+    for one in facts["copies_gone"]:
+        lines += labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
+    if facts["no_copies"]:
+        lines += labelled("no copy", facts["no_copies"])
+    return lines
+
+
+def _from_peers(cost: Plain) -> str:
+    """What members took from each other, where nothing came from farther."""
+    if not cost["peer_bytes"]:
+        return ""
+    near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
+    parts = [f"{scaled(num, 'B')} from members on {where}"
+             for num, where in ((near, "the same node"), (far, "another node")) if num]
+    return ", ".join(parts)
+
+
+def bar(phases: list[Plain]) -> list[str]:
+    """The phases with their lengths, each followed by blocks in proportion to it."""
+    longest_s = max((one["length_s"] for one in phases), default=0.0)
+    if not longest_s:
+        return []
+    blocks = BAR_COLUMNS // max(len(phases), 1)
+    parts = [f"{one['name']} {one['bound']}{' ' * bool(one['bound'])}{span(one['length_s'])} "
+             + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
+    return ["▏".join(parts).rstrip()]
+
+
+def _plan(one: Plain) -> list[str]:
+    moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
+             for name, (before, after) in one["slots"].items()]
+    ideal = f" of {scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
+    by = f", throughput {' and '.join(one['origins'])}" if one["origins"] else ""
+    lines = labelled("plan", f"{one['trigger']}: {number_of(one['num_slots'], 'slot')}: "
+                             f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}{by} "
+                             f"(seq {one['seq']})")
+    if one["why"]:
+        reason = one["why"].partition(": ")[2]  # what moves is told above
+        lines += labelled("  why", f"{reason}; bound by {one['bound']}")
+    for beaten in one["beaten"]:
+        slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
+        lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
+                                    f"{beaten['what']}; {beaten['by']}")
+    return lines
+
+
+def _effects(effects: list[Plain]) -> list[str]:
+    return table(("EFFECT ON", "HURT", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
+        [one["task"], "hurt" if one["hurt"] else "unhurt",
+         f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
+         else str(one["slots"]), "waits" if one["slots"] == 0 else ms(one["pause_s"]),
+         lost_cell(one["iterations_lost"]),
+         "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
+        for one in effects], right=(3, 4, 5))
+
+
+def _timeline(events: list[Plain]) -> list[str]:
+    rows: list[list[str]] = []
+    last: Plain = {}
+    num = 1
+    for one in events:
+        together = one["alike"] == last.get("alike") or (one["kind"] in NEXT_TO_EACH_OTHER and (
+            one["kind"], one["task"]) == (last.get("kind"), last.get("task")))
+        if together:
+            num += 1
+            rows[-1][2] = _what(last, num)
+            continue
+        last, num = one, 1
+        rows.append([_after(one["after_s"]), clipped(one["who"], WHO_COLUMNS), _what(one, 1),
+                     str(one["seq"])])
+    width = SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
+                                 default=0) - 12
+    for row in rows:
+        row[2] = clipped(row[2], width)
+    return table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
+
+
+def _what(one: Plain, num: int) -> str:
+    other = f"[{one['name']}] " if one["other"] else ""
+    times = f"{num} x " if num > 1 else ""
+    told = one["what"].removeprefix(f"task {one['task']} ")
+    return f"{other}{times}{one['kind']} {told}"
+
+
+def _after(after_s: float) -> str:
+    return f"-{span(-after_s)}" if after_s < 0 else span(after_s)
+
+
+def every(told: History, *, now_s: float, option: str = "") -> list[str]:
+    """All incidents, one a line, the newest last."""
+    if not told.incidents:
+        return [NONE]
+    rows = [row(told, one, SCREEN_COLUMNS, now_s) for one in told.incidents.values()]
+    for cells, one in zip(rows, told.incidents.values(), strict=True):
+        cells[1] = rfc3339(one.detected_s)[:19] + "Z"
+        cells.insert(3, clipped(name_of(told, one.task), NAME_COLUMNS) if one.task else "-")
+    head = (*HEAD[:3], "TASK", *HEAD[3:])
+    over = max(map(len, table(head, rows))) - SCREEN_COLUMNS
+    what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
+    for cells in rows:
+        cells[4] = clipped(cells[4], what_columns)
+    return [*table(head, rows, right=(6, 7, 8)),
+            "", f"next       unicron incident {max(told.incidents)}{option}"]
+
+
+def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
+    """One incident in the columns of `HEAD`."""
+    what = f"{ranks(one.ranks)}, {status_in_words(one.status)}"
+    return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
+            clipped(what, what_columns), one.outcome,
+            ms(one.pause_s), lost_cell(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
+
+
+def name_of(told: History, task: int) -> str:
+    """The task's name, with its id where another has the same."""
+    if task not in told.tasks:
+        return f"task {task}"
+    name = told.tasks[task].name
+    alone = sum(1 for one in told.tasks.values() if one.name == name) == 1
+    return name if alone else f"{name} ({task})"

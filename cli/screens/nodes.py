@@ -1,0 +1,273 @@
+"""The screens of the nodes: slots, quarantine, failed checks, disabled slots."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    labelled,
+    number_of,
+    ranks,
+    rfc3339,
+    span,
+    table,
+)
+from .stragglers import degraded_news, node_degraded
+
+# --- What the screens say of quarantined nodes, with what a person may do. ---
+
+Plain = dict[str, Any]
+
+
+def until(node: Plain) -> str:
+    """`quarantined to 2026-11-21 01:14Z`; empty where it is not."""
+    kept: Plain | None = node.get("quarantine")
+    return f"quarantined to {rfc3339(kept['until_s'])[:16].replace('T', ' ')}Z" if kept else ""
+
+
+def why_quarantined(node: Plain, option: str = "") -> str:
+    """Why it gets no tasks, by which incidents, and how to end that; empty where it does."""
+    kept: Plain | None = node.get("quarantine")
+    if not kept or node["contact"] == "lost":  # of a lost one node_trouble tells it all
+        return ""
+    lift = command(f"unicron lift {node['id']}{option}")
+    return f"{quarantine(node)}: repair it, then {lift}"
+
+
+def quarantine(node: Plain) -> str:
+    """Until when it is quarantined, why, by which incidents."""
+    kept: Plain = node["quarantine"]
+    which = " ".join(f"inc-{number}" for number in kept["incidents"])
+    return f"{until(node)}: {kept['why']} ({which})"
+
+
+# --- What the screens say of nodes that a check calls ill, with how they come back. ---
+
+
+def recovers(node: Plain) -> str:
+    """Since no check calls it ill any more: from when on its slots are used; else empty."""
+    told: Plain | None = node["recovers"]
+    if told is None or told["from_s"] is None:
+        return ""
+    found = told["slots"]
+    which = ("its slots are" if len(found) == node["num_slots"] else
+             f"its slot{'s' * (len(found) > 1)} {' '.join(map(str, found))} "
+             + ("are" if len(found) > 1 else "is"))
+    word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
+    return (f"{word}, {which} used from {rfc3339(told['from_s'])[11:19]}Z "
+            f"({span(told['after_s'])} without a complaint)")
+
+
+def sick_why(node: Plain) -> str:
+    """What its checks call unhealthy, and how it comes back; empty where none does."""
+    if not any(one["health"] == "unhealthy" for one in node["checks"]):
+        return ""
+    told: Plain | None = node["recovers"]
+    back = (f": repair it; its slots are used again {span(told['after_s'])} after the check says "
+            "healthy" if told is not None else "")
+    return f"{node['sick_why']}{back}"
+
+
+def why_unhealthy(node: Plain) -> str:
+    """What its checks say, and what came of it; those that say degraded or unknown too."""
+    words = [sick_why(node)] if sick_why(node) else []
+    words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
+              if one["health"] != "unhealthy"]
+    return "; ".join(words)
+
+
+# --- What the screens say of slots that are out: why, who would have them, how they come back. ---
+WANTED_NUM_MAX = 3
+
+
+def slots_out(node: Plain) -> list[int]:
+    """Slots that are out until the agent joins again: not those that a check has taken out."""
+    sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
+    return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
+
+
+def named(found: list[int]) -> str:
+    return f"slot{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+
+
+def why_out(node: Plain) -> str:
+    """What is wrong with them, and what a person is to do; empty where none is out."""
+    found = slots_out(node)
+    if not found:
+        return ""
+    whys = dict.fromkeys(slot["out_why"] for slot in node["slots"]
+                         if slot["index"] in found and slot["out_why"])
+    why = f" ({'; '.join(whys)})" if whys else ""
+    return (f"{named(found)} out{why}: repair, then start its agent again "
+            f"(under unicron up: kill {node['pid']})")
+
+
+def wanted(tasks: list[Plain]) -> str:
+    """Which tasks would have slots that are out: those that wait for some, else those that run on
+    fewer than they may have."""
+    found = [f"{task['name']} waits for slots" for task in tasks
+             if task["state"] == "waiting" and task["why"] == "not enough slots"]
+    found = found or [f"{task['name']} runs on {task['slots']['target']} of "
+                      f"{task['slots']['max']}" for task in tasks
+                      if 0 < task["slots"]["target"] < task["slots"]["max"]]
+    more = f" and {len(found) - WANTED_NUM_MAX} more" if len(found) > WANTED_NUM_MAX else ""
+    return f"{', '.join(found[:WANTED_NUM_MAX])}{more}"
+SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
+DEGRADED = "!"
+RUNS_COLUMNS = 28
+SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
+
+
+def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
+    """All nodes: a map of the slots, then health, scheduling and what runs there."""
+    tasks = {task["id"]: task["name"] for task in view["tasks"]}
+    letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
+                        for slot in node["slots"] if slot["task"]})
+    here = [node for node in view["nodes"] if node["contact"] != "left"]
+    head = (f"{number_of(len(here), 'node')}, "
+            f"{number_of(sum(node['num_slots'] for node in here), 'slot')}")
+    lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
+    if not view["nodes"]:
+        return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
+    lines += _maps(view["nodes"], letters)
+    key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
+    drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
+    ails = ["! degraded"] if any(_slot_sign(node, slot, letters) == DEGRADED
+                                 for node in view["nodes"] for slot in node["slots"]) else []
+    left = ["_ left"] if len(here) < len(view["nodes"]) else []
+    lines += ["  ".join([*key, ". idle", *ails, *drained, "? unreachable", "x out", *left]), ""]
+    switched = any(node["labels"]["switch"] for node in view["nodes"])
+    lines += table(
+        ("NODE", *("SWITCH",) * switched, "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR",
+         "RUNS", "PID", "HOST"),
+        [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
+        right=(4 + switched, 7 + switched))
+    return [*lines, *_reasons(view["nodes"], tasks, option)]
+
+
+def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
+    """A sign for each slot, node by node, each rack on lines of its own behind its name."""
+    maps = {node["id"]: f"{node['id']} "
+            + "".join(_slot_sign(node, slot, letters) for slot in node["slots"]) for node in nodes}
+    racks: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: str(node["labels"]["rack"])):
+        racks.setdefault(node["labels"]["rack"], []).append(maps[node["id"]])
+    front = max(map(len, racks)) + 2 if any(racks) else 0
+    width = max(map(len, maps.values())) + 3
+    per_line = max((SCREEN_COLUMNS - front) // width, 1)
+    return [(rack or "-" if front and start == 0 else "").ljust(front)
+            + "".join(one.ljust(width) for one in found[start:start + per_line]).rstrip()
+            for rack, found in racks.items() for start in range(0, len(found), per_line)]
+
+
+def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str]:
+    """Why nodes, or slots of theirs, are not given tasks or slow them, and what ends that."""
+    lines: list[str] = []
+    for node in nodes:
+        if node["drained"]:
+            why = node["drain_reason"] or "no reason given"
+            lines += labelled(node["id"], f"drained: {why}: "
+                              + command(f"unicron undrain {node['id']}{option}"))
+        if trouble := node_trouble(node, option=option):
+            lines += labelled(node["id"], trouble)
+        if kept := why_quarantined(node, option):
+            lines += labelled(node["id"], kept)
+        for said in filter(None, (recovers(node), why_unhealthy(node))):
+            lines += labelled(node["id"], said)
+        if why := node_degraded(node, names, option):
+            lines += labelled(node["id"], why)
+    return ["", *lines] if lines else []
+
+
+def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
+    """What is wrong with a node, and what a person is to do; empty where nothing is.
+
+    `since`: words for how long its health has been so.
+    """
+    if node["contact"] == "unreachable":
+        runs = any(slot["task"] for slot in node["slots"])
+        return (f"unreachable{since}{', its ranks go on' * runs}: look at its "
+                "machine and network")
+    if node["contact"] == "lost":
+        then = (f"{quarantine(node)}. It is given tasks when that ends, or after "
+                + command(f"unicron lift {node['id']}{option}")
+                if node["quarantine"] else "it is given tasks at once")
+        return f"lost{since}: repair it and start its agent, {then}"
+    return why_out(node) if node["contact"] == "heard" else ""
+
+
+def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
+    """All that a person is to know of the node, in one line; empty where that is nothing."""
+    trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}", option)
+    kept = why_quarantined(node, option)
+    ill = f"is unhealthy, {said}" if (said := sick_why(node)) else ""
+    words = "; ".join(filter(None, (trouble, kept, ill)))
+    if not words:
+        return next(iter(degraded_news(node, names, option)), "")
+    look = "" if kept and not (trouble or ill) else "; " + command(f"unicron status nodes{option}")
+    return f"{node['id']} {words}{look}"
+
+
+def _letters(tasks: dict[int, str]) -> dict[int, str]:
+    """A letter for each task, its own where it is free."""
+    given: dict[int, str] = {}
+    for task in sorted(tasks):
+        own = tasks[task][:1].upper()
+        free = [one for one in (own, own.lower(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+                if one not in given.values()]
+        given[task] = free[0] if free else "#"
+    return given
+
+
+def slot_use(node: Plain, slot: Plain) -> SlotUse:
+    """What a slot does. One that still trains on a drained node trains."""
+    if node["contact"] == "unreachable":
+        return "unreachable"
+    if node["contact"] == "left":
+        return "left"
+    if slot["out"] or node["contact"] != "heard":
+        return "out"
+    if slot["task"]:
+        return "train"
+    return "drained" if node["drained"] else "out" if node["quarantine"] else "idle"
+
+
+def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
+    use = slot_use(node, slot)
+    if slot["degraded"] and use in ("train", "idle"):  # what is out for more says so
+        return DEGRADED
+    return letters[slot["task"]] if use == "train" else SIGNS[use]
+
+
+def _scheduling(node: Plain) -> str:
+    """eligible, drained, or which of its slots are out; `as it was` while a node is only silent:
+    what runs there goes on, nothing is started."""
+    out = [slot["index"] for slot in node["slots"] if slot["out"]]
+    if node["contact"] != "heard":
+        word = "as it was" if node["contact"] == "unreachable" else "out"
+        return f"{word}, drained" if node["drained"] else word
+    word = until(node) or ("drained" if node["drained"] else "")
+    if out:
+        word += f"{', ' * bool(word)}{named(out)} out"
+    return word or "eligible"
+
+
+def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
+              switched: bool) -> list[str]:
+    runs: dict[int, list[int]] = {}
+    for slot in node["slots"]:
+        if slot["task"]:
+            runs.setdefault(slot["task"], []).append(slot["rank"])
+    what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
+    num_busy = sum(1 for slot in node["slots"] if slot["task"])
+    if node["contact"] in ("lost", "left"):
+        what, busy = "", "-"  # what ran there runs no more, as far as anybody acts on it
+    else:
+        busy = str(num_busy)
+    switch = [node["labels"]["switch"] or "-"] if switched else []
+    return [node["id"], *switch, node["health"], span(max(now_s - node["since_s"], 0.0)),
+            _scheduling(node), f"{busy}/{node['num_slots']}", node["accelerator"],
+            clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

@@ -1,0 +1,335 @@
+"""Plans as a person reads them: the present one, a dry run against it, and what binds one.
+
+The pages are functions of what `GET /v1/plan` and `POST /v1/plan/dry-run` answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...control_plane.planner.alternative_names import (
+    FLOORLESS,
+    LIMITS,
+    OTHERS_WAIT_NUM,
+    SPARELESS,
+    percent,
+)
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    labelled,
+    number_of,
+    scaled,
+    span,
+    table,
+    way_to_act,
+)
+from .stragglers import degraded_lines
+
+Plain = dict[str, Any]
+NAMED_NUM_MAX = 3
+ROWS_NUM_MAX = 20
+"""Tasks that are shown; the rest are counted."""
+PLACES_NUM_MAX = 8
+"""Nodes that one line names."""
+NAME_COLUMNS, WHAT_COLUMNS = 24, 44
+BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until the next fault",
+          "without priorities": ", and a higher priority comes first",
+          **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
+             for what, some in LIMITS.items() if some != ("priorities",)}}
+"""Why a plan is not to be had that is worth more."""
+
+
+def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
+    """What keeps a plan (PlanChosen) from earning more; empty where the log does not tell."""
+    whose = [names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())]
+    more = f" and {len(whose) - NAMED_NUM_MAX} more" if len(whose) > NAMED_NUM_MAX else ""
+    of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
+    return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
+            "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
+            "limits": _limits(plan), "floor": f"the floor of {of}",
+            "spare": "the hot spare"}.get(
+                plan.get("bound", ""), "")
+
+
+def _limits(plan: Plain) -> str:
+    """Those that the best plan without them breaks."""
+    some = next((LIMITS[other["what"]] for other in plan.get("alternatives", ())
+                 if other["what"] in LIMITS), ("moves_max", "quotas", "priorities"))
+    return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
+
+
+def not_taken(plan: Plain, what: str, gain_min: str = ", below gain_min") -> str:
+    """Why a plan is not the one, that is worth more."""
+    if what not in BREAKS and plan.get("bound") == "limits":
+        return BREAKS["without priorities"]
+    return BREAKS.get(what, gain_min)
+
+
+def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
+    """The plan as it stands, and why."""
+    plan = found["plan"]
+    if plan is None:
+        return [_head("unicron plan", f"input {found['input']}"),
+                f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}"]
+    made = f"made {span(max(now_s - found['plan_s'], 0.0))} ago (seq {found['plan_seq']})"
+    rows = [[clipped(one["name"], NAME_COLUMNS), _arrow(count, one["slots_before"], one["slots"]),
+             f"{one['weight']:g}", _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
+            for one in found["tasks"][:ROWS_NUM_MAX]]
+    if (left := len(found["tasks"]) - ROWS_NUM_MAX) > 0:
+        rows.append([f"{count(left)} more", "", "", "", "", ""])
+    return [
+        _head("unicron plan", f"input {found['input']}, {number_of(plan['num_slots'], 'slot')}, "
+                              f"{made}"),
+        *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
+        *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
+        *_beaten(plan), "", *_ground(found), *_layouts(found["tasks"]), *_waiting(found),
+        *_held(found, option),
+        *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
+                  + command(f"--with {found['more_slots']}") + "   "
+                  + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
+
+
+def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
+    """What would be. `asked`: the options that were typed, as one would type them again."""
+    typed = f"unicron plan {asked}"
+    plan = found["plan"]
+    if plan is None:
+        return [_head(typed, f"dry run, input {found['input']}"),
+                "no task, no plan: nothing would follow"]
+    num = _arrow(count, found["num_slots_before"], plan["num_slots"])
+    lines = [_head(typed, f"dry run, input {found['input']}, {num} slots, exact, "
+                          f"{span(found['took_s'])}"), *_gain(found),
+             *degraded_lines(found)]
+    if found["planned"]:
+        lines += ["", *_changes(found), "", *_beaten(plan)]
+    # Of several plans only the last one's time is known; of none, the present plan's.
+    lines += ["", *_ground(found, told=found["num_plans"] == 1), *_moves(found),
+              *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
+              *_waiting(found), *_assumes(found), *_held(found, option)]
+    if not found["planned"]:
+        return lines
+    if "--with " in f"{asked} ":
+        return [*lines, *labelled("do it", "slots come with machines: "
+                                  + command("unicron agent --url URL") + " there")]
+    return [*lines, *labelled("do it", command(
+        f"{typed} --apply --check {found['input']}{option}"))]
+
+
+# --- parts --------------------------------------------------------------------------------------
+def _head(typed: str, told: str) -> str:
+    room = SCREEN_COLUMNS - len(told) - 2
+    return f"{clipped(typed, room):<{room}}  {told}"
+
+
+def _gain(found: Plain) -> list[str]:
+    """What moves and why; what it is worth."""
+    if not found["planned"]:
+        return ["no plan would follow from it: all stays as it is"]
+    before, after = _sum(found, "waf_before"), _sum(found, "waf")
+    gain, cost = after - before, found["transition_flop"]
+    reason = found["plan"]["why"].partition(": ")[2]
+    if found["num_plans"] > 1:  # nobody compared the whole: each was made of what one left
+        reason = f"of the last of {found['num_plans']} plans, one for each step: {reason}"
+    lines = labelled("why", f"{_moved(found)}: {reason}")
+    if not gain and not cost:
+        return lines
+    share = f" ({'+' if gain > 0 else '-'}{percent(abs(gain) / before)})" if before > 0 else ""
+    earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
+    return [*lines, *labelled("worth", f"{earns}; the changes cost {scaled(cost, 'FLOP')}")]
+
+
+def _moved(found: Plain) -> str:
+    """Who has another number of slots then than now."""
+    told = [f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
+            if one["slots"] != one["slots_before"]]
+    more = f" and {len(told) - NAMED_NUM_MAX} more" if len(told) > NAMED_NUM_MAX else ""
+    return f"{', '.join(told[:NAMED_NUM_MAX])}{more}" if told else "every task keeps its number"
+
+
+def _sum(found: Plain, name: str) -> float:
+    return math.fsum(one[name] for one in found["tasks"])
+
+
+def _changes(found: Plain) -> list[str]:
+    """Who changes or pays, those who gain or lose most first; the others counted; all."""
+    def busy(one: Plain) -> bool:
+        return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
+
+    moved = sorted((one for one in found["tasks"] if busy(one)),
+                   key=lambda one: -abs(one["waf"] - one["waf_before"]))
+    still = [one for one in found["tasks"] if not busy(one)]
+    rows = [[clipped(one["name"], NAME_COLUMNS),
+             _arrow(count, one["slots_before"], one["slots"]),
+             _arrow(_waf, one["waf_before"], one["waf"]),
+             span(one["pause_s"]) if one["pause_s"] else "-", _lost(one)]
+            for one in moved[:ROWS_NUM_MAX]]
+    if len(moved) > ROWS_NUM_MAX:
+        rows.append([f"{count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
+    if still:
+        rows.append([f"{number_of(len(still), 'other')}", count(sum(x["slots"] for x in still)),
+                     _waf(math.fsum(x["waf"] for x in still)), "-", "unchanged"])
+    rows.append(["all", _arrow(count, sum(x["slots_before"] for x in found["tasks"]),
+                               sum(x["slots"] for x in found["tasks"])),
+                 _arrow(_waf, _sum(found, "waf_before"), _sum(found, "waf")), "", ""])
+    return table(("TASK", "SLOTS", "WAF", "PAUSE", "LOST"), rows)
+
+
+def _lost(one: Plain) -> str:
+    """Iterations that its change costs: a task moves in memory, or is saved first."""
+    if not one["pause_s"]:
+        return "-" if one["slots"] else "waits"
+    if one["tier"] == "command":
+        return "stopped" if not one["slots"] else "starts again"
+    return "0" if one["slots"] else "0, saved first"
+
+
+def _beaten(plan: Plain) -> list[str]:
+    """The plan and those that it beat, the nearest first."""
+    worth = plan["objective_flop"]
+    rows = [["1", "this plan", _waf(plan["waf"]), "chosen"]]
+    if plan.get("alpha"):
+        return _by_alpha(plan, rows)
+    others = sorted(plan["alternatives"], key=lambda other: other["behind_flop"])
+    for place, other in enumerate(others, 2):
+        behind = other["behind_flop"]
+        share = f" ({percent(behind / worth)})" if behind > 0 < worth else ""
+        told = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
+                if not behind else f"gains {scaled(-behind, 'FLOP')}"
+                + not_taken(plan, other["what"]))
+        if behind > 0 and other["waf"] > plan["waf"]:
+            told += ": its changes cost more than they earn"
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+
+
+def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
+    """The same where fairness decides: by how much slower each task would have to run to be as
+    badly off."""
+    others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
+    for place, other in enumerate(others, 2):
+        behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
+        told = "others wait" if other["objective"] == OTHERS_WAIT_NUM else "is worth as much"
+        if behind:
+            told = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
+                "" if behind > 0 else not_taken(plan, other["what"]))
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+
+
+def _ground(found: Plain, *, told: bool = True) -> list[str]:
+    """What binds the plan, and for how long it is expected to hold. `told`: when it is paid back
+    too."""
+    plan = found["plan"]
+    names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
+    if found["planned"] and 0 in names:  # the one that is not submitted has no number as yet
+        names = {**dict.fromkeys(plan["bound_tasks"], names[0]), **names}
+    bound = bound_by(plan, names) or "not told"
+    more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
+            else f"{found['more_slots']} more would earn nothing"
+            + ": sizes, gain_min or the cost of changes" * (plan.get("bound") == "slots"))
+    hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
+            f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
+    return [*labelled("bound by", f"{bound} ({more})"),
+            *labelled("horizon", hold),
+            *(_paid_back(plan) if told else []), *_spare(plan)]
+
+
+def _paid_back(plan: Plain) -> list[str]:
+    """When what healthy tasks gave up is earned again; nothing where they were left alone."""
+    back_s = plan.get("paid_back_s", 0.0)
+    return labelled("paid back", f"in {span(back_s)} of {span(plan['running_s'])}, against leaving "
+                                 "healthy tasks as they are") if back_s else []
+
+
+def _spare(plan: Plain) -> list[str]:
+    """Whether a hot spare is kept, what it costs and saves; nothing where none is asked for."""
+    spare = plan.get("spare")
+    if spare is None:
+        return []
+    slots = number_of(spare["num_slots"], "slot")
+    cost = f"cost{{}} {scaled(max(spare['cost_flop'], 0.0), 'FLOP')} until the next fault"
+    saves = spare["saves_flop"]
+    then = (f"save{{}} {scaled(saves, 'FLOP')}" if saves > 0 else
+            f"lose{{}} {scaled(-saves, 'FLOP')} more" if saves < 0 else "save{} nothing")
+    return labelled("hot spare", {
+        "kept": f"{slots} kept idle: {cost.format('s')}, {then.format('s')} then",
+        "not kept": f"{slots} not kept: would {cost.format('')}, {then.format('')} then",
+        "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
+    }.get(spare["verdict"], f"{slots} not priced: too many tasks and sizes to do so in time"))
+
+
+def _moves(found: Plain) -> list[str]:
+    """Which slots each task leaves, and which it takes."""
+    lines: list[str] = []
+    for one in found["tasks"][:ROWS_NUM_MAX]:
+        old, new = ([seat["slot"] for seat in one[key]] for key in ("seats_before", "seats"))
+        leaves = [slot for slot in old if slot not in new]
+        takes = [slot for slot in new if slot not in old]
+        words = [f"{word} {_places(slots)}" for word, slots in
+                 (("leaves", leaves), ("takes", takes)) if slots]
+        if words:
+            lines += labelled("moves" if not lines else "",
+                              f"{one['name']} {', '.join(words)}")
+    return lines
+
+
+def _layouts(tasks: Sequence[Plain]) -> list[str]:
+    """Of those that have one, before and after."""
+    told = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
+                                       one["layout"] or one["layout_before"])
+            for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
+    return [line for i, one in enumerate(told) for line in labelled("" if i else "layout", one)]
+
+
+def _places(slots: Sequence[Plain]) -> str:
+    """`n1/0 n2/0-7`."""
+    of: dict[str, list[int]] = {}
+    for slot in slots:
+        of.setdefault(slot["node"], []).append(slot["index"])
+    told: list[str] = []
+    for node, indices in of.items():
+        whole = len(indices) > 1 and max(indices) - min(indices) + 1 == len(indices)
+        told.append(f"{node}/{min(indices)}-{max(indices)}" if whole
+                    else " ".join(f"{node}/{index}" for index in sorted(indices)))
+    left = len(told) - PLACES_NUM_MAX
+    return " ".join(told[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
+
+
+def _waiting(found: Plain) -> list[str]:
+    return [line for one in found["tasks"][:ROWS_NUM_MAX] if one["waits"]
+            for line in labelled("waits", f"{one['name']}: {one['waits']}")]
+
+
+def _assumes(found: Plain) -> list[str]:
+    """What the figures rest on: the tables by which the tasks earn, and that all goes well."""
+    by: dict[str, list[str]] = {}
+    for one in found["tasks"]:
+        by.setdefault(one["origin"] or "unknown", []).append(one["name"])
+    told = [f"{', '.join(names[:NAMED_NUM_MAX])}"
+            + (f" and {len(names) - NAMED_NUM_MAX} more" if len(names) > NAMED_NUM_MAX else "")
+            + f" {origin}" for origin, names in by.items()]
+    return labelled("assumes", f"throughput of {'; of '.join(told)}; nothing fails on the way"
+                    ) if told else []
+
+
+def _held(found: Plain, option: str) -> list[str]:
+    if not found["held"]:
+        return []
+    return labelled("held", f"{found['held']}; planned, and nothing is ordered. To act: "
+                    + command(way_to_act(found["held"], option)))
+
+
+def _waf(value: float) -> str:
+    return scaled(value, "FLOP/s")
+
+
+def _arrow(show: Callable[[Any], str], before: Any, after: Any) -> str:
+    """`32 -> 24`, or `32` where nothing changes."""
+    if before == after or show(before) == show(after):
+        return show(after)
+    return f"{show(before)} -> {show(after)}"

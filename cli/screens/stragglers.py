@@ -1,0 +1,105 @@
+"""What the screens say of slow ranks: whom they hold up, what that costs, what is to be typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...control_plane.incidents.stragglers import FAULT_RATIO, LASTS_S
+from ...control_plane.planner.alternative_names import percent
+from ..terminal.format import command, labelled, number_of, scaled
+
+Plain = dict[str, Any]
+
+
+def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
+    """A line for a node that is degraded and better drained, with its price; none for another."""
+    told: Plain | None = node["degraded"]
+    if told is None or node["contact"] != "heard" or node["drained"] or (
+            not told["worth_draining"]):
+        return []
+    return [f"{node['id']} {_what(told, names)}; {_worth(node['id'], told, option)}"]
+
+
+def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
+    """The same for the nodes' screen, with the reason; empty for another node."""
+    told: Plain | None = node["degraded"]
+    if told is None or node["contact"] != "heard" or node["drained"]:
+        return ""
+    return f"{told['why']}; {_worth(node['id'], told, option)}"
+
+
+def degraded_why(task: Plain, healing: str) -> str:
+    """Which ranks hold up the others, the worst first, and why nothing is done about it."""
+    slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
+    num = sum(one["state"] == "member" for one in task["ranks"]) - len(slow)
+    together = " together" if len(slow) > 1 else ""
+    words = [f"rank {one['rank']} ({one['node']}/{one['slot']}) holds up "
+             f"{number_of(num, 'other')}{together}, {one['holds_up']:.3g} x" for one in slow]
+    return f"{'; '.join(words)}. {_undone(slow, healing)}"
+
+
+def _undone(slow: list[Plain], healing: str) -> str:
+    """As the heart decides it: pace.at_fault."""
+    beyond = [one for one in slow if float(one["holds_up"]) > FAULT_RATIO]
+    if not beyond:
+        return f"Told, not acted on: below {FAULT_RATIO:g} x"
+    if not any(one["confirmed"] for one in beyond):
+        return (f"Above {FAULT_RATIO:g} x, not acted on: no other process has told yet that its "
+                "iterations take as long")
+    return (f"Above {FAULT_RATIO:g} x: " + (
+        "it is about to start again" if healing == "on" else
+        f"not acted on, healing is {healing}"))
+
+
+def alike_why(task: Plain) -> str:
+    """Of a task that is slower as a whole; empty for another."""
+    if task["slower_alike"] <= 1:
+        return ""
+    return (f"all ranks alike, {task['slower_alike']:.3g} x slower than it was: the machines, the "
+            "network or the job")
+
+
+def slow_nodes(task: Plain, nodes: list[Plain]) -> list[str]:
+    """The node of the rank that costs most, where draining it is worth its while."""
+    slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
+    worth = [node["id"] for node in nodes
+             if node["degraded"] and node["degraded"]["worth_draining"]]
+    return [str(one["node"]) for one in slow[:1]
+            if task["state"] == "degraded" and one["node"] in worth]
+
+
+def _what(told: Plain, names: dict[int, str]) -> str:
+    slower = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x slower"
+                       for task, ratio in zip(told["tasks"], told["ratios"], strict=True))
+    return f"is degraded, {slower}" if slower else f"is degraded: {told['why']}"
+
+
+def _worth(node: str, told: Plain, option: str) -> str:
+    """What draining it earns of all WAF, with what is to be typed where that is enough."""
+    share = float(told["drain_share"])
+    if not share:
+        return "draining it would earn nothing"
+    if share < 0:
+        return f"draining it would cost {percent(-share)} of all WAF"
+    if not told["worth_draining"]:
+        return f"draining it would earn {percent(share)}, " + (
+            "below gain_min" if told["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
+    return f"draining it earns {percent(share)}: " + command(
+        f"unicron plan --without {node}{option}")
+
+
+def degraded_lines(found: Plain) -> list[str]:
+    """Of a dry run: what its nodes cost now, of which the plan's tables know nothing."""
+    names = {one["task"]: one["name"] for one in found["tasks"]}
+    lines: list[str] = []
+    for told in found["degraded"]:
+        slows = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x"
+                          for task, ratio in zip(told["tasks"], told["ratios"], strict=True))
+        gain, now = told["drain_waf"], told["now_waf"]
+        share = f" ({percent(abs(gain) / now)})" if gain and now > 0 else ""
+        earns = (f"{scaled(abs(gain), 'FLOP/s')} {'more' if gain > 0 else 'less'} than it "
+                 f"achieves now{share}" if gain else "as much as it achieves now")
+        alone = " alone" if len(found["degraded"]) > 1 else ""
+        lines += labelled("degraded", f"{told['node']} slows {slows} now: without it{alone} the "
+                                      f"cluster earns {earns}")
+    return lines

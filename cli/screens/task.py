@@ -1,0 +1,284 @@
+"""The status screen of one task: state and why, where, progress, copies, incidents."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Any
+
+from ..history.history import History, TaskHistory
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    curve,
+    labelled,
+    marks,
+    number_of,
+    ranks,
+    rfc3339,
+    scaled,
+    span,
+    table,
+    way_to_act,
+)
+from . import incident
+from .incident import folders, in_words
+from .stragglers import alike_why, degraded_why, slow_nodes
+
+Plain = dict[str, Any]
+CURVE_COLUMNS = 60
+WHAT_COLUMNS = 36
+INDENT_COLUMNS = 11
+ENDED = ("finished", "failed", "cancelled")
+SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
+          "mirrored": "; each shard of the optimizer is on two of them"}
+LAG_TIMES = 3.0
+LAG_S_MIN = 10.0
+NORMAL_ITERATIONS_MIN = 5
+"""Of its own at one size, before their median is its normal pace."""
+SAME_RATIO = 1.05
+RATES_SHOWN_NUM = 8
+
+
+def lag_s(task: Plain, now_s: float) -> float:
+    """For how long a task that trains has told nothing, when that is far above its own pace.
+
+    Above 3 iterations and 10 s; else 0.
+    """
+    if task["phase"] != "training" or task["state"] not in ("running", "degraded", "healing"):
+        return 0.0
+    if task["tier"] != "train":
+        return 0.0
+    quiet_s = now_s - max(task["progressed_s"], task["since_s"])
+    return quiet_s if quiet_s > max(LAG_TIMES * task["step_s"], LAG_S_MIN) else 0.0
+
+
+def waits(task: Plain) -> str:
+    """Why, what would let it run, and what that would cost the others."""
+    words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
+    if task["cost_waf"]:
+        words += f"; costs {scaled(task['cost_waf'], 'FLOP/s')} of WAF"
+    if task["weight_from"] and "weight" not in task["needs"]:
+        words += f"; runs from weight {above(task['weight_from'])}"
+    return words
+
+
+def above(weight: float) -> str:
+    """In three digits, never less: what is typed is to be enough."""
+    unit = 10.0 ** (math.floor(math.log10(weight)) - 2)
+    return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
+
+
+def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
+                option: str = "") -> list[str]:
+    """One task. `told`: the history of the log so far, for the curve and the incidents."""
+    slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
+    since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
+                                      if one["id"] == task["incident"])])
+    since = f"since {rfc3339(since_s)} ({span(max(now_s - since_s, 0.0))})"
+    lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
+             f"weight {task['weight']:g}"]
+    late_s = lag_s(task, now_s)
+    if late_s:
+        what = "last progress" if task["progressed_s"] else "no iteration told; it began"
+        lines += labelled("silent", f"{what} {span(late_s)} ago, it trains no more or very slowly")
+    if task["stands"]:
+        lines += labelled("stands", f"{task['stands']} (for "
+                                    f"{span(max(now_s - task['stands_since_s'], 0.0))})")
+        lines += _dumps(task, view)
+    if task["why"] or task["needs"]:
+        lines += labelled("why", waits(task))
+    if task["state"] == "degraded":
+        lines += labelled("why", degraded_why(task, view["cluster"]["healing"]))
+    if task["phase"] == "training" and (alike := alike_why(task)):
+        lines += labelled("slower", alike)
+    if task["declined"] and task["state"] in ENDED:
+        lines += labelled("healed", f"not in memory: {task['declined']}")
+    elif task["declined"]:
+        lines += labelled("restarts", f"as a whole, and does not heal in memory: "
+                                      f"{task['declined']}")
+    if task["withheld"]:
+        lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
+    lines += labelled("next", _next(task, view, option))
+    past = told.tasks.get(task["id"])
+    lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
+              *_copies(task, view["nodes"])]
+    if task["output"]:
+        lines += labelled("output", task["output"])
+    if task["ranks"]:
+        has = [one["part"] for one in task["ranks"]]
+        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has)), [
+            [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
+             str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
+    return [*lines, *_incidents(task, told, now_s)]
+
+
+def _dumps(task: Plain, view: Plain) -> list[str]:
+    """Where the flight recorders of its ranks lie; a command has none of ours."""
+    found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
+    return labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
+
+
+def _next(task: Plain, view: Plain, option: str) -> str:
+    name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
+    follow = "" if task["state"] in ENDED else " -f"
+    words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task, view["nodes"])]
+    words += [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
+    if task["state"] == "waiting" and task["weight_from"]:
+        words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
+    if task["withheld"]:
+        words.insert(0, way_to_act(view["cluster"]["healing"], option))
+    if task["incident"]:
+        words.insert(0, f"unicron incident {task['incident']}{option}")
+    return "   ".join(map(command, words[:2]))
+
+
+def _where(task: Plain) -> list[str]:
+    if not task["ranks"]:
+        return []
+    nodes: dict[str, int] = {}
+    for one in task["ranks"]:
+        nodes[one["node"]] = nodes.get(one["node"], 0) + 1
+    places = " ".join(f"{node} x{num}" for node, num in nodes.items())
+    if task["tier"] != "train":
+        return labelled("where", places)
+    batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
+             if task["micro_batches"] else "")
+    generation = task["generation"]
+    if task["layout"]:
+        beside = f", {number_of(task['beside'], 'spare')}" if task["beside"] else ""
+        built = f"{task['layout_in_words'] or task['layout']}{beside}, generation {generation}"
+    else:
+        built = f"nobody is left of generation {generation}" if generation else "no generation yet"
+    return labelled("where", f"{places}, {built}{batch}")
+
+
+def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
+    if not task["iteration"] and not task["iterations"]:
+        return labelled("progress", "a command: is supervised only")
+    loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
+    of = f" of {count(task['iterations'])}" if task["iterations"] else ""
+    printed = "" if task["tier"] == "train" else ", as it prints"
+    lines = labelled("progress", f"{count(task['iteration'])}{of}{loss}{printed}")
+    if past is not None:
+        lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
+        if past.skipped:
+            lines += labelled("skipped", f"{count(past.skipped)} of {count(task['iteration'])} "
+                                         "steps: the gradient was not finite")
+    if task["step_s"] and task["state"] in ("running", "degraded"):
+        left = task["iterations"] - task["iteration"]
+        # who prepares has no part in it yet
+        num = len(past.stepping.members) if past is not None else 0
+        own = past.paces_s.get(num, []) if past is not None else []
+        own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
+        normal = (f", own normal on {number_of(num, 'slot')} {span(median(own))} "
+                  f"(median of {count(len(own))})" if own else "")
+        ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
+        if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:
+            ends += f"; {rfc3339(now_s + left * median(own))} at its own"
+        rate = f"; {scaled(task['rate_flops'], 'FLOP/s')}" if task["rate_flops"] else ""
+        lines += labelled("pace", f"{span(task['step_s'])} an iteration{normal}{rate}")
+        lines += labelled("finish", ends) if task["iterations"] else []
+    return lines
+
+
+def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> list[str]:
+    """The losses as blocks between first and last value, and a `!` below each incident."""
+    losses = [past.losses[key] for key in sorted(past.losses)]
+    if not losses:
+        return []
+    first = f"{losses[0]:.2f} "
+    lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
+    faults = [one.iteration for one in told.incidents.values()
+              if one.task == past.id and one.iteration is not None]
+    if faults:
+        line = (" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
+                + f"   (!) fault at iteration {', '.join(map(str, faults))}")
+        lines.append(clipped(line, SCREEN_COLUMNS - INDENT_COLUMNS))
+    return lines
+
+
+def _earns(task: Plain) -> list[str]:
+    """T(t, x) and where it comes from; of many sizes those around the present one."""
+    told = task["throughput"]
+    if told is None or task["state"] in ENDED:
+        return []
+    rows = list(zip(told["sizes"], told["rates_flops"], strict=True))
+    now = task["slots"]["target"]
+    near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
+    words = ", ".join(f"{size}: {scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
+                      for size, rate in near)
+    lines = labelled("earns", f"on slots {words}; {told['origin']}")
+    layout = task["modelled_layout"]
+    if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
+        lines += labelled("measures", f"nothing: it prints a global batch of "
+                          f"{count(task['logged_batch'])}, its model has "
+                          f"{count(task['model_batch'])}")
+    return lines + (labelled("by model", layout) if layout else [])
+
+
+def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
+    """Who holds the task's state, and what would be lost if they all went, or is as they have."""
+    if task["tier"] != "train" or task["state"] in ENDED:
+        return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
+    holders = [one for one in task["ranks"]
+               if one["state"] in ("member", "stopped") and one["has_state"]]
+    if not holders:
+        return labelled("copies", f"no process holds its state{_comes_back(task, nodes)}")
+    lost = task["unsaved"]
+    disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
+            if task["checkpoint"] else "nothing is published yet")
+    most = "at most " if task["copies"] else ""  # a copy is told of some seconds after it is kept
+    disk += (f": {most}{number_of(lost, 'iteration')} would be lost if all processes went"
+             if lost else "")
+    if task["copies"]:
+        newest = max(copy["step_version"] for copy in task["copies"])
+        where = sorted({copy["node"] for copy in task["copies"]
+                        if copy["step_version"] == newest})
+        disk = f"in memory iteration {count(newest)} or newer ({' '.join(where)}); {disk}"
+    on = list(dict.fromkeys(one["node"] for one in holders))
+    if len(holders) == 1:
+        live = f"one seat ({on[0]}): nobody else holds its state"
+    else:
+        there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
+        each = task["replica_ranks"]
+        of = f" of {each} ranks" if each > 1 else ""
+        num = len(holders) // each
+        live = (f"{number_of(num, 'live replica')}{of}, {there}: "
+                f"{ranks(one['rank'] for one in holders)}"
+                f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}")
+    return labelled("copies", f"{live}; {disk}")
+
+
+def _comes_back(task: Plain, nodes: list[Plain]) -> str:
+    """From what a task without a process goes on, the newest that is told of, and what it costs."""
+    done = task["iteration"]
+    if not done:
+        return ": it begins at iteration 0"
+    contact = {one["id"]: one["contact"] for one in nodes}
+    copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
+    # As control_plane/decide/memory_checkpoints.py tries them: a node that is unreachable after all
+    # that are heard.
+    heard = [one for one in copies if contact.get(one["node"]) == "heard"]
+    tried = heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
+    if tried:
+        newest = max(one["step_version"] for one in tried)
+        where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
+        source = f"it comes back from the copy of iteration {count(newest)} in memory ({where})"
+    elif task["checkpoint"]:
+        newest = task["checkpoint_iteration"]
+        source = f"it comes back from {task['checkpoint']}, of iteration {count(newest)}"
+    else:
+        newest, source = 0, "nobody has a copy, nothing is published: it begins again"
+    again = max(done - newest, 0)
+    if not again:
+        return f": {source}, nothing is lost"
+    return f": {source}, {number_of(again, 'iteration')} of {count(done)} are done again"
+
+
+def _incidents(task: Plain, told: History, now_s: float) -> list[str]:
+    rows = [incident.row(told, one, WHAT_COLUMNS, now_s)
+            for one in told.incidents.values() if one.task == task["id"]]
+    return ["", *table(incident.HEAD, rows, right=(5, 6, 7))] if rows else []

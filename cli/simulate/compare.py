@@ -1,0 +1,263 @@
+"""`unicron simulate`: what each policy earns of a scenario, and what it loses, to what."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
+from pathlib import Path
+from signal import SIG_DFL, SIGINT, signal
+from typing import Any, NamedTuple
+
+import typer
+from unicron import __version__
+
+from ...control_plane.simulation import paper_evaluation
+from ...control_plane.simulation import scenario as scenarios
+from ...control_plane.simulation.accounting import LOST, Lost
+from ...control_plane.simulation.policies import POLICIES
+from ...control_plane.simulation.policies.policy import Policy
+from ...control_plane.simulation.run import Ground, Outcome, Run
+from ...control_plane.simulation.scenario import Scenario
+from ...control_plane.simulation.trace import generator, trace_file
+from ...control_plane.simulation.trace.external_event import Happening
+from ...events.errors import SpecError, UsageError
+from ...events.log import archive
+from ..files.job_file import FILE_BYTES_MAX, read_text, read_yaml
+from ..terminal import console
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    labelled,
+    number_of,
+    scaled,
+    span,
+    table,
+)
+
+# --- Runs of a simulation, as many at once as there are cores; what comes of them is the same. ---
+
+
+class Stage(NamedTuple):
+    """What is played; `log`: into which file, of which cluster."""
+
+    policy: Policy
+    ground: Ground
+    log: Path | None = None
+    cluster: str = ""
+
+
+class Played(NamedTuple):
+    """What came of it."""
+
+    outcome: Outcome
+    num_records: int
+    took_s: float
+
+
+_stages: Sequence[Stage] = ()
+"""Of the call that goes on: its processes are forks, a policy's functions need not be sent."""
+
+
+def play(stages: Sequence[Stage]) -> list[Played]:
+    """Each of them, in this order. A bar on stderr shows how far it is, on a terminal."""
+    global _stages
+    num = min(len(os.sched_getaffinity(0)), len(stages))
+    with ExitStack() as stack:
+        bar = stack.enter_context(typer.progressbar(
+            length=len(stages), label="simulating", file=sys.stderr, width=0,
+            hidden=not sys.stderr.isatty()))
+        found: list[Played] = []
+        _stages = stages
+        pool = None if num < 2 else stack.enter_context(ProcessPoolExecutor(
+            num, mp_context=get_context("fork"), initializer=signal,
+            initargs=(SIGINT, SIG_DFL)))
+        each = map(_play, range(len(stages))) if pool is None else pool.map(
+            _play, range(len(stages)))
+        for one in each:
+            found.append(one)
+            bar.update(1)
+        return found
+
+
+def _play(number: int) -> Played:
+    stage = _stages[number]
+    began_s = time.perf_counter()
+    with ExitStack() as stack:
+        writer = None if stage.log is None else stack.enter_context(archive.create(
+            stage.log, cluster=stage.cluster, code=__version__))
+        run = Run(stage.ground, stage.policy, writer.add if writer else None)
+        outcome = run.play()
+    return Played(outcome, run.engine.num_records, time.perf_counter() - began_s)
+
+TRACE_BYTES_MAX = 64 << 20
+OURS = "unicron"
+Plain = dict[str, Any]
+HEADS: dict[Lost, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
+                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
+
+
+def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
+    """Read, play, show. Raises UsageError for files that are not as they must be."""
+    if log is not None and log.exists():
+        raise UsageError(f"{log} exists", "name a new file")
+    scenario, stages = load(path, whole=log is not None)
+    if log is not None and OURS not in stages:
+        raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
+                         f"add {OURS}: {{}} to policies:")
+    if log is not None:
+        stages[OURS] = stages[OURS]._replace(log=log, cluster=scenario.name)
+    played = dict(zip(stages, play([*stages.values()]), strict=True))
+    if as_json:
+        console.out(json.dumps(told(scenario, played)))
+    else:
+        console.lines(screen(scenario, played, path, log))
+
+
+def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, Stage]]:
+    """The scenario, and by policy what it is played on; ours slot by slot, where that is asked for.
+
+    Raises UsageError.
+    """
+    try:
+        scenario, happenings = read(path)
+        policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
+        return scenario, {name: Stage(one, scenarios.ground(
+            scenario, one, happenings, condense=not (whole and name == OURS)))
+            for name, one in policies.items()}
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+
+
+def read(path: Path) -> tuple[Scenario, list[Happening]]:
+    """A scenario with all its nodes, and what befalls them. One of the paper's by its name.
+
+    Raises UsageError and SpecError.
+    """
+    if str(path) in paper_evaluation.TRACES and not path.exists():
+        trace = paper_evaluation.TRACES[str(path)]
+        return paper_evaluation.scenario(str(path), [*POLICIES]), paper_evaluation.happenings(
+            trace, paper_evaluation.SEED
+        )
+    text = read_text(
+        path,
+        FILE_BYTES_MAX,
+        f"name a scenario, YAML, or one of {', '.join(paper_evaluation.TRACES)}",
+        scenarios.DOCS,
+    )
+    scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
+    cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
+    if not isinstance(given, str):
+        scenario = scenarios.with_nodes(scenario, ())
+        return scenario, generator.draw(given.drawn, cluster.names, cluster.slots, horizon_s)
+    beside = path.parent / given
+    told = trace_file.read(
+        read_text(beside, TRACE_BYTES_MAX, "trace: names a file beside the scenario, or is drawn",
+                  scenarios.DOCS), str(beside))
+    scenario = scenarios.with_nodes(scenario, told.nodes)
+    _check_nodes(scenario, told.happenings, beside)
+    if told.happenings and min(one.at_s for one in told.happenings) > horizon_s:
+        raise UsageError(f"{beside}: all of it is after horizon_s, {horizon_s:g}",
+                         "at_s is in seconds from the beginning of the scenario")
+    return scenario, told.happenings
+
+
+def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
+    """A node is there from the beginning, or joins before anything befalls it."""
+    names = scenario.cluster.names
+    known = set(names)
+    for one in happenings:
+        if one.event == "joined":
+            known.add(one.node)
+        elif one.node not in known:
+            raise UsageError(f"{trace}: at {one.at_s:g} s, {one.event} of {one.node}, which is no "
+                             "node by then",
+                             f"the cluster has {names[0]} to {names[-1]}; another one is first "
+                             "`joined`")
+
+
+def print_trace(path: Path) -> None:
+    """What befalls the cluster, as a trace file."""
+    try:
+        happenings = read(path)[1]
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+    console.lines(trace_file.written(happenings))
+
+
+# --- as data ------------------------------------------------------------------------------------
+def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
+    """All of it; FLOP are weighted, times in seconds from the beginning of the horizon."""
+    names = [task.name for task in scenario.tasks]
+    return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
+            "policies": {name: _policy(one, names) for name, one in played.items()}}
+
+
+def _policy(one: Played, names: Sequence[str]) -> Plain:
+    earnings, counts = one.outcome.earnings, one.outcome.counts
+    return {
+        "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.whole_flop,
+        "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
+        "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
+        "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
+        "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "late": one.outcome.late,
+        "records": one.num_records,
+        "waf_flop_by_task": dict(zip(names, [
+            flop for _, flop in sorted(earnings.flop_of.items())], strict=True)),
+        "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],
+    }
+
+
+# --- for people -------------------------------------------------------------------------------
+def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path | None
+           ) -> list[str]:
+    """The page, at most 100 columns."""
+    cluster = scenario.cluster
+    num = len(cluster.names)
+    took_s = max(one.took_s for one in played.values())
+    lines = [f"{scenario.name}: {number_of(num, 'node')} of {number_of(cluster.slots, 'slot')}, "
+             f"{number_of(len(scenario.tasks), 'task')}, {span(scenario.horizon_s)}; "
+             f"each policy in {span(took_s)} at most", ""]
+    best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
+    rows = [_row(name, one, best) for name, one in played.items()]
+    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOST))
+    lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
+    lines += ["", *labelled("lost", "of what the policy earns without a fault, in %: until a fault "
+                            "is told, on the way to train again, without slots, on fewer or slower "
+                            "ones, and what is done again")]
+    for task in scenario.tasks:
+        if task.slots.min > num * cluster.slots:
+            lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
+                              f"and the cluster begins with {num * cluster.slots}")
+    for number, task in enumerate(scenario.tasks):
+        idle = [name for name, one in played.items()
+                if not [*one.outcome.earnings.full_slots.values()][number]]
+        if idle and task.slots.min <= num * cluster.slots:
+            lines += labelled("waits", f"{task.name} has no slots without a fault under "
+                              f"{', '.join(idle)}: the others earn more with them")
+    ignored = max(one.outcome.ignored for one in played.values())
+    if ignored:
+        lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
+                          "node that was away, or a repair of one that was not")
+    late = max(one.outcome.late for one in played.values())
+    if late:
+        lines += labelled("late", f"{number_of(late, 'fault')} of the trace, after horizon_s, "
+                          f"{scenario.horizon_s:g}: not played")
+    then = (f"unicron replay {log} --verify" if log else
+            f"unicron simulate --scenario {path} -o json")
+    return [*lines, *labelled("next", command(then))]
+
+
+def _row(name: str, one: Played, best: Played) -> list[str]:
+    earnings = one.outcome.earnings
+    full = earnings.whole_flop
+    behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
+    return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
+            f"{behind:.3f} x" if one is not best and behind else "-",
+            *(f"{100 * earnings.lost_flop[what] / full:.2f}" if full else "-" for what in LOST)]

@@ -1,0 +1,448 @@
+"""The report of `unicron simulate paper`: one page with all figures, and each as SVG and PNG."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from unicron import __version__
+
+from ...control_plane.incidents.severity import TABLE
+from ...control_plane.simulation import paper_evaluation
+from ...control_plane.simulation.accounting import LOST
+from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, THEIRS
+from ...control_plane.simulation.policies import POLICIES
+from ...control_plane.simulation.run import Outcome
+from ...control_plane.simulation.trace.external_event import Happening
+from ...events.errors import UsageError
+from ..terminal.format import number_of, scaled, span
+from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
+from .paper_tables import Evaluation, Row, ratios
+
+# --- The pictures of the paper's evaluation. ---
+
+Values = dict[tuple[str, str, str], Row]
+OTHERS = tuple(name for name in POLICIES if name != OURS)
+OVER_TIME = (OURS, "shrink", "spares", "megatron-spares", THEIRS)
+DAY_S = 86400.0
+PARTS_NUM = 168
+PAPER_MARK, TRACE_COLOURS = "D", (COLOURS[2], COLOURS[0])
+FLAT_S = {"Oobleck": 10.0, "Bamboo": 450.0, "Varuna": 701.0}
+"""Of a 6.7 B model, whatever the cluster (Oobleck's artifact)."""
+REQUEUE_S = ((2_048, 454.0), (4_096, 545.0), (8_192, 635.0), (16_384, 768.0))
+"""To schedule the whole job again, alone (ByteRobust, arXiv 2509.16293, table 7)."""
+
+
+def of_ratios(found: Evaluation, value: Values) -> Picture:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, case in enumerate(paper_evaluation.TRACES):
+            places = [-at + 0.2 - 0.4 * number for at in range(len(OTHERS))]
+            rows = [value[case, name, "waf_ratio"] for name in OTHERS]
+            axes.barh(places, [row["value"] - 1 for row in rows], left=1, height=0.36,
+                      color=TRACE_COLOURS[number], label=case)
+            axes.hlines(places, [row["least"] for row in rows], [row["most"] for row in rows],
+                        color=INK, linewidth=1.2)
+            told = [(REPORTED[case, name], place) for name, place in
+                    zip(OTHERS, places, strict=True) if (case, name) in REPORTED]
+            axes.plot(*zip(*told, strict=True), PAPER_MARK, color="white", markeredgecolor=INK,
+                      markersize=6, label="the paper's" if number else None)
+        axes.set_xscale("log")
+        ticks = [1, 1.2, 1.5, 2, 3, 4, 5]
+        axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_yticks([-at for at in range(len(OTHERS))], OTHERS)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("Unicron's accumulated WAF over the policy's")
+        axes.legend(loc="lower right")
+    return Picture(
+        "ratios", "What Unicron earns, over every other policy",
+        f"Accumulated WAF on the paper's traces: bars are medians of "
+        f"{number_of(found.seeds, 'seed')}, lines the least and the most, diamonds what the paper "
+        "has. Oobleck's, Bamboo's and Varuna's speed without a fault is taken from those very "
+        "ratios: only Megatron's are evidence.",
+        draw, height=5.2)
+
+
+def of_time(found: Evaluation) -> Picture:
+    def draw(figure: Any) -> None:
+        every = figure.subplots(2, 1)
+        for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
+            full = 0.0
+            for number, name in enumerate(OVER_TIME):
+                outcome = found.played[case, name, 1, ""].outcome
+                means = _means(outcome, paper_evaluation.TRACES[case].horizon_s)
+                full = max(full, *means)
+                axes.stairs([mean / 1e15 for mean in means], _edges_d(case), baseline=None,
+                            label=name, color=OURS_COLOUR if name == OURS else COLOURS[number - 1],
+                            linewidth=2.0 if name == OURS else 1.0,
+                            zorder=3 if name == OURS else 2)
+            _faults(axes, found, case, full / 1e15)
+            part_h = paper_evaluation.TRACES[case].horizon_s / PARTS_NUM / 3600
+            axes.set_title(f"{case}, seed 1: means of {part_h:.3g} h each", loc="left", fontsize=9,
+                           color=MUTED)
+            axes.set_ylabel("WAF, PFLOP/s")
+            axes.set_xlim(0, paper_evaluation.TRACES[case].horizon_s / DAY_S)
+        every[-1].set_xlabel("days")
+        every[-1].legend(ncols=len(OVER_TIME), loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    return Picture(
+        "waf-over-time", "WAF over time, with the faults",
+        "The weighted FLOP/s of all tasks, from fault to fault (marks below: red SEV1, which take "
+        "a node away until it is repaired; grey SEV2 and SEV3). Unicron keeps each task on a node "
+        "(T_necessary): it is below where another lets a light task go without.", draw,
+        height=6.4)
+
+
+def _edges_d(case: str) -> list[float]:
+    return [
+        paper_evaluation.TRACES[case].horizon_s / DAY_S * at / PARTS_NUM
+        for at in range(PARTS_NUM + 1)
+    ]
+
+
+def _means(outcome: Outcome, horizon_s: float) -> list[float]:
+    """Of the WAF, in parts of the horizon that are equally long."""
+    part_s, flop = horizon_s / PARTS_NUM, [0.0] * PARTS_NUM
+    curve = [(at_s - outcome.began_s, waf) for at_s, waf in outcome.earnings.curve]
+    for (at_s, waf), (until_s, _) in pairwise([*curve, (horizon_s, 0.0)]):
+        while at_s < until_s:
+            part = min(int(at_s / part_s), PARTS_NUM - 1)
+            end_s = until_s if part == PARTS_NUM - 1 else min(until_s, (part + 1) * part_s)
+            flop[part] += waf * (end_s - at_s)
+            at_s = max(end_s, math.nextafter(at_s, math.inf))
+    return [one / part_s for one in flop]
+
+
+def _faults(axes: Any, found: Evaluation, case: str, full: float) -> None:
+    told = [one for one in found.parts[case, OURS, 1, ""].ground.happenings
+            if isinstance(one, Happening) and one.event == "fault"]
+    for hard, colour in ((False, MUTED), (True, COLOURS[0])):
+        at_d = [one.at_s / DAY_S for one in told if (TABLE[one.cause] == "SEV1") == hard]
+        axes.plot(at_d, [-0.05 * full] * len(at_d), "|", color=colour, markersize=8,
+                  markeredgewidth=1.4)
+
+
+def of_losses(value: Values) -> Picture:
+    def draw(figure: Any) -> None:
+        names = (OURS, *(name for name in OTHERS if name not in RULES))
+        every = figure.subplots(1, 2, sharex=True, sharey=True)
+        for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
+            left = [0.0] * len(names)
+            for number, what in enumerate(LOST):
+                parts = [100 * value[case, name, f"lost_{what}"]["value"] for name in names]
+                axes.barh([-at for at in range(len(names))], parts, left=left, height=0.62,
+                          color=COLOURS[number], label=what)
+                left = [one + part for one, part in zip(left, parts, strict=True)]
+            axes.set_yticks([-at for at in range(len(names))], names)
+            axes.grid(axis="y", visible=False)
+            axes.set_title(case, loc="left", fontsize=9, color=MUTED)
+            axes.set_xlabel("lost, % of what it earns without a fault")
+        every[-1].legend(loc="lower right")
+    return Picture(
+        "losses", "What recovery costs, and of what it is made",
+        "Detection: a fault has stopped a task and nobody was told. Transition: on the way to "
+        "train again. Waiting: its slots are away. Sub-healthy: it trains on fewer. Recomputed: "
+        "done twice. Who keeps a node idle has less to lose, and earns less for that. The rules of "
+        "allocation heal as Unicron does, and are left out.", draw, height=4.4)
+
+
+def of_cases(value: Values) -> Picture:
+    def draw(figure: Any) -> None:
+        axes, systems = figure.subplots(), (OURS, *RULES)
+        for number, name in enumerate(systems):
+            axes.bar(
+                [case + 0.2 * (number - 1.5) for case in paper_evaluation.CASES],
+                [
+                    value[f"case-{case}", name, "waf"]["value"] / 1e15
+                    for case in paper_evaluation.CASES
+                ],
+                width=0.18,
+                label=name if number else "unicron",
+                color=COLOURS[number + 1] if number else OURS_COLOUR,
+            )
+        axes.set_xticks(
+            [*paper_evaluation.CASES], [f"case {case}" for case in paper_evaluation.CASES]
+        )
+        axes.grid(axis="x", visible=False)
+        axes.set_ylabel("WAF, PFLOP/s")
+        axes.legend(ncols=len(systems), loc="upper left", bbox_to_anchor=(0, 1.12))
+    return Picture("cases", "Six tasks on 128 GPUs, by four rules",
+                   "What the cluster earns without a fault, in the paper's five multi-task cases.",
+                   draw, height=3.6)
+
+
+def of_growth(found: Evaluation) -> Picture:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        gpus = [one.gpus for one, _ in found.growth]
+        axes.plot(gpus, [one.pause_s + plan_s for one, plan_s in found.growth], "o-",
+                  color=OURS_COLOUR, linewidth=2, label="Unicron, with NCCL as published")
+        axes.plot(gpus, [one.detect_s + one.change_s + plan_s for one, plan_s in found.growth],
+                  "o--", color=OURS_COLOUR, linewidth=1, label="Unicron, as measured on gloo")
+        axes.plot(gpus, [plan_s for _, plan_s in found.growth], ".:", color=INK,
+                  label="of that the plan")
+        for number, (name, long_s) in enumerate(FLAT_S.items()):
+            axes.axhline(long_s, color=COLOURS[number], linewidth=1.2, linestyle=(0, (5, 2)),
+                         label=f"{name}, 30 GPUs")
+        axes.plot(*zip(*REQUEUE_S, strict=True), "s-", color=COLOURS[6], markersize=4,
+                  label="requeue: scheduling alone")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("seconds")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return Picture("transition", "From a lost node to training again, by cluster size",
+                   "Pieces as measured by this project's benches on four ranks over gloo; the plan "
+                   "is timed here and now; NCCL's communicators as MegaScale publishes them (under "
+                   "5 s at 2,048 GPUs, under 30 s above 10,000). No piece was run on GPUs.", draw)
+
+
+def of_changes(found: Evaluation, value: Values) -> Picture:
+    told = [
+        (change.what, name)
+        for change in paper_evaluation.SENSITIVITY
+        for name in change.systems[1:]
+    ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, case in enumerate(paper_evaluation.TRACES):
+            axes.axvline(ratios(found, case, THEIRS)[0], color=TRACE_COLOURS[number],
+                         linestyle=":", linewidth=1.2)
+            axes.plot([value[f"{case}: {what}", name, "waf_ratio"]["value"] for what, name in told],
+                      [-at for at in range(len(told))], "o", color=TRACE_COLOURS[number],
+                      label=case)
+        axes.axvline(1.0, color=INK, linewidth=1)
+        axes.set_xscale("log")
+        ticks = [1, 1.2, 1.5, 2, 3, 4]
+        axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_yticks([-at for at in range(len(told))], [
+            what if name == THEIRS else f"{what}: {name}" for what, name in told])
+        axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or of who is named")
+        axes.legend(loc="upper right")
+
+    moved = {
+        what: max(
+            abs(
+                math.log(
+                    value[f"{case}: {what}", name, "waf_ratio"]["value"]
+                    / ratios(found, case, THEIRS)[0]
+                )
+            )
+            for case in paper_evaluation.TRACES
+        )
+        for what, name in told
+        if name == THEIRS
+    }
+    first, second = sorted(moved, key=lambda what: -moved[what])[:2]
+    return Picture("sensitivity", "Which conclusion hangs on which constant",
+                   "Each change alone, with the first seed; dotted: all as it is. The ratio over "
+                   f"Megatron hangs most on these: {first}; {second}.", draw)
+
+
+# --- One page that needs nothing beside it: words, tables and pictures. ---
+
+STYLE = """
+:root { --ink: #1c2733; --soft: #5b6875; --line: #dfe5ea; --ground: #f4f6f8; --card: #ffffff;
+  --ours: #0b7a75; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink);
+  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+main { max-width: 1040px; margin: 0 auto; padding: 40px 20px 80px; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; }
+h2 { font-size: 20px; margin: 0 0 4px; }
+p { margin: 0 0 12px; max-width: 78ch; }
+p.lead { color: var(--soft); font-size: 16px; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 22px 24px; margin: 22px 0; overflow-x: auto; }
+.caption { color: var(--soft); font-size: 14px; }
+svg { width: 100%; height: auto; display: block; margin-top: 10px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 14px;
+  margin: 24px 0; }
+.figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 16px 18px; }
+.figure b { display: block; font-size: 30px; line-height: 1.15; color: var(--ours); }
+.figure span { color: var(--soft); font-size: 13px; }
+table { border-collapse: collapse; font-size: 13px; margin-top: 12px; width: 100%;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); text-align: right;
+  white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; white-space: normal; }
+tr.ours td { font-weight: 600; color: var(--ours); }
+footer { color: var(--soft); font-size: 13px; }
+code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; }
+"""
+
+
+def folder(path: Path) -> None:
+    """Where a report is written, made before anything is played. Raises UsageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "--report names a folder") from None
+
+
+def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
+    """The whole of it. `body` is HTML, the rest text."""
+    return "\n".join([
+        "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", "</head>", "<body>", "<main>",
+        f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *body,
+        f"<footer>{escape(foot)}</footer>", "</main>", "</body>", "</html>", ""])
+
+
+def figures(shown: Sequence[tuple[str, str]]) -> str:
+    """Large numbers, and what each is."""
+    cells = "".join(f'<div class="figure"><b>{escape(number)}</b><span>{escape(what)}</span></div>'
+                    for number, what in shown)
+    return f'<div class="figures">{cells}</div>'
+
+
+def section(title: str, caption: str, *parts: str) -> str:
+    """A card. `parts` are HTML."""
+    return (f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
+            f"{''.join(parts)}</section>")
+
+
+def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
+    """A card with a picture, and what stands below it."""
+    return section(picture.title, picture.caption, svg(picture, folder), *parts)
+
+
+def words(told: Sequence[str]) -> str:
+    """A paragraph each."""
+    return "".join(f"<p>{escape(one)}</p>" for one in told)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
+    """Cells are text. The row that begins with `ours` stands out."""
+    lines = ["<table><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr>"]
+    for row in rows:
+        lines.append('<tr class="ours">' if ours and row[0] == ours else "<tr>")
+        lines += [*(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
+    return "".join([*lines, "</table>"])
+
+BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
+
+
+def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
+    """report.html, rows.json, and the figures. What is there of these is written anew."""
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(_page(folder, found, rows), encoding="utf-8")
+
+
+def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
+    value = {(one["case"], one["system"], one["metric"]): one for one in rows}
+    traces = [table(*_trace_rows(case, value), ours=OURS) for case in paper_evaluation.TRACES]
+    return page(
+        "What a cluster earns while it fails", _lead(found), [
+            figures([(f"{value[case, THEIRS, 'waf_ratio']['value']:.2f} x",
+                           f"Megatron's accumulated WAF on {case}; the paper has "
+                           f"{REPORTED[case, THEIRS]:g} x") for case in paper_evaluation.TRACES]
+                         + [_nearest(case, value) for case in paper_evaluation.TRACES]),
+            f"<p>{_verdict(value, found.seeds)}</p>",
+            pictured(of_ratios(found, value), folder, *traces),
+            pictured(of_time(found), folder),
+            pictured(of_losses(value), folder),
+            pictured(of_cases(value), folder, table(*_case_rows(value))),
+            pictured(of_growth(found), folder, table(*_growth_rows(found))),
+            pictured(of_changes(found, value), folder,
+                          table(*_change_rows(found, value))),
+            section("The constants", "Seconds. Unicron's are measured by this project's "
+                         "benches, but for start_s; the others' are published. Where each is from "
+                         "stands in control_plane/simulation/policies/ and docs/guides/paper.md.",
+                         table(*_constants(), ours=OURS)),
+        ], f"unicron {__version__}, unicron simulate paper --seeds {found.seeds}; our reading of "
+        "arXiv 2401.00134, whose text says less than a simulation needs (docs/guides/paper.md).")
+
+
+def _lead(found: Evaluation) -> str:
+    return (f"The evaluation of the paper, played again: 16 nodes of 8 A800, six GPT-3 tasks, two "
+            f"traces of faults, drawn with {number_of(found.seeds, 'seed')}, under {len(POLICIES)} "
+            "policies. Every one goes through Unicron's own fold, planner and transitions; it "
+            "replaces what is decided, and what each step takes.")
+
+
+def _nearest(case: str, value: dict[tuple[str, str, str], Row]) -> tuple[str, str]:
+    ratio, name = min((value[case, name, "waf_ratio"]["value"], name) for name in BASELINES)
+    return f"{ratio:.3f} x", f"the best of the others on {case}: {name}"
+
+
+def _verdict(value: dict[tuple[str, str, str], Row], num_seeds: int) -> str:
+    behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
+              for case in paper_evaluation.TRACES for name in POLICIES
+              if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
+    short = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x for {told:g} x)"
+             for (case, name), told in REPORTED.items()
+             if value[case, name, "waf_ratio"]["value"] < told]
+    some, each = (", with some seed,", ", with every seed") if num_seeds > 1 else ("", "")
+    return ((f"Unicron earned less{some} than {', '.join(behind)}. " if behind else
+             f"Unicron earned more than every other policy, on both traces{each}. ")
+            + (f"Below the paper's ratio: {', '.join(short)}. " if short else "")
+            + ("What is behind that, and what it is worth: docs/guides/paper.md."
+               if behind or short else ""))
+
+
+def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
+                ) -> tuple[list[str], list[list[str]]]:
+    rows: list[list[str]] = []
+    for name in POLICIES:
+        ratio, told = value[case, name, "waf_ratio"], REPORTED.get((case, name))
+        rows.append([name, scaled(value[case, name, "accumulated_waf"]["value"], "FLOP"),
+                     f"{100 * value[case, name, 'share_of_full']['value']:.1f} %",
+                     "" if name == OURS else
+                     f"{ratio['value']:.3f} [{ratio['least']:.3f}, {ratio['most']:.3f}]",
+                     f"{told:g}" if told else "",
+                     *(f"{100 * value[case, name, f'lost_{what}']['value']:.2f} %"
+                       for what in LOST)])
+    return [case, "earned", "of full", "Unicron over it", "paper", *LOST], rows
+
+
+def _case_rows(value: dict[tuple[str, str, str], Row]) -> tuple[list[str], list[list[str]]]:
+    rows = [[f"{case}: {', '.join(paper_evaluation.CASES[number][0])}; w {_weights(number)}",
+             scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
+             *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
+            for number in paper_evaluation.CASES for case in [f"case-{number}"]]
+    return ["case", "Unicron's plan", *(f"over {rule}" for rule in RULES)], rows
+
+
+def _weights(number: int) -> str:
+    weights = paper_evaluation.CASES[number][1]
+    return "1" if len({*weights}) == 1 else ", ".join(f"{one:g}" for one in weights)
+
+
+def _growth_rows(found: Evaluation) -> tuple[list[str], list[list[str]]]:
+    return ["GPUs", "detection", "plan (here, now)", "change (gloo, four ranks)",
+            "NCCL (published)", "pause"], [
+        [f"{one.gpus:,}", span(one.detect_s), span(plan_s), span(one.change_s), span(one.nccl_s),
+         span(one.pause_s + plan_s)] for one, plan_s in found.growth]
+
+
+def _change_rows(found: Evaluation, value: dict[tuple[str, str, str], Row]
+                 ) -> tuple[list[str], list[list[str]]]:
+    usual = ["all is as it is", THEIRS, *(
+        f"{ratios(found, case, THEIRS)[0]:.3f} x" for case in paper_evaluation.TRACES)]
+    return ["if", "Unicron is, over", *paper_evaluation.TRACES], [usual, *(
+        [change.what, name, *(
+            f"{value[f'{case}: {change.what}', name, 'waf_ratio']['value']:.3f} x"
+            for case in paper_evaluation.TRACES)]
+        for change in paper_evaluation.SENSITIVITY for name in change.systems[1:])]
+
+
+def _constants() -> tuple[list[str], list[list[str]]]:
+    shown = ("detect_other_s", "start_s", "quiesce_s", "regroup_s", "checkpoint_s", "copy_s",
+             "speed", "num_spares")
+    rows: list[list[str]] = []
+    for name, policy in POLICIES.items():
+        plain = msgspec.to_builtins(policy.costs)
+        rows.append([name, policy.what, *(f"{plain[key]:g}" for key in shown)])
+    return ["policy", "after a fault", *shown], rows

@@ -1,0 +1,216 @@
+"""`unicron simulate paper`: the paper's evaluation, with our own constants, beside its figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from ...control_plane.planner import planner
+from ...control_plane.simulation import paper_evaluation
+from ...control_plane.simulation.accounting import LOST
+from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, Growth, Part
+from ...control_plane.simulation.policies import POLICIES
+from ..terminal import console
+from ..terminal.format import command, labelled, number_of, scaled, span, table
+from . import paper_report as html
+from .compare import HEADS, Played, Stage, play
+
+PLAN_ROUNDS_NUM = 5
+Row = dict[str, Any]
+Key = tuple[str, str, int, str]
+"""Case, system, seed, what is changed."""
+
+
+class Evaluation(NamedTuple):
+    """All that was played, and how long plans took."""
+
+    parts: dict[Key, Part]
+    played: dict[Key, Played]
+    growth: list[tuple[Growth, float]]
+    seeds: int
+    took_s: float
+
+
+def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
+    """Play, show, and write the report. Raises UsageError."""
+    if report is not None:
+        html.folder(report)
+    found = evaluate(seeds)
+    rows = rows_of(found)
+    if report is not None:
+        from .paper_report import write
+
+        write(report, found, rows)
+    if as_json:
+        console.out(json.dumps(rows))
+    else:
+        console.lines(screen(found, rows, report))
+
+
+def evaluate(seeds: int) -> Evaluation:
+    """The whole of it."""
+    began_s = time.perf_counter()
+    parts = [
+        *paper_evaluation.whole(seeds),
+        *paper_evaluation.sensitivity(1),
+        *paper_evaluation.of_cases(),
+    ]
+    keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
+    played = play([Stage(part.policy, part.ground) for part in parts])
+    growth = [(paper_evaluation.growth(gpus), _plan_s(gpus)) for gpus in paper_evaluation.GPUS_NUMS]
+    return Evaluation(dict(zip(keys, parts, strict=True)), dict(zip(keys, played, strict=True)),
+                      growth, seeds, time.perf_counter() - began_s)
+
+
+def _plan_s(gpus: int) -> float:
+    """How long the plan after a lost node takes, here and now."""
+    asked, lengths_s = paper_evaluation.asked(gpus), list[float]()
+    for _ in range(PLAN_ROUNDS_NUM):
+        began_s = time.perf_counter()
+        planner.choose(asked)
+        lengths_s.append(time.perf_counter() - began_s)
+    return median(lengths_s)
+
+
+# --- as data ------------------------------------------------------------------------------------
+def rows_of(found: Evaluation) -> list[Row]:
+    """As benchmarks have them: the median of what was measured, with the least and the most."""
+    return [*_of_traces(found), *_of_cases(found), *_of_changes(found), *_of_growth(found)]
+
+
+def row(case: str, system: str, metric: str, unit: str, values: Iterable[float]) -> Row:
+    told = sorted(values)
+    return {"case": case, "system": system, "metric": metric, "value": median(told), "unit": unit,
+            "n": len(told), "least": told[0], "most": told[-1]}
+
+
+def _flop(found: Evaluation, case: str, system: str, seed: int, changed: str = "") -> float:
+    return found.played[case, system, seed, changed].outcome.earnings.flop
+
+
+def ratios(found: Evaluation, case: str, system: str) -> list[float]:
+    """Unicron's accumulated WAF over its, by seed."""
+    return [_flop(found, case, OURS, seed) / _flop(found, case, system, seed)
+            for seed in range(1, found.seeds + 1)]
+
+
+def _of_traces(found: Evaluation) -> Iterator[Row]:
+    for case in paper_evaluation.TRACES:
+        for system in POLICIES:
+            every = [found.played[case, system, seed, ""].outcome.earnings
+                     for seed in range(1, found.seeds + 1)]
+            yield row(case, system, "waf_ratio", "Unicron over it", ratios(found, case, system))
+            if (case, system) in REPORTED:
+                yield row(case, system, "waf_ratio_paper", "Unicron over it",
+                          [REPORTED[case, system]])
+            yield row(case, system, "accumulated_waf", "FLOP", [one.flop for one in every])
+            yield row(case, system, "share_of_full", "1", [one.share for one in every])
+            for what in LOST:
+                yield row(case, system, f"lost_{what}", "share of full",
+                          [one.lost_flop[what] / one.whole_flop for one in every])
+
+
+def _of_cases(found: Evaluation) -> Iterator[Row]:
+    for number in paper_evaluation.CASES:
+        case = f"case-{number}"
+        for system in (OURS, *RULES):
+            mine = found.played[case, system, 0, ""].outcome.earnings
+            yield row(case, system, "waf", "FLOP/s", [mine.total])
+            yield row(case, system, "waf_ratio", "Unicron over it", [
+                found.played[case, OURS, 0, ""].outcome.earnings.total / mine.total])
+
+
+def _of_changes(found: Evaluation) -> Iterator[Row]:
+    for change in paper_evaluation.SENSITIVITY:
+        for case in paper_evaluation.TRACES:
+            for system in change.systems[1:]:
+                yield row(f"{case}: {change.what}", system, "waf_ratio", "Unicron over it", [
+                    _flop(found, case, OURS, 1, change.what)
+                    / _flop(found, case, system, 1, change.what)])
+
+
+def _of_growth(found: Evaluation) -> Iterator[Row]:
+    for one, plan_s in found.growth:
+        case = f"{one.gpus}-gpus"
+        for metric, value in (("detect_s", one.detect_s), ("plan_s", plan_s),
+                              ("change_s", one.change_s), ("nccl_s", one.nccl_s),
+                              ("transition_s", one.pause_s + plan_s)):
+            yield row(case, OURS, metric, "s", [value])
+
+
+# --- for people -------------------------------------------------------------------------------
+def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]:
+    """The page, at most 100 columns."""
+    value = {(one["case"], one["system"], one["metric"]): one for one in rows}
+    lines = [f"the paper's evaluation, our reading: 16 nodes of 8 A800, six GPT-3 tasks (case 5); "
+             f"{number_of(found.seeds, 'seed')}; {span(found.took_s)}", ""]
+    for case in paper_evaluation.TRACES:
+        lines += [*_trace_table(found, case, value), ""]
+    lines += [*_cases_table(value), "", *_change_table(found, value), "", *_growth_table(found), ""]
+    lines += labelled("not told", "by the paper's notes: which nodes fail when, trace-b's repairs, "
+                      "batches; Oobleck's, Bamboo's and Varuna's speed follows from its ratios "
+                      "(docs/guides/paper.md)")
+    then = f"open {report / 'report.html'}" if report is not None else (
+        "unicron simulate paper -o json")
+    return [*lines, *labelled("next", command(then))]
+
+
+def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str], Row]) -> list[str]:
+    trace = paper_evaluation.TRACES[case]
+    head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
+            *(HEADS[what] for what in LOST))
+    rows: list[list[str]] = []
+    for system in POLICIES:
+        ratio, told = value[case, system, "waf_ratio"], REPORTED.get((case, system))
+        rows.append([
+            system, scaled(value[case, system, "accumulated_waf"]["value"], "FLOP"),
+            f"{100 * value[case, system, 'share_of_full']['value']:.1f} %",
+            "-" if system == OURS else _spread(ratio), f"{told:g} x" if told else "",
+            *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOST)])
+    faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
+    return [*table(head, rows, right=range(1, 10)),
+            f"{case}: {faults}; lost in % of full; medians, [least, most] of the seeds"]
+
+
+def _spread(one: Row) -> str:
+    return f"{one['value']:.3f} x [{one['least']:.2f}, {one['most']:.2f}]"
+
+
+def _cases_table(value: dict[tuple[str, str, str], Row]) -> list[str]:
+    head = ("CASES", "UNICRON", *(f"OVER {rule.upper()}" for rule in RULES))
+    rows = [[case, scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
+             *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
+            for case in (f"case-{number}" for number in paper_evaluation.CASES)]
+    return table(head, rows, right=range(1, 5))
+
+
+def _change_table(found: Evaluation, value: dict[tuple[str, str, str], Row]) -> list[str]:
+    head = ("IF", "UNICRON IS, OVER", *(name.upper() for name in paper_evaluation.TRACES))
+    rows = [
+        [
+            "all is as it is",
+            paper_evaluation.THEIRS,
+            *(
+                f"{ratios(found, case, paper_evaluation.THEIRS)[0]:.3f} x"
+                for case in paper_evaluation.TRACES
+            ),
+        ]
+    ]
+    for change in paper_evaluation.SENSITIVITY:
+        for system in change.systems[1:]:
+            cells = [f"{value[f'{case}: {change.what}', system, 'waf_ratio']['value']:.3f} x"
+                     for case in paper_evaluation.TRACES]
+            rows.append([change.what, system, *cells])
+    return [*table(head, rows, right=(2, 3)), "of the first seed"]
+
+
+def _growth_table(found: Evaluation) -> list[str]:
+    head = ("GPUS", "DETECT", "PLAN", "CHANGE", "NCCL", "PAUSE")
+    rows = [[str(one.gpus), span(one.detect_s), span(plan_s), span(one.change_s), span(one.nccl_s),
+             span(one.pause_s + plan_s)] for one, plan_s in found.growth]
+    return [*table(head, rows, right=range(6)),
+            "detect and change as measured on four ranks, the plan here and now, NCCL as published"]

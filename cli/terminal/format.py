@@ -1,0 +1,226 @@
+"""Values as text for people: times, sizes, rates, counts, layouts."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import convert
+
+from ...events.spec.model import Axes
+from ...events.spec.parallelism import (
+    Kept,
+    briefly,
+    in_words,
+    lacking,
+    num_places,
+    part_in_words,
+    speaks,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SCREEN_COLUMNS = 100
+UNBROKEN = "\u00a0"
+
+
+def rfc3339(at_s: float) -> str:
+    """Seconds since 1970 as UTC with milliseconds."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+
+
+def span(length_s: float) -> str:
+    """A length of time in the unit that leaves two or three digits: `203 ms`, `1.1 s`, `39 min`."""
+    if length_s < 0.9995:
+        ms = length_s * 1000
+        return f"{ms:.1f} ms" if 0 < ms < 9.95 else f"{ms:.0f} ms"
+    if length_s < 99.95:
+        return f"{length_s:.1f} s" if length_s < 9.995 else f"{length_s:.0f} s"
+    if length_s < 90 * 60:
+        return f"{length_s / 60:.0f} min"
+    return f"{length_s / 3600:.1f} h" if length_s < 48 * 3600 else f"{length_s / 86400:.1f} d"
+
+
+def ms(length_s: float | None) -> str:
+    """Whole milliseconds below ten seconds, else seconds; `-` for what did not happen."""
+    if length_s is None:
+        return "-"
+    return f"{length_s * 1000:.0f} ms" if length_s < 9.9995 else f"{length_s:.1f} s"
+
+
+def scaled(value: float, unit: str) -> str:
+    """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`; a unit of words keeps its blank: `1 M of`."""
+    if value == 0:
+        return f"0 {unit}".rstrip()
+    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
+    return f"{value / 1000**power:.3g} {' kMGTPEZY'[power].strip()}{unit}".rstrip()
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0 1 3`, `ranks 0-7`."""
+    sorted_ = sorted(numbers)
+    if not sorted_:
+        return "no rank"
+    if len(sorted_) == 1:
+        return f"rank {sorted_[0]}"
+    if len(sorted_) > 2 and sorted_ == list(range(sorted_[0], sorted_[-1] + 1)):
+        return f"ranks {sorted_[0]}-{sorted_[-1]}"
+    return "ranks " + " ".join(map(str, sorted_))
+
+
+def curve(values: Sequence[float], width: int, floor: float | None = None,
+          top: float | None = None) -> str:
+    """The values as text blocks, at most `width` wide (means of equal shares).
+
+    The lowest value is `▁`, or `floor` where that is given; the highest `█`, or `top`, which no
+    value is above.
+    """
+    if not values:
+        return ""
+    width = min(width, len(values))
+    shares = [values[i * len(values) // width : (i + 1) * len(values) // width]
+              for i in range(width)]
+    means = [math.fsum(share) / len(share) for share in shares]
+    low, high = min(means) if floor is None else floor, max(means) if top is None else top
+    if high == low:
+        return BLOCKS[0] * width
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))]
+                   for mean in means)
+
+
+def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
+    """Signs under a curve of `length` values: each (index, sign) stands below its share."""
+    width = min(width, length)
+    line = [" "] * width
+    for index, sign in places:
+        line[min(index * width // length, width - 1)] = sign
+    return "".join(line).rstrip()
+
+
+def labelled(label: str, text: str, indent: int = 11) -> list[str]:
+    """`label     text`, the text from column `indent` on, in as many lines as it takes."""
+    lines = textwrap.wrap(text, SCREEN_COLUMNS, initial_indent=f"{label:<{indent - 1}} ",
+                          subsequent_indent=" " * indent, break_on_hyphens=False,
+                          break_long_words=False)
+    return [line.replace(UNBROKEN, " ") for line in lines] or [label]
+
+
+def command(words: str) -> str:
+    """What a person may type, so that `labelled` does not break it over two lines."""
+    return words.replace(" ", UNBROKEN)
+
+
+def way_to_act(healing: str, option: str) -> str:
+    """What to type so that a cluster that is frozen, or only observes, heals."""
+    if healing.startswith("frozen"):
+        return f"unicron unfreeze{option}"
+    return f"unicron down{option}; unicron up --act{option}"
+
+
+def number_of(num: int, word: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{num} {word}{'s' * (num != 1)}"
+
+
+def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
+    """`3 iterations lost`; None: a command tells when it prints how far it is, unless it is over.
+    """
+    if num is None:
+        return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
+    return f"{number_of(num, 'iteration')} lost"
+
+
+def lost_cell(num: int | None) -> str:
+    """The same in a table."""
+    return "-" if num is None else str(num)
+
+
+def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
+    """What all tasks earn by a plan (PlanChosen), those that it leaves alone too; or those `of`
+    whom the next one knows: others have ended since."""
+    kept = plan.get("kept", ())
+    if of is not None and any(one["task"] not in of for one in plan["allocations"]):
+        return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
+                         if one["task"] in of)
+    return float(plan["waf"]) + math.fsum(one["waf"] for one in kept
+                                          if of is None or one["task"] in of)
+
+
+def clipped(text: str, width: int) -> str:
+    """At most `width` wide; what was longer ends with `...`."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]],
+          right: Iterable[int] = ()) -> list[str]:
+    """Columns as wide as their widest cell, two blanks between; `right` ones end flush."""
+    flush = set(right)
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.rjust(widths[i]) if i in flush else cell.ljust(widths[i])
+                      for i, cell in enumerate(line)).rstrip()
+            for line in [head, *rows]]
+
+
+# --- A generation's layout, as a Reconfigure names it, in words. ---
+
+Plain = dict[str, Any]
+PARTS_NUM_MAX = 3
+"""Lost parts of the state that are named."""
+
+
+def layout(order: Plain) -> str:
+    """For example `TP 2 x DP 1, 1 beside`."""
+    axes = _axes(order)
+    num = len(order["members"]) - num_places(axes)
+    return in_words(axes) + (f", {num} beside" if num else "")
+
+
+def layout_briefly(order: Plain) -> str:
+    """For example `TP2xDP1 +1`."""
+    axes = _axes(order)
+    num = len(order["members"]) - num_places(axes)
+    return briefly(axes) + (f" +{num}" if num else "")
+
+
+def speakers(order: Plain) -> set[int]:
+    """Ranks that tell of micro-batches: the first of each replica; the others tell the same."""
+    axes = _axes(order)
+    return {member["rank"] for place, member in enumerate(order["members"])
+            if speaks(axes, place)}
+
+
+def optimizer_of(spec: Plain) -> Kept:
+    """What a job spec says of it, normalised as it is in the log."""
+    training: Plain = spec.get("train") or spec.get("loop") or {}
+    kept: Kept = training.get("parallel", {}).get("optimizer", "whole")
+    return kept
+
+
+def lost_state(order: Plain, optimizer: Kept, alive: Collection[tuple[int, int]]) -> str:
+    """What of the state was lost with the others of a generation; `alive`: rank and attempt."""
+    axes, members = _axes(order), order["members"]
+    there = [place for place, member in enumerate(members[:num_places(axes)])
+             if (member["rank"], member["attempt"]) in alive]
+    told: list[str] = []
+    for places in lacking(axes, optimizer, there):
+        part = part_in_words(axes, places[0], sharded=optimizer != "whole")
+        if not part:
+            return ""  # all had all of it, and all are gone
+        held = ranks(sorted({members[place]["rank"] for place in places}))
+        told.append(f"{part} (only {held} had it)")
+    more = f" and {len(told) - PARTS_NUM_MAX} parts more" if len(told) > PARTS_NUM_MAX else ""
+    return "; ".join(told[:PARTS_NUM_MAX]) + more
+
+
+def _axes(order: Plain) -> Axes:
+    """None is data-parallel, with all of them."""
+    if order.get("axes"):
+        return convert(order["axes"], Axes)
+    return Axes(dp=len(order["members"]))

@@ -1,0 +1,40 @@
+"""Options that many commands share, and the cluster's folder that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ...events.errors import UsageError
+from ..cluster import state_dir
+from ..cluster.state_dir import StateDir
+
+
+def _named(text: str) -> Path:
+    """Raises UsageError for an empty name, which would be the folder that we stand in."""
+    if not text.strip():
+        raise UsageError("--state names no folder", "give its name, or leave --state out")
+    return Path(text)
+
+
+State = Annotated[Path | None, typer.Option(
+    "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
+    "[$UNICRON_STATE, else ~/.local/state/unicron].")]
+Url = Annotated[str | None, typer.Option(
+    "--url", metavar="URL", help="The control plane, if it runs elsewhere "
+    "[$UNICRON_URL; the token is $UNICRON_TOKEN].")]
+Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
+TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
+NodeArg = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
+Reason = Annotated[str, typer.Option(
+    "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
+Checks = Annotated[Path | None, typer.Option(
+    "--checks", metavar="DIR", help="Your own checks of the node: each executable in it is run by "
+    "the clock; it exits 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.")]
+
+
+def folder(given: Path | None) -> StateDir:
+    """The folder of --state, of $UNICRON_STATE, or the usual one."""
+    return StateDir(given if given is not None else state_dir.default())

@@ -1,0 +1,275 @@
+"""The control plane's HTTP port (docs/ARCHITECTURE.md, "HTTP")."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from ...events.errors import LogError, SpecError, UsageError
+from ...events.log.port import ReaderPort
+from ...events.records import codec, types
+from ...events.records.types import Body
+from ...events.spec import job
+from ..service.coordinator import Check, Coordinator
+from ..service.threads import aside
+from ..state.cluster import ClusterState, encode_state
+from . import dry_run, requests
+from .requests import Refusal
+from .view import view
+
+BODY_BYTES_MAX = 1 << 20
+PAGE_RECORDS_MAX = 1_000
+KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+OPEN_TO_ALL = ("/v1/health",)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Request = Callable[[ClusterState, Any, str], Body]
+"""From the state, the body, and what the path names, to a report. Raises Refusal."""
+
+
+class Address(Struct, frozen=True, kw_only=True):
+    """What an agent is told when it joins."""
+
+    redis_url: str
+    cluster: str
+
+
+class _Join(Struct, frozen=True, forbid_unknown_fields=True):
+    node: str
+    host: str
+    incarnation: int
+    labels: dict[str, str] = {}
+
+
+class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
+    change: dry_run.Change
+    check: int
+    reason: str = ""
+
+
+class Http:
+    """The calls of one control plane. Only what the log has acknowledged is ever answered."""
+
+    def __init__(self, coordinator: Coordinator, log: ReaderPort, *, token: str,
+                 address: Address) -> None:
+        self._coordinator, self._log = coordinator, log
+        self._token, self._address = token.encode(), address
+        self._writing = asyncio.Lock()
+        """One after the other, so that each is held against those before it."""
+        self._trying = asyncio.Lock()
+        """One after the other, so that many who ask do not get in the way of whoever leads."""
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._border], client_max_size=BODY_BYTES_MAX)
+        app.add_routes([
+            web.get("/v1/health", self._health),
+            web.get("/v1/state", self._state),
+            web.get("/v1/log", self._records),
+            web.post("/v1/tasks", self._write(requests.submit, "seq", "task",
+                                              ahead=requests.search)),
+            web.post("/v1/join", self._join),
+            web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
+            web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
+            web.post("/v1/nodes/{of}/drain", self._write(requests.drain)),
+            web.post("/v1/nodes/{of}/undrain", self._write(requests.undrain)),
+            web.post("/v1/nodes/{of}/lift", self._write(requests.lift)),
+            web.post("/v1/freeze", self._write(requests.freeze)),
+            web.post("/v1/unfreeze", self._write(requests.unfreeze)),
+            web.post("/v1/inject", self._write(requests.inject)),
+            web.get("/v1/plan", self._plan),
+            web.post("/v1/plan/dry-run", self._dry_run),
+            web.post("/v1/plan/apply", self._apply),
+        ])
+        return app
+
+    # --- calls -----------------------------------------------------------------------------------
+    async def _health(self, request: web.Request) -> web.Response:
+        leading = self._coordinator.leading
+        return _json({"ok": leading, "cluster": self._address.cluster,
+                      "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
+                      "leader": leading, "pid": os.getpid()})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return _json(view(await self._coordinator.settled()))
+
+    async def _records(self, request: web.Request) -> web.StreamResponse:
+        after = _number(request, "after")
+        follow = _number(request, "follow")
+        if follow not in (0, 1):
+            raise Refusal(400, "follow is 0 or 1", "/v1/log?after=0&follow=1")
+        response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+        if follow:
+            await self._coordinator.settled()
+            await response.prepare(request)
+            async for page in self._coordinator.follow(after):
+                await response.write(_lines(page))
+        else:
+            page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
+            await response.prepare(request)
+            while page:
+                await response.write(_lines(page))
+                page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
+        await response.write_eof()
+        return response
+
+    def _write(self, make: Request, *names: str,
+               ahead: Callable[[Any], None] | None = None) -> Handler:
+        """A call that writes one report; after the append its seq is the answer, under `names`.
+
+        `ahead` does in a thread what would keep the others waiting.
+        """
+        async def call(request: web.Request) -> web.StreamResponse:
+            key, body = _key(request), await _body(request)
+            if ahead is not None:
+                await aside(partial(ahead, body))
+            async with self._writing:
+                state = await self._coordinator.settled()
+                seq = self._coordinator.answer(key)
+                if seq is None:
+                    report = make(state, body, request.match_info.get("of", ""))
+                    seq = await self._coordinator.write(key, report)
+            return _json(dict.fromkeys(names or ("seq",), seq))
+        return call
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        return _json(await self._aside(dry_run.present))
+
+    async def _dry_run(self, request: web.Request) -> web.Response:
+        change = requests.convert(await _body(request), dry_run.Change)
+        began_s = time.perf_counter()
+        tried = await self._aside(lambda data: dry_run.attempt(data, change))
+        took_s = time.perf_counter() - began_s
+        return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
+
+    async def _apply(self, request: web.Request) -> web.Response:
+        """A dry run carried out, if nothing that it followed from has changed since."""
+        key, asked = _key(request), requests.convert(await _body(request), _Apply)
+        reason = requests.one_line(asked.reason)
+        async with self._writing:
+            await self._coordinator.settled()
+            seq = self._coordinator.answer(key)
+            if seq is None:
+                check = requests.unchanged(asked.check)
+                bodies = await self._aside(
+                    lambda data: dry_run.bodies(data, asked.change, reason), check)
+                seq = await self._coordinator.write(key, *bodies, check=check)
+        return _json({"seq": seq})
+
+    async def _aside(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
+        """Call with a copy of the state, in a thread: the leader's loop goes on meanwhile."""
+        async with self._trying:
+            state = await self._coordinator.settled()
+            if check is not None:
+                check(state)
+            data = encode_state(state)
+            return await aside(partial(call, data))
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = requests.convert(await _body(request), _Join)
+        if not job.NAME.match(body.node):
+            raise Refusal(400, f"node: {body.node!r} is not a name",
+                          "lower-case letters, digits, '-' and '.', at most 63")
+        for key, value in body.labels.items():
+            if why := types.wrong(key, value):
+                raise Refusal(400, f"labels: {why}", types.HINT)
+        state = await self._coordinator.settled()
+        known = state.nodes.get(body.node)
+        if known is not None and known.incarnation > body.incarnation:
+            raise Refusal(409, f"a newer agent of {body.node} has joined",
+                          "give this one another --node, or set its clock")
+        return _json({"redis_url": self._address.redis_url, "cluster": self._address.cluster,
+                      "node": body.node, "epoch": self._coordinator.epoch})
+
+    # --- the border ------------------------------------------------------------------------------
+    @web.middleware
+    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The token on the way in, one line of JSON for every refusal on the way out."""
+        try:
+            if request.path not in OPEN_TO_ALL and not self._knows(request):
+                raise Refusal(401, "the token is missing or wrong",
+                              "Authorization: Bearer TOKEN, from the state folder's token file")
+            return await handler(request)
+        except Refusal as error:
+            return _error(error.status, str(error), error.hint)
+        except SpecError as error:
+            return _error(422, str(error), error.hint)
+        except UsageError as error:
+            return _error(400, str(error), error.hint)
+        except LogError as error:
+            return _error(503, str(error), "training goes on; try again in a moment")
+        except web.HTTPException as error:
+            hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
+            return _error(error.status, f"{request.method} {request.path}: {error.reason}", hint)
+
+    def _knows(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        return hmac.compare_digest(given, b"Bearer " + self._token)
+
+
+def _lines(records: Any) -> bytes:
+    encode = msgspec.json.encode
+    return b"".join(encode(codec.to_plain(record)) + b"\n" for record in records)
+
+
+def _json(data: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(data), status=status,
+                        content_type="application/json")
+
+
+def _error(status: int, message: str, hint: str) -> web.Response:
+    return _json({"error": " ".join(message.split()), "hint": hint}, status)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    if not text.isdecimal() or len(text) > 18:
+        raise Refusal(400, f"{name}: {text[:40]!r} is not a number from 0 on",
+                      "/v1/log?after=0&follow=0")
+    return int(text)
+
+
+def _key(request: web.Request) -> str:
+    """The request's id; one of our own for a client that does not mean to repeat it."""
+    key = request.headers.get("Idempotency-Key") or secrets.token_hex(16)
+    if not KEY.match(key):
+        raise Refusal(400, "Idempotency-Key is 1 to 128 of A-Z a-z 0-9 . _ : -", "send a uuid")
+    return key
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON body, strictly: no duplicate keys, no NaN, no half of a surrogate pair (`"\\ud800"`
+    is JSON, and can be written neither to the log nor into an answer)."""
+    try:
+        raw = await request.read()
+        found = json.loads(raw or b"{}", object_pairs_hook=_once, parse_constant=_finite)
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _finite(text: str) -> float:
+    raise ValueError(f"{text} is not a finite number")

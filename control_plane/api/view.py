@@ -1,0 +1,260 @@
+"""The state as plain data, for people and programs: GET /v1/state, `unicron status`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...events.spec.parallelism import briefly, in_words, num_places, part_in_words
+from ..fold.hangs import unprinted
+from ..fold.node_health import RECOVERED_S
+from ..incidents.hangs import located
+from ..incidents.stragglers import LASTS_S, at_fault, slowdown, slower_alike
+from ..state.cluster import EARNED_S, ClusterState, state_hash
+from ..state.members import place_of
+from ..state.node import Node
+from ..state.task import Rank, Slow, Task
+from ..throughput import table
+from ..throughput.transition_cost import transition
+
+_PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
+           "quiescing": "running", "reconfiguring": "running"}
+
+
+def view(state: ClusterState) -> dict[str, Any]:
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970."""
+    return {
+        "cluster": {
+            "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
+            "hash": state_hash(state), "heart": state.heart, "input": state.num_inputs,
+            "num_slots": sum(node.num_slots for node in state.nodes.values()
+                             if node.health == "healthy"),
+            "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
+            "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
+            "mtbf_gpu_s": state.mtbf_gpu_s, "num_faults": state.num_faults,
+            "observed_slot_s": state.observed_slot_s,
+            "earned": [{"at_s": span * EARNED_S, "length_s": EARNED_S, "flop": flop}
+                       for span, flop in sorted(state.earned.items())],
+        },
+        "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
+        "tasks": [_task(state, state.tasks[key]) for key in sorted(state.tasks)],
+        "incidents": [msgspec.to_builtins(state.incidents[key])
+                      for key in sorted(state.incidents)],
+        "plan": _plan(state),
+        "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,
+                       "length_s": state.deadlines[name].length_s}
+                      for name in sorted(state.deadlines)],
+    }
+
+
+def state_in_words(state: ClusterState, task: Task) -> str:
+    """waiting, starting, running, degraded, healing, finishing, finished, failed or cancelled."""
+    if task.outcome:
+        return task.outcome
+    if task.ending or task.finished:
+        return "finishing"
+    incident = state.incidents.get(task.incident)
+    if incident is not None and not incident.outcome and task.target:
+        return "healing"
+    return "degraded" if task.phase == "training" and task.slow else _PHASES[task.phase]
+
+
+def _node(state: ClusterState, node: Node) -> dict[str, Any]:
+    slots: list[dict[str, Any]] = []
+    degraded = _slots_degraded(state, node)
+    for index in range(node.num_slots):
+        occupant = node.occupants.get(index)
+        slot: dict[str, Any] = {"index": index, "out": node.is_out(index),
+                                "out_why": (node.out_why.get(index, "")
+                                            if index in node.slots_out else ""),
+                                "degraded": index in degraded, "task": 0, "rank": None, "pid": 0}
+        if occupant is not None:
+            task = state.tasks.get(occupant.task)
+            rank = task.ranks.get(occupant.rank) if task is not None else None
+            slot |= {"task": occupant.task, "rank": occupant.rank,
+                     "pid": rank.pid if rank is not None else 0}
+        slots.append(slot)
+    return {"id": node.name, "host": node.host, "pid": node.pid,
+            **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
+            "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.sick_why,
+            "recovers": _recovers(state, node),
+            "checks": [msgspec.to_builtins(check) for check in node.checks],
+            "incarnation": node.incarnation,
+            "accelerator": node.accelerator, "num_slots": node.num_slots,
+            "labels": msgspec.to_builtins(node.labels), "slots": slots,
+            "degraded": _degraded(state, node.name)}
+
+
+def _health(state: ClusterState, node: Node) -> dict[str, Any]:
+    """`contact`: heard, unreachable, lost or left. `health`: the same where it is not heard, else
+    healthy, degraded or unhealthy; since when."""
+    if node.health != "healthy":
+        return {"contact": node.health, "health": node.health, "since_s": node.since_s}
+    word, since_s = "healthy", max(node.since_s, node.eased_s)
+    slow_s = [slow.since_s for _, slow in _slow_on(state, node)]
+    priced = state.degraded.get(node.name)
+    for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
+        said_s = [check.at_s for check in node.checks if check.health == name] + also_s
+        if said_s or (name == "degraded" and priced is not None):
+            word = name
+            since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
+            if name == "degraded":  # it may have been unhealthy beside that
+                since_s = max(since_s, node.eased_s)
+    return {"contact": "heard", "health": word, "since_s": since_s}
+
+
+def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Slow]]:
+    """Its slots whose ranks are slow."""
+    return [(task.ranks[number].slot.index, slow) for task in state.tasks.values()
+            for number, slow in task.slow.items()
+            if number in task.ranks and task.ranks[number].slot.node == node.name]
+
+
+def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
+    """Those that a check calls degraded, all where it names none, and those of slow ranks."""
+    told = {index for check in node.checks if check.health == "degraded"
+            for index in check.devices or range(node.num_slots)}
+    return told | {index for index, _ in _slow_on(state, node)}
+
+
+def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
+    """Slots that a check took out, and how they come back; `from_s`: when all are back, once
+    none calls any ill."""
+    if not node.slots_sick:
+        return None
+    due = state.deadlines.get(f"recovered/{node.name}")
+    ill = any(check.health == "unhealthy" for check in node.checks)
+    last_s = max(node.slots_well.values(), default=0.0) + RECOVERED_S
+    return {"slots": list(node.slots_sick), "after_s": RECOVERED_S,
+            "from_s": max(due.due_s, last_s) if due is not None and not ill else None}
+
+
+def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
+    """What is wrong with the node, in whose words, and what it costs, once that is priced."""
+    priced = state.degraded.get(name)
+    if priced is None:
+        return None
+    share = priced.drain_waf / priced.now_waf if priced.now_waf else 0.0
+    node = state.nodes.get(name)
+    slow = [slow for _, slow in _slow_on(state, node)] if node is not None else []
+    since_s = min((one.since_s for one in slow), default=-1.0)
+    lasts = since_s < 0 or state.at_s - since_s >= LASTS_S
+    return {**msgspec.to_builtins(priced), "drain_share": share, "lasts": lasts,
+            "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
+
+
+def _task(state: ClusterState, task: Task) -> dict[str, Any]:
+    spec = task.spec
+    living, (stands, stands_since_s) = task.living_members(), _stands(state, task)
+    return {
+        "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
+        "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
+        "submitted_s": task.submitted_s, "progressed_s": task.progressed_s,
+        "weight": task.weight, "priority": spec.priority, "team": spec.team,
+        "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
+                  "max": spec.slots.max, "multiple_of": spec.slots.multiple_of,
+                  "sizes": list(spec.slots.sizes)},
+        **_layout(task, len(living)), "generation": task.generation,
+        "iteration": task.iteration,
+        "iterations": (spec.training.iterations if spec.training is not None
+                       else task.logged.iterations if task.logged is not None else 0),
+        "logged_batch": task.logged.global_batch if task.logged is not None else 0,
+        "model_batch": spec.model.global_batch if spec.model is not None else 0,
+        "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
+        "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
+        "transition": msgspec.to_builtins(transition(state, task)),
+        "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
+        "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
+        "modelled_layout": _planned_layout(task),
+        "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
+        "healed": task.healed, "iterations_lost": _iterations_lost(task),
+        "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
+        "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
+        "incident": task.incident, "why": task.why, "needs": task.needs,
+        "declined": task.declined,
+        "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
+        "output": spec.training.output if spec.training is not None else "",
+        "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
+        "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
+        "unpublished": max(task.iteration - task.saved_iteration, 0),
+        "copies": [msgspec.to_builtins(copy) for copy in task.copies],
+        "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
+    }
+
+
+def _layout(task: Task, num_living: int) -> dict[str, Any]:
+    """Of the generation, as long as anybody is left of it. `replica_ranks`: of each replica."""
+    axes = task.axes
+    if not num_living or axes is None:
+        return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",
+                "beside": 0, "replica_ranks": 1}
+    return {"layout": briefly(axes), "layout_in_words": in_words(axes),
+            "beside": len(task.members) - num_places(axes), "replica_ranks": axes.tp * axes.pp}
+
+
+def _planned_layout(task: Task) -> str:
+    """On what the plan gives it: of training, and of a command with a model."""
+    if task.spec.training is None:
+        return table.layout(task.modelled, len(task.target))
+    axes = table.axes(task.spec, task.modelled, len(task.target))
+    return in_words(axes) if axes is not None else ""
+
+
+def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
+    """Why nothing goes on, and since when; "" where it does, as far as is known."""
+    if not task.heals_in_memory:
+        return unprinted(state, task)
+    hang = located(state, task)
+    return (hang.why, hang.since_s) if hang is not None else ("", 0.0)
+
+
+def _slow(task: Task) -> list[dict[str, Any]]:
+    """`confirmed`: beyond measure, and another process says so too."""
+    confirmed = [rank.rank for rank in at_fault(task)]
+    return [{"rank": number, "node": task.ranks[number].slot.node,
+             "slot": task.ranks[number].slot.index, "confirmed": number in confirmed,
+             **msgspec.to_builtins(task.slow[number])}
+            for number in sorted(task.slow) if number in task.ranks]
+
+
+def _iterations_lost(task: Task) -> int | None:
+    """None: of a command that was started again and has not printed since how far it is."""
+    logged = task.logged
+    known = task.heals_in_memory or task.rounds == (logged.round if logged is not None else 1)
+    return task.iterations_lost if known or not task.rounds else None
+
+
+def _steps(task: Task) -> bool:
+    """Whether nothing that is known keeps it from stepping."""
+    living = task.living_members()
+    whole = len(living) == len(task.members) and task.failed_s < 0
+    going = living if task.heals_in_memory else task.ranks.values()
+    return task.phase == "training" and whole and not any(rank.suspended for rank in going)
+
+
+def _rank(task: Task, rank: Rank) -> dict[str, Any]:
+    return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
+            "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
+            "state": _rank_in_words(rank), "has_state": rank.has_state, "part": _part(task, rank)}
+
+
+def _part(task: Task, rank: Rank) -> str:
+    """What a member has, of what not all of them have; "" where all have everything."""
+    training = task.spec.training
+    if training is None or task.axes is None or task.member(rank.rank) is None:
+        return ""
+    return part_in_words(task.axes, place_of(task, rank),
+                         sharded=training.parallel.optimizer != "whole")
+
+
+def _rank_in_words(rank: Rank) -> str:
+    if rank.stopping:
+        return "stopping"
+    return "stopped" if rank.suspended else rank.state
+
+
+def _plan(state: ClusterState) -> dict[str, Any] | None:
+    if state.plan is None:
+        return None
+    return {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}

@@ -1,0 +1,72 @@
+"""The heart's one door: a report goes in, the records that it makes come out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ...events.records.decisions import IncidentOpened
+from ...events.records.envelope import Record, Report, incident_of
+from ...events.records.reports import ReportsLost
+from ...events.records.types import Body
+from ..fold.fold import fold
+from ..state.cluster import ClusterState
+from .decide import Decide, Known, decide
+
+HEART = 15
+"""Version of what `decide` answers; a log says by which one it was written."""
+
+
+def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
+            known: Known | None = None, decide: Decide = decide) -> list[Record]:
+    """Fold the report, decide, fold the decisions: all of it is one batch for the log.
+
+    `at_s` is the leader's clock; the records carry it unless it runs behind the log. The caller
+    has asked `accepts` before. `known`: optima that were found before (lookout.py). `decide`: by
+    another policy than ours, in a simulation.
+    """
+    record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
+    fold(state, record)
+    records = [record]
+    for body in decide(state, record, known):
+        decision = decision_record(state, body, cause=record)
+        fold(state, decision)
+        records.append(decision)
+    return records
+
+
+def report_record(state: ClusterState, report: Report, *, epoch: int, at_s: float) -> Record:
+    """The report as the next record of the log. `incident`: its task's open one."""
+    return Record(seq=state.seq + 1, epoch=epoch, at_s=at_s, occurred_s=report.occurred_s,
+                  source=report.source, source_seq=report.source_seq, cause=0,
+                  incident=_incident(state, report.body), body=report.body)
+
+
+def decision_record(state: ClusterState, body: Body, *, cause: Record) -> Record:
+    """The decision as the next record of the log."""
+    seq = state.seq + 1
+    incident = seq if isinstance(body, IncidentOpened) else (
+        incident_of(body) or _incident(state, body))
+    return Record(seq=seq, epoch=cause.epoch, at_s=cause.at_s, occurred_s=cause.at_s,
+                  source="heart", source_seq=0, cause=cause.seq, incident=incident, body=body)
+
+
+def _incident(state: ClusterState, body: Body) -> int:
+    task = state.tasks.get(getattr(body, "task", 0))
+    return task.incident if task is not None else 0
+
+
+# --- The intake: which report is the next of its source, and which was told before. ---
+
+
+def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
+    """Whether a report is the next of its source (ARCHITECTURE, "Sources and acknowledgement")."""
+    node, _, incarnation = report.source.rpartition("/")
+    known, last = state.nodes.get(node), state.sources.get(report.source, 0)
+    old = known is not None and incarnation.isdecimal() and int(incarnation) < known.incarnation
+    if old and last == 0:
+        return "duplicate"
+    if report.source_seq <= last:
+        return "duplicate"
+    if report.source_seq == last + 1 or isinstance(report.body, ReportsLost):
+        return "next"
+    return "later"

@@ -1,0 +1,135 @@
+"""The decision: what follows from a report that has just been folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ...events.records import reports as r
+from ...events.records import types as t
+from ...events.records.decisions import TaskPlaced
+from ...events.records.envelope import Record
+from ...events.records.reports import DeviceErred, HealthChanged, IterationsLogged, QuarantineLifted
+from ...events.records.types import Slot
+from ..incidents import node_incidents
+from ..placement import placement
+from ..planner import constraints, explain, hot_spare, pending, straggler_cost
+from ..planner.problem import PlanInput
+from ..planner.problem_of_state import plan_input
+from ..planner.solver.candidates import Found
+from ..state import members
+from ..state.cluster import ClusterState, live_tasks
+from ..state.members import is_pinned
+from ..state.task import Task
+from ..throughput import calibration, table
+from . import calm, transition
+
+Known = Callable[[PlanInput], Found | None]
+Decide = Callable[[ClusterState, Record, Known | None], Iterator[t.Body]]
+Plan = Callable[[ClusterState, Known | None], Iterator[t.Body]]
+"""How many slots each task gets, which ones, and why."""
+_OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
+           r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed,
+           DeviceErred, HealthChanged, QuarantineLifted)
+"""What may concern every task: nodes, time, slots that become free, whether we act."""
+_PROGRESS = (r.TaskProgressed, IterationsLogged)
+
+
+def decide(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[t.Body]:
+    """The decisions that follow from `record`, which is folded already.
+
+    The driver folds each body before it asks for the next. Called for reports only. `known`: optima
+    that were found before; with them and without the decisions are the same.
+    """
+    yield from answer(state, record, known, plan)
+    yield from straggler_cost.priced(state)
+
+
+def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
+           ) -> Iterator[t.Body]:
+    """The decisions, with this way to plan."""
+    if calm.is_one_of_many(state, record.body) and calm.is_quiet(state, record.body):
+        return
+    if isinstance(record.body, r.TaskSubmitted):
+        yield table.table(record.seq, record.body.spec,
+                               state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
+    if isinstance(record.body, _PROGRESS) and record.body.task in state.tasks:
+        yield from calibration.calibrate(state, state.tasks[record.body.task])
+    if isinstance(record.body, r.FaultRequested):
+        fault = members.inject_fault(state, record.body)
+        if fault is not None:
+            yield fault
+    yield from steps(state, concerned(state, record))
+    yield from node_incidents.settle(state, record)
+    for _ in range(2 * len(state.tasks) + 2):
+        if not state.replan or not _can_plan(state):
+            return
+        yield from plan(state, known)
+        yield from steps(state, [state.tasks[key] for key in sorted(state.tasks)])
+        yield from node_incidents.settle(state, record)
+    raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
+
+
+def _can_plan(state: ClusterState) -> bool:
+    """Whether there is a task that a plan may change. Else what made the plan out of date stands,
+    and a plan follows when there is one."""
+    return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
+
+
+def concerned(state: ClusterState, record: Record) -> list[Task]:
+    """Tasks whose step may yield something: all others are at rest."""
+    if not calm.is_one_of_many(state, record.body):
+        state.resting.discard(getattr(record.body, "task", 0))
+    if isinstance(record.body, _OF_ALL):
+        return [state.tasks[key] for key in sorted(state.tasks)]
+    task = state.tasks.get(getattr(record.body, "task", 0))
+    if task is None or (isinstance(record.body, _PROGRESS)
+                        and not task.incident and not task.faults):
+        return []  # progress heals, or shows that a slow rank holds up the others
+    return [task]
+
+
+def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
+    """The next decisions for each of these."""
+    for task in tasks:
+        if not calm.rests(state, task):
+            is_last = True
+            for body in transition.step(state, task):
+                is_last = False
+                yield body
+            calm.settle(state, task, is_last=is_last)
+
+
+def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
+    """Counts for the whole cluster, then seats, then who waits and for what."""
+    ground = plan_input(state)
+    open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
+    choice = hot_spare.choose(ground.asked, known(ground.asked) if known is not None else None)
+    yield explain.chosen(state, ground, choice)
+    if not state.held:
+        yield from place(state, open_tasks, choice.plan.slots, ground.slots)
+    told = pending.prices(ground.asked, choice.plan)
+    short = constraints.short(ground.asked, choice.plan.slots)
+    by_quota = constraints.barred_by_quota(ground.asked, short)
+    idle = choice.spare.num_slots if choice.spare and choice.spare.verdict == "kept" else 0
+    bars = pending.barred(ground.asked, choice.plan.slots, min(idle, ground.asked.num_slots))
+    for task, count in zip(open_tasks, choice.plan.slots, strict=True):
+        if task.target:  # held, whom the plan gives nothing trains on
+            continue
+        if count == 0:
+            yield from pending.wait(state, task, len(ground.slots), told.get(task.id),
+                                    short.get(task.id, 0), bars.get(task.id),
+                                    by_quota=task.id in by_quota)
+        elif state.held:  # it has no seats yet
+            yield from pending.wait_for_healing(state, task)
+
+
+def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
+           slots: Sequence[Slot]) -> Iterator[t.Body]:
+    """The seats of all; who shrinks or stays is told first."""
+    where = {name: node.labels for name, node in state.nodes.items()}
+    seats = placement.place(tasks, counts, slots, where)
+    for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
+        if seats[task.id] != task.target:
+            why = (placement.why_placed(task, seats[task.id], slots, where) if seats[task.id]
+                   else "the plan gives it no slots")
+            yield TaskPlaced(task=task.id, seats=seats[task.id], why=why)

@@ -1,0 +1,131 @@
+"""Seating: who of a task is in its next generation, in which layout, and at which place.
+
+Whoever holds and has a seat is in it. Those for whom the layout has no place are beside it: spares,
+and those who have what nobody else has. Who goes on in a replica of the same shape stays where its
+part of the model is; else all are seated node by node, so that tensor-parallel groups, then whole
+replicas, are on one node, and the parts of the model each on as many as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...events.records.types import Slot
+from ...events.spec.model import Axes
+from ...events.spec.parallelism import Coordinates, coordinates, place_of, replica, shape
+from ..placement.tensor_groups import ranked
+from ..state.cluster import ClusterState
+from ..state.members import covered
+from ..state.task import Rank, Task
+from ..throughput.training_layouts import layout_within
+from .preemption import coming
+
+
+class Seating(NamedTuple):
+    """Members in their order; None: data-parallel, with all of them."""
+
+    axes: Axes | None
+    members: list[Rank]
+
+
+NOBODY = Seating(None, [])
+
+
+def next_seating(state: ClusterState, task: Task) -> Seating:
+    """Those that hold and have a seat; NOBODY: it cannot go on with so few.
+
+    Those that have none stay as long as newcomers are on the way, or to hand over what nobody
+    else holds: state at all, a part of it, or a step that they alone have finished.
+    """
+    train = task.spec.training
+    assert train is not None
+    holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
+    slots = task.seats_at
+    seated = [rank for rank in holding if slots.get(rank.rank) == rank.slot]
+    others = [rank for rank in holding if rank.has_state and slots.get(rank.rank) != rank.slot]
+    if any(coming(state, task, seat) for seat in task.target):
+        seated, others = seated + others, []
+    if not seated:
+        return NOBODY
+    if train.parallel.is_plain:
+        most = max(rank.step_version for rank in seated)
+        if any(rank.step_version > most for rank in others):
+            seated += others
+        # Who has state comes first, so that it tells progress.
+        return Seating(None, sorted(seated, key=lambda rank: (not rank.has_state, rank.rank)))
+    axes = layout_within(train, len(seated))
+    if axes is None:
+        return NOBODY
+    most = max((rank.step_version for rank in holding if rank.has_state), default=-1)
+    if not others or covered(task, seated, most):
+        others = []
+    apart = train.parallel.optimizer == "mirrored"
+    return Seating(axes, [*order(axes, seated, apart=apart), *others])
+
+
+def _holds(task: Task, rank: Rank) -> bool:
+    member = rank.quiesced == task.generation and task.member(rank.rank) is rank
+    return rank.sound and (rank.state == "ready" or (rank.state == "member" and member))
+
+
+# --- the order of members -----------------------------------------------------------------------
+def order(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
+    """By place; who is beside the layout comes last. There are enough of them. `apart`: replicas
+    that follow one another are on different nodes, since each mirrors the one before.
+    """
+    last = max((rank.held for rank in ranks if rank.held is not None),
+               key=lambda held: held.generation, default=None)
+    parts: dict[Slot, Coordinates] = {}
+    if last is not None and shape(last.axes) == shape(axes):
+        parts = {rank.slot: coordinates(last.axes, rank.held.place) for rank in ranks
+                 if rank.held is not None and rank.held.generation == last.generation}
+    places = _stay(axes, parts, same=last is not None and last.axes.dp == axes.dp)
+    left = [rank.slot for rank in ranks if rank.slot not in places.values()]
+    for dp in range(axes.dp):
+        _fill_holes(axes, replica(axes, dp), places, left, parts)
+    empty = [dp for dp in range(axes.dp) if replica(axes, dp)[0] not in places]
+    each = len(replica(axes, 0))
+    left = ranked(left, each, axes.tp)
+    groups = [left[at:at + each] for at in range(0, len(empty) * each, each)]
+    left = left[len(empty) * each:]
+    for dp, slots in zip(empty, _apart(groups) if apart else groups, strict=True):
+        places |= zip(replica(axes, dp), slots, strict=True)
+    there = {rank.slot: rank for rank in ranks}
+    return [there[slot] for slot in (*(places[place] for place in sorted(places)), *left)]
+
+
+def _stay(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
+    """By place: who has its part already, of the fullest replicas. `same`: of as many."""
+    replicas: dict[int, dict[Slot, Coordinates]] = {}
+    for slot, at in parts.items():
+        replicas.setdefault(at.dp, {})[slot] = at
+    fullest = sorted(replicas, key=lambda dp: (-len(replicas[dp]), dp))[:axes.dp]
+    return {place_of(axes, at._replace(dp=dp if same else number)): slot
+            for number, dp in enumerate(sorted(fullest)) for slot, at in replicas[dp].items()}
+
+
+def _apart(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
+    """From each node one in turn."""
+    on: dict[str, list[list[Slot]]] = {}
+    for group in groups:
+        on.setdefault(group[0].node, []).append(group)
+    longest = max(map(len, on.values()), default=0)
+    return [own[at] for at in range(longest) for own in on.values() if at < len(own)]
+
+
+def _fill_holes(axes: Axes, own: Sequence[int], places: dict[int, Slot], left: list[Slot],
+                parts: dict[Slot, Coordinates]) -> None:
+    """Of a replica of which some are there: each by the nearest of `left`."""
+    for hole in own if any(place in places for place in own) else ():
+        if hole in places:
+            continue
+        tp, pp, _ = coordinates(axes, hole)
+        peers = {places[place].node for place in own if place in places}
+        near = {places[place].node for place in own
+                if place in places and coordinates(axes, place).pp == pp}
+        # A group on two nodes is slow in every iteration; its state is moved once.
+        places[hole] = slot = min(left, key=lambda slot: (
+            bool(near) and slot.node not in near, parts.get(slot, (-1, -1))[:2] != (tp, pp),
+            slot.node not in peers, slot))
+        left.remove(slot)

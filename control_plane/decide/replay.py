@@ -1,0 +1,195 @@
+"""Replay: the state from the log alone, and every decision recomputed and compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct, field
+
+from ...events.records import reports as r
+from ...events.records.codec import UnknownBody, encode_record, to_plain
+from ...events.records.envelope import Record, Report
+from ..fold.fold import fold
+from ..state.cluster import ClusterState, state_hash
+from .advance import HEART, accepts, decision_record, report_record
+from .decide import decide
+
+
+class Verdict(Struct, kw_only=True):
+    """What `verify` found. `seq` is the first that differs, 0 if none does.
+
+    `differ` counts decisions, by kind, of epochs of another heart's version that this heart would
+    not have made: that is no corruption. What no decision depends on (a loss, a text) can only be
+    compared as a whole: `log_hash` is over every byte of every record.
+    """
+
+    seq: int = 0
+    problem: str = ""
+    expected: dict[str, Any] | None = None
+    recorded: dict[str, Any] | None = None
+    num_records: int = 0
+    num_reports: int = 0
+    recomputed: dict[str, int] = field(default_factory=dict[str, int])
+    """Decisions recomputed and found equal, by kind."""
+    differ: dict[str, int] = field(default_factory=dict[str, int])
+    num_epochs: int = 0
+    hearts: list[int] = field(default_factory=list[int])
+    state_hash: str = ""
+    log_hash: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the log is sound; decisions of another heart may still differ."""
+        return self.seq == 0
+
+    @property
+    def words(self) -> str:
+        """One line for a person."""
+        equal, other = sum(self.recomputed.values()), sum(self.differ.values())
+        if not self.ok:
+            return f"CORRUPT at seq {self.seq}: {self.problem}"
+        if other:
+            hearts = ", ".join(str(heart) for heart in self.hearts)
+            return (f"state equal, {other} of {equal + other} decisions differ: written by heart "
+                    f"{hearts}, recomputed by heart {HEART}")
+        return f"VERIFIED: {self.num_records} records, {equal} of {equal} decisions"
+
+
+class _Difference(Exception):
+    """The first record that is not as it must be."""
+
+    def __init__(self, seq: int, problem: str, expected: Record | None,
+                 recorded: Record | None) -> None:
+        super().__init__(problem)
+        self.seq, self.problem = seq, problem
+        self.expected, self.recorded = expected, recorded
+
+
+def replay(records: Iterable[Record]) -> ClusterState:
+    """The state that the log tells: the fold of all of it, no decision made again."""
+    state = ClusterState()
+    for record in records:
+        fold(state, record)
+    return state
+
+
+def verify(records: Iterable[Record], *, complete: bool = True,
+           watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
+    """Fold the log, make every decision again, compare. Raises nothing: the verdict says.
+
+    `complete` False allows the log to end inside a batch, as one that was cut on purpose does.
+    `watch` is shown each record, folded, before anything is decided upon it.
+    """
+    verdict, state = Verdict(), ClusterState()
+    try:
+        _Check(verdict, state, complete, watch).run(records)
+    except _Difference as found:
+        verdict.seq, verdict.problem = found.seq, found.problem
+        verdict.expected = to_plain(found.expected) if found.expected is not None else None
+        verdict.recorded = to_plain(found.recorded) if found.recorded is not None else None
+    except AssertionError as bug:
+        verdict.seq, verdict.problem = state.seq, f"the heart cannot follow this: {bug}"
+    verdict.state_hash = state_hash(state)
+    return verdict
+
+
+class _Check:
+    """One pass over the log, one record ahead."""
+
+    def __init__(self, verdict: Verdict, state: ClusterState, complete: bool,
+                 watch: Callable[[ClusterState, Record], None] | None) -> None:
+        self.verdict, self.state, self.complete = verdict, state, complete
+        self._watch = watch
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._rest: Iterator[Record] = iter(())
+        self._ahead: Record | None = None
+
+    def run(self, records: Iterable[Record]) -> None:
+        self._rest = iter(records)
+        self._ahead = next(self._rest, None)
+        while self._ahead is not None:
+            if _is_decision(self._ahead):
+                self._stray(self._ahead, "a decision that no report led to")
+            else:
+                self._batch(self._ahead)
+        self.verdict.log_hash = self._digest.hexdigest()
+
+    def _batch(self, report: Record) -> None:
+        """One report, and the decisions that followed from it."""
+        self._envelope(report)
+        if isinstance(report.body, r.EpochStarted):
+            self.verdict.num_epochs += 1
+            if report.body.heart not in self.verdict.hearts:
+                self.verdict.hearts.append(report.body.heart)
+        told = Report(source=report.source, source_seq=report.source_seq,
+                      occurred_s=report.occurred_s, body=report.body)
+        if accepts(self.state, told) != "next":
+            last = self.state.sources.get(report.source, 0)
+            raise _Difference(report.seq, f"report {report.source_seq} of {report.source} follows "
+                              f"its report {last}", None, report)
+        want = report_record(self.state, told, epoch=report.epoch, at_s=report.at_s)
+        if want != report:
+            raise _Difference(report.seq, "the envelope differs", want, report)
+        self._take(report)
+        self.verdict.num_reports += 1
+        for body in decide(self.state, report):
+            want = decision_record(self.state, body, cause=report)
+            got = self._ahead
+            if got is None and not self.complete:
+                return
+            if got is not None:
+                self._envelope(got)
+            if got != want:
+                problem = "another decision was recorded" if got is not None else (
+                    f"the log ends where {want.kind} must follow")
+                if self._same_heart() or got is None:
+                    raise _Difference(want.seq, problem, want, got)
+                break
+            assert got is not None
+            self._count(self.verdict.recomputed, got)
+            self._take(got)
+        while self._ahead is not None and _is_decision(self._ahead):
+            self._stray(self._ahead, "a decision that would not be made")
+
+    def _stray(self, record: Record, problem: str) -> None:
+        """A decision that this heart does not make here: fine only from another heart."""
+        self._envelope(record)
+        if self._same_heart():
+            raise _Difference(record.seq, problem, None, record)
+        self._count(self.verdict.differ, record)
+        self._take(record)
+
+    def _envelope(self, record: Record) -> None:
+        state = self.state
+        if record.seq != state.seq + 1:
+            raise _Difference(state.seq + 1, f"seq {record.seq} where {state.seq + 1} must be",
+                              None, record)
+        if record.at_s < state.at_s:
+            raise _Difference(record.seq, "time runs backwards", None, record)
+        starts = isinstance(record.body, r.EpochStarted)
+        if record.epoch <= state.epoch if starts else record.epoch != state.epoch:
+            raise _Difference(record.seq, f"epoch {record.epoch} in epoch {state.epoch}", None,
+                              record)
+        if isinstance(record.body, UnknownBody) and self._same_heart():
+            raise _Difference(record.seq, f"unknown kind {record.body.kind}", None, record)
+
+    def _same_heart(self) -> bool:
+        return self.state.heart in (0, HEART)
+
+    def _take(self, record: Record) -> None:
+        fold(self.state, record)
+        if self._watch is not None:
+            self._watch(self.state, record)
+        self._digest.update(encode_record(record))
+        self.verdict.num_records += 1
+        self._ahead = next(self._rest, None)
+
+    @staticmethod
+    def _count(counts: dict[str, int], record: Record) -> None:
+        counts[record.kind] = counts.get(record.kind, 0) + 1
+
+
+def _is_decision(record: Record) -> bool:
+    return record.source == "heart"

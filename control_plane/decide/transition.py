@@ -1,0 +1,354 @@
+"""The transition of a task: one literal table, and the steps it names.
+
+`step` compares what should be (the target seats) with what is (the processes) and yields the next
+orders. It reads levels, not events: called again in the same state it yields nothing, so a takeover
+needs nothing special. The table is ARCHITECTURE's; the fold moves the phase when the order that a
+row names is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ...events.records.decisions import TaskEnded
+from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
+from ...events.records.types import Body, Member, QuiesceMode, Seat
+from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
+from ..state.cluster import ClusterState
+from ..state.members import is_pinned
+from ..state.task import Phase, Rank, Task
+from . import command_tasks, memory_checkpoints
+from .membership import next_seating
+from .preemption import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
+from .processes import port, slot_free, start_rank, stop_pending, stop_rank, withhold
+
+NUM_ROWS_MAX = 8
+"""Rows of the table that one record can set off; more is a bug."""
+
+Condition = Callable[[ClusterState, Task], bool]
+Action = Callable[[ClusterState, Task], Iterator[Body]]
+
+
+class Row(NamedTuple):
+    """In `phase`, when `on` holds, `then` is ordered, and its fold leads to `to`."""
+
+    phase: Phase
+    on: Condition
+    then: Action
+    to: Phase
+
+
+# --- what a row waits for -----------------------------------------------------------------------
+def every_seat_ready(state: ClusterState, task: Task) -> bool:
+    """Every wanted rank holds: RankReady, and nothing is wrong with it; and they are enough."""
+    return bool(task.target) and not _is_planned_anew(state, task) and all(
+        _ready(task.ranks.get(seat.rank), seat) for seat in task.target) and (
+            bool(next_seating(state, task).members))
+
+
+def member_gone(state: ClusterState, task: Task) -> bool:
+    """A process of the generation has ended, or is to be ended: it is too late."""
+    living = task.living_members()
+    return len(living) < len(task.members) or any(
+        rank.overdue or rank.stop_orders for rank in living)
+
+
+def no_root_cause(state: ClusterState, task: Task) -> bool:
+    """A collective failed, and evidence_s_max passed without a root cause."""
+    return task.evidence_over == task.generation
+
+
+def seats_differ(state: ClusterState, task: Task) -> bool:
+    """Newcomers hold, or members have no seat any more; nobody else is on the way.
+
+    A seat whose slot is still another's is not waited for, as long as somebody can go on.
+    """
+    if not task.target or task.failed_s >= 0 or _unreachable(state, task):
+        return False
+    if any(coming(state, task, seat) for seat in task.target):
+        return False
+    newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
+    slots = task.seats_at
+    keeps = [slots.get(rank.rank) == rank.slot for rank in task.living_members()]
+    return newcomer or (any(keeps) and not all(keeps))
+
+
+def no_slots(state: ClusterState, task: Task) -> bool:
+    """The plan gives it nothing to go on with; and nothing else is going on."""
+    return leaves(state, task) and task.failed_s < 0 and not _unreachable(state, task)
+
+
+def boundary_disturbed(state: ClusterState, task: Task) -> bool:
+    """The iteration's end will not come: a member is gone or its collective failed.
+
+    Where all have left the generation, it has come.
+    """
+    return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
+            and not done(state, task) and not all_quiesced(task))
+
+
+def every_member_quiesced(state: ClusterState, task: Task) -> bool:
+    """Every living member has left the generation and holds; and there is one to go on with."""
+    return (all_quiesced(task) and not _is_planned_anew(state, task)
+            and bool(next_seating(state, task).members))
+
+
+def generation_broken(state: ClusterState, task: Task) -> bool:
+    """The generation will not come up: a member is gone or said so."""
+    return member_gone(state, task) or any(rank.failed == task.generation
+                                           for rank in task.living_members())
+
+
+def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
+    """All are in the generation, have settled and hold."""
+    return all(rank.reconfigured == task.generation for rank in task.living_members())
+
+
+def _ready(rank: Rank | None, seat: Seat) -> bool:
+    return rank is not None and rank.state == "ready" and rank.sound and rank.slot == seat.slot
+
+
+def _unreachable(state: ClusterState, task: Task) -> bool:
+    return any((node := state.nodes.get(rank.slot.node)) is None or node.health != "healthy"
+               for rank in task.living_members())
+
+
+def _is_planned_anew(state: ClusterState, task: Task) -> bool:
+    """Its seats are out of date, and a plan of the same batch follows: who has none now may have
+    one then, and has the state."""
+    return bool(state.replan) and not task.ending and not is_pinned(state, task)
+
+
+# --- what a row orders --------------------------------------------------------------------------
+def quiesce_now(state: ClusterState, task: Task) -> Iterator[Body]:
+    yield _quiesce(state, task, "now")
+
+
+def quiesce_boundary(state: ClusterState, task: Task) -> Iterator[Body]:
+    yield _quiesce(state, task, "boundary")
+
+
+def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
+    """As before, and save."""
+    wait = task.mode == "boundary" and not all_quiesced(task)
+    yield _quiesce(state, task, "boundary" if wait else "now")
+
+
+def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
+    """To all living members; who is to save comes first."""
+    first = saver(task) if leaves(state, task) else None
+    living = sorted(task.living_members(), key=lambda rank: rank is not first)
+    return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
+                   generation=task.generation, mode=mode, save=first is not None,
+                   ranks=tuple(rank.rank for rank in living))
+
+
+def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Be the next generation, of everybody who holds and has a seat."""
+    yield from network_incident(state, task)
+    axes, ranks = next_seating(state, task)
+    members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
+                    for rank in ranks)
+    yield Reconfigure(
+        nodes=_nodes([member.node for member in members]), task=task.id,
+        generation=task.generation + 1, members=members, store=members[0].endpoint,
+        dp=len(members) if axes is None else axes.dp, axes=axes,
+        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        copies=memory_checkpoints.sources(state, task, ranks),
+        keepers=memory_checkpoints.keepers(state, task, members[0].node))
+
+
+def resume(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Train; what no first member lived to tell is told again."""
+    yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
+                 generation=task.generation, progress_from=min(task.iteration, task.settled))
+
+
+def _nodes(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sorted(names)))
+
+
+TABLE: tuple[Row, ...] = (
+    Row("starting", every_seat_ready, reconfigure, "reconfiguring"),
+    Row("training", member_gone, quiesce_now, "quiescing"),
+    Row("training", no_root_cause, quiesce_now, "quiescing"),
+    Row("training", no_slots, quiesce_boundary, "quiescing"),
+    Row("training", seats_differ, quiesce_boundary, "quiescing"),
+    Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
+    Row("quiescing", save_unasked, quiesce_again, "quiescing"),
+    Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
+    Row("reconfiguring", generation_broken, quiesce_now, "quiescing"),
+    Row("reconfiguring", every_member_reconfigured, resume, "training"),
+)
+
+
+# --- the steps of a task ------------------------------------------------------------------------
+def step(state: ClusterState, task: Task) -> Iterator[Body]:
+    """The next decisions for this task; none when it is as it should be."""
+    if state.held and task.ending != "cancelled":
+        yield from _step_held(state, task)
+        return
+    yield from _stop_ghosts(state, task)
+    if task.outcome:
+        yield from memory_checkpoints.drop(state, task)
+        return
+    yield from open_incidents(state, task)
+    if task.ending:
+        yield from _end(state, task)
+    elif not task.heals_in_memory:
+        yield from command_tasks.step(state, task)
+    elif task.finished:
+        yield from _finish(state, task)
+    else:
+        yield from _transition(state, task)
+        yield from memory_checkpoints.keep(state, task)
+        yield from _stop(state, task)
+        yield from _start(state, task)
+    yield from _last(state, task)
+
+
+def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Healing is held: what has begun is completed, what else would be ordered is only told."""
+    if task.outcome:
+        yield from memory_checkpoints.drop(state, task)
+        return
+    yield from open_incidents(state, task)
+    if task.heals_in_memory and task.finished:
+        yield from _finish(state, task)
+    else:
+        if task.heals_in_memory:
+            yield from _transition(state, task)
+        yield from withhold(state, task, _next_orders(state, task))
+    yield from _last(state, task)
+
+
+def _last(state: ClusterState, task: Task) -> Iterator[Body]:
+    if task.outcome:
+        yield from memory_checkpoints.drop(state, task)
+    else:
+        yield from _publish(state, task)
+        yield from close_incident(state, task)
+
+
+def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
+    """What would follow at once, were it ordered; nothing here waits for its fold."""
+    yield from _stop_ghosts(state, task)
+    if task.ending:
+        yield from _end(state, task)
+    elif not task.heals_in_memory:
+        yield from command_tasks.step(state, task)
+    else:
+        row = _row(state, task)
+        if row is not None:
+            yield from row.then(state, task)
+        yield from _stop(state, task)
+        yield from _start(state, task)
+
+
+def _row(state: ClusterState, task: Task) -> Row | None:
+    return next((row for row in TABLE if row.phase == task.phase and row.on(state, task)), None)
+
+
+def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
+    for _ in range(NUM_ROWS_MAX):
+        row = _row(state, task)
+        if row is None or (state.held and task.phase == "training"):
+            return  # held, one transition is completed and no other begun
+        yield from row.then(state, task)
+        assert task.phase == row.to, f"task {task.id}: {row} led to {task.phase}"
+    raise AssertionError(f"task {task.id} does not come to rest")
+
+
+def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
+    """End processes that are too late for something or have no place in the task any more."""
+    slots = task.seats_at
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.overdue:
+            if not stop_pending(state, task, rank):
+                yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        elif not rank.stopping and slots.get(key) != rank.slot and (
+                task.member(key) is None or done(state, task)):
+            num = num_unsaved(task) if task.member(key) is not None else 0
+            lost = f"; {num} iterations could not be saved" if num else ""
+            yield stop_rank(task, rank, state.policy.stop_s_max,
+                            f"the plan has no seat for it{lost}")
+
+
+def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
+    for ghost in list(task.ghosts):
+        node = state.nodes.get(ghost.slot.node)
+        if node is not None and node.health == "healthy" and not stop_pending(state, task, ghost):
+            yield stop_rank(task, ghost, 0.0, "it was replaced while its node was silent")
+
+
+def _start(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Fill the empty seats whose slot is free: its last process is reaped."""
+    for seat in task.target:
+        if seat.rank not in task.ranks and slot_free(state, seat):
+            yield start_rank(state, task, seat, port(task))
+
+
+def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
+    """What was saved is published by the node of who saved it; if that is gone, by another."""
+    if task.spec.training is None:
+        return
+    output = task.spec.training.output
+    if task.saved is not None and task.members:
+        first = task.member(task.saver)
+        name = first.slot.node if first is not None else task.members[0].node
+        yield PublishCheckpoint(nodes=(name,), task=task.id,
+                                generation=task.saved.generation, output=output,
+                                path=task.saved.path)
+    for waiting in list(task.publishing.values()):
+        node = state.nodes.get(waiting.node)
+        gone = node is None or node.health in ("lost", "left") or node.replace
+        other = _healthy(state) if waiting.final and gone else ""
+        if other:
+            yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
+                                    generation=waiting.generation, path=waiting.path)
+
+
+def _healthy(state: ClusterState) -> str:
+    """The first node that is; empty where none is."""
+    return next((name for name in sorted(state.nodes)
+                 if state.nodes[name].health == "healthy"), "")
+
+
+def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
+    """All iterations are done: the rest is to publish the final checkpoint and to let go."""
+    member_lost = len(task.living_members()) + len(task.finished) < len(task.members) and any(
+        rank.state != "finished" for rank in task.living_members())
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.state == "finished" and not rank.overdue:
+            continue
+        if rank.overdue and not stop_pending(state, task, rank):
+            yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        elif not rank.stopping and (task.member(key) is None or member_lost
+                                    or (task.final_known and rank.quiesced == task.generation)):
+            yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
+    final = task.checkpoint is not None and task.checkpoint.final
+    if not task.ranks and final and not task.publishing and task.saved is None:
+        yield from end_incident(state, task, "the task is finished")
+        yield TaskEnded(task=task.id, outcome="finished",
+                        why=f"{task.iteration} iterations; {_final_path(task)}")
+
+
+def _final_path(task: Task) -> str:
+    return task.checkpoint.path if task.checkpoint is not None else ""
+
+
+def _end(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Cancelled or failed: stop all, and end when all are reaped."""
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if not rank.stopping or (rank.overdue and not stop_pending(state, task, rank)):
+            grace_s = 0.0 if rank.overdue else state.policy.stop_s_max
+            yield stop_rank(task, rank, grace_s, task.why)
+    if not task.ranks:
+        assert task.ending
+        outcome, why = task.ending, task.why
+        yield from end_incident(state, task, why)
+        yield TaskEnded(task=task.id, outcome=outcome, why=why)

@@ -1,0 +1,139 @@
+"""The fold of what is kept of a task's state: checkpoints, and copies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...events.records import orders as o
+from ...events.records import reports as r
+from ...events.records import types as t
+from ...events.records.codec import encode_record
+from ...events.records.envelope import Record
+from ..state.cluster import ClusterState
+from ..state.node import Node
+from ..state.task import Checkpoint, Task
+from .edits import close_orders, keep_on, kept_no_more
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    ways = [task.saved, task.checkpoint, *task.publishing.values()]
+    if any(way is not None and way.generation == body.generation
+           and way.step_version > body.step_version for way in ways):
+        return  # who was told to save was relieved, and had begun: another has saved more
+    output = task.spec.training.output if task.spec.training is not None else ""
+    task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
+                            path=body.path.removeprefix(output).lstrip("/"), final=body.final)
+
+
+def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
+    task = state.tasks.get(body.task)
+    published = task.publishing.get(body.order) if task is not None else None
+    if task is None or published is None:
+        return
+    for order in [order for order in task.publishing if order <= body.order]:
+        del task.publishing[order]
+        state.orders.pop(order, None)
+    task.checkpoint = published
+
+
+def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
+    task = state.tasks.get(body.task)
+    if task is None:
+        return
+    known = [x for x in (task.saved, *task.publishing.values())
+             if x is not None and (x.generation, x.path) == (body.generation, body.path)]
+    if not known:
+        return
+    for order in [key for key, value in task.publishing.items() if value is known[0]]:
+        del task.publishing[order]
+        close_orders(state, [order])
+    node = body.nodes[0] if body.nodes else ""
+    task.publishing[record.seq], task.saved = replace(known[0], node=node), None
+    state.orders[record.seq] = encode_record(record)
+
+
+# --- copies in memory ---------------------------------------------------------------------------
+def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
+    """Of the current generation alone: what a member of an old one has, nobody asks for.
+
+    The rank's agent tells it, and the keeper's agent tells of its end: either may come first.
+    """
+    task, node = state.tasks.get(body.task), state.nodes.get(body.node)
+    if task is None or node is None or node.health == "left" or not node.keeper:
+        return
+    start = body.keeper_start or node.keeper_start  # 0: of an older agent
+    if start < node.keeper_start:
+        return
+    if task.phase == "ended":  # by one that was given up, and lives: to be dropped, once more
+        close_orders(state, [task.drop_order])
+        task.kept_on, task.drop_order = sorted({*task.kept_on, node.name}), 0
+    if task.phase == "ended" or body.generation != task.generation:
+        return
+    if start > node.keeper_start:
+        _keeper_ended(state, node, start)
+    copy = t.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
+                  generation=body.generation, step_version=body.step_version,
+                  copy_bytes=body.copy_bytes, checksum=body.checksum)
+    here = [one for one in task.copies if one.node == node.name][1 - t.NUM_COPIES_MAX :]
+    task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
+
+
+def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    task = state.tasks.get(body.task)
+    if task is not None and body.order:
+        if body.order == task.drop_order:
+            kept_no_more(state, task, node.name)
+        return
+    start = body.keeper_start or node.keeper_start
+    if start < node.keeper_start:
+        return
+    if not body.task:
+        _keeper_ended(state, node, start + 1)
+    elif task is not None:
+        _forget_copies(task, node)
+
+
+def _keeper_ended(state: ClusterState, node: Node, start: int) -> None:
+    """What keepers before this one had is gone."""
+    node.keeper_start = start
+    for task in state.tasks.values():
+        _forget_copies(task, node)
+
+
+def _forget_copies(task: Task, node: Node) -> None:
+    task.copies = [copy for copy in task.copies if copy.node != node.name]
+
+
+def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    close_orders(state, [task.keep_order])
+    task.keep_order = record.seq
+    state.orders[record.seq] = encode_record(record)
+    keep_on(task, body.keepers)
+
+
+def _drop_copies(state: ClusterState, record: Record, body: o.DropCopies) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None and task.phase == "ended":
+        close_orders(state, [task.drop_order])
+        task.drop_order, task.kept_on = record.seq, list(body.nodes)
+        state.orders[record.seq] = encode_record(record)
+
+
+COPIES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.CheckpointSaved: _checkpoint_saved, r.CheckpointPublished: _checkpoint_published,
+    o.PublishCheckpoint: _publish, r.CopyKept: _copy_kept, r.CopiesLost: _copies_lost,
+    o.KeepCopies: _keep_copies, o.DropCopies: _drop_copies,
+}

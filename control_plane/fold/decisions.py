@@ -1,0 +1,348 @@
+"""The fold of decisions and orders: what was decided becomes what is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...events.records import decisions as d
+from ...events.records import orders as o
+from ...events.records.codec import encode_record
+from ...events.records.decisions import DegradedPriced
+from ...events.records.envelope import Record
+from ...events.records.types import Body
+from ..incidents.hangs import WAITED_FOR
+from ..incidents.severity import worse
+from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
+from ..state.incident import NUM_STRIKES_MAX, Incident
+from ..state.members import forget_beside, is_pinned
+from ..state.node import Occupant
+from ..state.task import Rank, Task
+from ..throughput.calibration import learn_slot
+from ..throughput.transition_cost import arrived, is_fault, settle_mtbf, stands, was_harmed
+from .edits import (
+    arm,
+    await_silent,
+    close_orders,
+    disarm,
+    disarm_phase,
+    find,
+    find_ghost,
+    keep_on,
+    leave_behind,
+    make_ghost,
+    say_why,
+    set_phase,
+    settle_phase,
+)
+from .node_health import blame, take_evidence, take_out
+from .stragglers import degraded_priced
+
+
+# --- incidents ----------------------------------------------------------------------------------
+def _incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened) -> None:
+    task = state.tasks.get(body.task)
+    state.incidents[record.seq] = incident = Incident(
+        id=record.seq, task=body.task, node=body.node, severity=body.severity,
+        status=body.status, ranks=sorted(body.ranks), why=body.why,
+        evidence=list(body.evidence), opened_s=record.at_s,
+        iterations_lost=None if task is not None and not task.heals_in_memory else 0)
+    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    take_evidence(state, incident, body)
+    if task is not None:
+        task.incident = record.seq
+        state.num_faults += is_fault(state, task, incident)
+        settle_mtbf(state)
+        _hear(incident, task, opened=True)
+        _take_in(state, task, incident, body)
+
+
+def _on_purpose(state: ClusterState, task: Task | None, name: str) -> bool:
+    """Whether somebody asked for what is decided upon now."""
+    node = state.nodes.get(name)
+    ranks = task.ranks.values() if task is not None else ()
+    harmed = [rank.harmed_s for rank in ranks] + ([node.harmed_s] if node is not None else [])
+    return any(was_harmed(harmed_s, state.at_s) for harmed_s in harmed) or (
+        task is not None and any(fault.on_purpose for fault in task.faults))
+
+
+def _hear(incident: Incident, task: Task, *, opened: bool) -> None:
+    """Whose words the incident rests on, and which ranks it has struck."""
+    hearsay = bool(task.faults) and all(fault.second_hand for fault in task.faults)
+    incident.second_hand = hearsay and (opened or incident.second_hand)
+    strikes = [strike for fault in task.faults for strike in fault.strikes]
+    incident.strikes = [*incident.strikes, *strikes][-NUM_STRIKES_MAX:]
+
+
+def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEscalated) -> None:
+    incident = state.incidents.get(body.of)
+    task = state.tasks.get(incident.task) if incident is not None else None
+    if incident is None:
+        return
+    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    take_evidence(state, incident, body)
+    known = incident.ranks
+    if body.root or worse(incident.severity, body.severity) != incident.severity:
+        if (body.root or incident.severity == "SEV3") and body.ranks:
+            known = []  # they saw what came of it: here is why
+        incident.severity, incident.why = body.severity, body.why
+        incident.status = body.status or incident.status
+        incident.node = body.node or incident.node
+    incident.ranks = sorted({*known, *body.ranks})
+    incident.evidence += [x for x in body.evidence if x not in incident.evidence]
+    if task is not None:
+        _hear(incident, task, opened=False)
+        _take_in(state, task, incident, body)
+
+
+def _stood_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
+    """Since when the task stands for these: of a silent node, since the others wait for it."""
+    if any(rank.rank in ranks and rank.overdue == WAITED_FOR for rank in task.ranks.values()):
+        return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
+    return state.at_s
+
+
+def _take_in(state: ClusterState, task: Task, incident: Incident,
+             body: d.IncidentOpened | d.IncidentEscalated) -> None:
+    """The task's faults are decided upon; SEV1 takes out what the ranks ran on."""
+    severity, ranks = body.severity, body.ranks
+    down_s = [fault.at_s for fault in task.faults if fault.hurts]
+    if task.failed_s >= 0:
+        down_s.append(task.failed_s)
+    if severity == "SEV1" and any(task.member(number) is not None for number in ranks):
+        down_s.append(_stood_s(state, task, ranks))
+    if down_s and incident.down_since_s < 0:
+        incident.down_since_s = min(down_s)
+    task.faults = []
+    if not task.heals_in_memory and any(not node.takes_tasks or node.is_out(seat.slot.index)
+                                 for seat in task.target
+                                 if (node := state.nodes.get(seat.slot.node)) is not None):
+        state.replan = f"task {task.spec.name} is to start elsewhere"
+    if task.reattempts > state.policy.restarts_max:
+        _restart(task, ranks)
+    if severity == "SEV1":
+        for number in ranks:
+            _take_out(state, task, number, f"{task.spec.name}, {body.why}")
+
+
+def _restart(task: Task, ranks: tuple[int, ...]) -> None:
+    """Reattempts in place did not help: these processes are to be started again."""
+    task.reattempts = 0
+    for number in ranks:
+        rank = task.member(number)
+        if rank is not None and not rank.overdue and not rank.error_seq:
+            rank.overdue = "was reattempted in place too often"
+            task.restarts[number] = task.restarts.get(number, 0) + 1
+
+
+def _take_out(state: ClusterState, task: Task, number: int, why: str) -> None:
+    """The node if it cannot be reached, else the slot alone."""
+    rank = task.ranks.get(number)
+    slots = [seat.slot for seat in task.target if seat.rank == number]
+    slot = rank.slot if rank is not None else (slots[0] if slots else None)
+    node = state.nodes.get(slot.node) if slot is not None else None
+    if node is None or slot is None:
+        return
+    if node.silent:
+        if node.health == "unreachable":
+            node.health, node.since_s = "lost", state.at_s
+        state.replan = f"node {node.name} lost"
+    else:
+        take_out(node, (slot.index,), why)
+        task.restarts.pop(number, None)
+        proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
+        if not proved and (rank is None or not rank.stopping):  # one that cannot be ended holds it
+            task.blamed[number] = slot
+        state.replan = f"slot {slot.node}/{slot.index} is out"
+    if rank is not None and (node.health == "lost" or rank.stopping):
+        make_ghost(state, task, rank, "given up")
+
+
+def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed) -> None:
+    incident = state.incidents.get(body.of)
+    if incident is None:
+        return
+    incident.outcome, incident.closed_s, incident.pause_s = (
+        body.outcome, record.at_s, body.pause_s)
+    task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
+    if node is not None and node.incident == incident.id:
+        node.incident = 0
+    if task is not None and task.incident == incident.id:
+        if body.outcome == "failed":
+            task.ending, task.why = task.ending or "failed", body.why
+        else:
+            task.incident = 0
+            task.healed += body.outcome == "healed"
+    closed = [key for key, value in state.incidents.items() if value.outcome]
+    for key in closed[: max(len(closed) - NUM_INCIDENTS_MAX, 0)]:
+        del state.incidents[key]
+
+
+# --- the plan -----------------------------------------------------------------------------------
+def _throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended":
+        return
+    task.throughput = body
+    if body.origin == "measured":
+        learn_slot(state, task, body)
+    # Also where it changes no counts, what the plan earns is to be told anew. Not of a task that
+    # the plan leaves alone now: when that ends, a plan is made anyway.
+    if not is_pinned(state, task):
+        state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
+
+
+def _plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
+    state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
+
+
+def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended":
+        return
+    task.target = body.seats
+    state.seated.place(task.id, body.seats)
+    say_why(task)
+    if body.seats and task.phase == "idle":
+        stands(state, task)
+        set_phase(state, task, "starting")
+    settle_phase(state, task)
+    arrived(state, task)
+
+
+def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        say_why(task, body.why, needs=body.needs, cost_waf=body.cost_waf,
+                weight_from=body.weight_from)
+
+
+def _order_withheld(state: ClusterState, record: Record, body: d.OrderWithheld) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None:
+        task.withheld = body.what
+
+
+def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended":
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                         task.keep_order, *task.publishing])
+    task.copies, task.keepers = [], ()
+    task.target, task.members, task.incident, task.faults = (), (), 0, []
+    if body.outcome != "finished":  # nothing has shown that it was the slots
+        for slot in task.blamed.values():
+            if slot.node in state.nodes:
+                node = state.nodes[slot.node]
+                node.slots_out = [index for index in node.slots_out if index != slot.index]
+    task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
+    task.stalls, task.crawls, task.paces, task.slowed = {}, {}, {}, {}
+    task.outcome, task.ending, task.withheld = body.outcome, "", ""
+    say_why(task, body.why)
+    set_phase(state, task, "ended")
+    state.replan = f"task {task.spec.name} {body.outcome}"
+
+
+# --- orders -------------------------------------------------------------------------------------
+def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
+    task, node = state.tasks.get(body.task), state.nodes.get(body.slot.node)
+    if task is None or node is None:
+        return
+    if not task.heals_in_memory and not task.ranks:
+        task.finished, task.rounds = [], task.rounds + 1
+    state.num_running += body.rank not in task.ranks
+    task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
+                                 start_order=record.seq)
+    task.attempts[body.rank] = body.attempt
+    node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
+    state.orders[record.seq] = encode_record(record)
+    arm(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
+
+
+def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if rank is None and task is not None:
+        rank = find_ghost(task, body.rank, body.attempt)
+    if task is None or rank is None:
+        return
+    close_orders(state, [rank.start_order, *rank.stop_orders])
+    rank.stop_orders.append(record.seq)
+    state.orders[record.seq] = encode_record(record)
+    name = f"{task.id}/{rank.rank}/{rank.attempt}"
+    for what in ("start", "error", "stopped", "printed"):
+        disarm(state, f"{what}/{name}")
+    arm(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+
+
+def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation != task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+    task.quiesce_order, task.mode = record.seq, body.mode
+    task.saver = body.ranks[0] if body.save and body.ranks else -1
+    state.orders[record.seq] = encode_record(record)
+    policy = state.policy
+    arm(state, f"quiesce/{task.id}/{task.generation}",
+        policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
+    stands(state, task)
+    set_phase(state, task, "quiescing")
+    await_silent(state, task)
+
+
+def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation <= task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                         task.keep_order])
+    keep_on(task, body.keepers)
+    task.reconfigure_order, task.generation, task.members = (
+        record.seq, body.generation, body.members)
+    task.axes = body.axes
+    task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
+    task.stalls, task.crawls = {}, {}
+    for rank in task.living_members():
+        rank.state = "member"
+    state.orders[record.seq] = encode_record(record)
+    arm(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
+    set_phase(state, task, "reconfiguring")
+    await_silent(state, task)
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.down_since_s >= 0:
+        incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
+
+
+def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or body.generation != task.generation:
+        return
+    disarm_phase(state, task)
+    close_orders(state, [task.reconfigure_order])
+    task.resume_order = record.seq
+    state.orders[record.seq] = encode_record(record)
+    leave_behind(task)
+    forget_beside(task)
+    lost = max(task.iteration - task.settled, 0)
+    task.iterations_lost += lost
+    task.iteration = min(task.iteration, body.progress_from)
+    incident = state.incidents.get(task.incident)
+    if incident is not None:
+        incident.iterations_lost = (incident.iterations_lost or 0) + lost
+    set_phase(state, task, "training")
+
+
+DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    d.IncidentOpened: _incident_opened, d.IncidentEscalated: _incident_escalated,
+    d.IncidentClosed: _incident_closed, d.ThroughputSet: _throughput_set,
+    d.PlanChosen: _plan_chosen, d.TaskPlaced: _task_placed, d.TaskWaiting: _task_waiting,
+    d.TaskEnded: _task_ended, d.OrderWithheld: _order_withheld,
+    o.StartRank: _start_rank, o.StopRank: _stop_rank,
+    o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
+    DegradedPriced: degraded_priced,
+}

@@ -1,0 +1,383 @@
+"""Edits of the state that several kinds of record make."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ...events.records.envelope import Record
+from ...events.records.reports import Reconfigured
+from ...events.records.statuses import EXITED_ABNORMALLY
+from ...events.records.types import Keeper, Taken
+from ..incidents.hangs import located
+from ..incidents.severity import severity_of
+from ..state.cluster import EARNED_S, NUM_EARNED_MAX, ClusterState, Deadline
+from ..state.incident import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
+from ..state.members import covered, has_settled, is_mute, is_silent, last_first, members_on
+from ..state.node import Node
+from ..state.task import Phase, Rank, Task
+from ..throughput.transition_cost import halts, stands, stood_to_leave, was_harmed
+
+STOPPED = "is stopped (SIGSTOP)"
+"""Why a rank that stood still for too long is overdue."""
+EARLY_S = 1e-3
+"""A deadline may be so early: sums of seconds since 1970 are not exact."""
+PRICE_S = 60.0
+"""A degraded node is priced at most once in so long."""
+
+
+def arm(state: ClusterState, deadline: str, length_s: float) -> None:
+    """Hold a deadline, due `length_s` from now."""
+    state.deadlines[deadline] = Deadline(state.at_s + length_s, length_s)
+
+
+def disarm(state: ClusterState, deadline: str) -> None:
+    state.deadlines.pop(deadline, None)
+
+
+def disarm_phase(state: ClusterState, task: Task) -> None:
+    """Forget what the current generation was to do in time."""
+    for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
+        disarm(state, f"{what}/{task.id}/{task.generation}")
+
+
+def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
+    if task.phase != phase:
+        task.phase, task.since_s = phase, state.at_s
+
+
+def say_why(task: Task, why: str = "", *, needs: str = "", cost_waf: float = 0.0,
+            weight_from: float = 0.0) -> None:
+    """What a person is told of the task; all of it at once, so that nothing old stays beside it."""
+    task.why, task.needs, task.cost_waf, task.weight_from = why, needs, cost_waf, weight_from
+
+
+def find(task: Task | None, number: int, attempt: int) -> Rank | None:
+    """The process of this attempt, if it is still one of the task's."""
+    rank = task.ranks.get(number) if task is not None else None
+    return rank if rank is not None and rank.attempt == attempt else None
+
+
+def find_ghost(task: Task, number: int, attempt: int) -> Rank | None:
+    """The process of this attempt, if it was given up and may still live."""
+    for ghost in task.ghosts:
+        if ghost.rank == number and ghost.attempt == attempt:
+            return ghost
+    return None
+
+
+def close_orders(state: ClusterState, orders: list[int]) -> None:
+    """Nobody has to carry these out any more."""
+    for order in orders:
+        state.orders.pop(order, None)
+
+
+def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
+    """Its deadlines, its orders: all but its slot."""
+    for what in ("start", "stop", "error", "stopped", "printed"):
+        disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
+    close_orders(state, [rank.start_order, *rank.stop_orders])
+
+
+def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
+    """It is none of the task's any more: it holds up nobody. The next process of the rank is held
+    to what this one could do."""
+    task.stalls.pop(rank.rank, None)
+    task.crawls.pop(rank.rank, None)
+    pace = task.paces.get(rank.rank)
+    if pace is not None:
+        task.paces[rank.rank] = replace(pace, generation=0)
+    if task.slow.pop(rank.rank, None) is not None:
+        price_anew(state, rank.slot.node)
+
+
+def price_anew(state: ClusterState, name: str) -> None:
+    """What is wrong with the node has changed: it is priced, but not more often than once in
+    PRICE_S; nothing is left to price where nothing is wrong any more."""
+    priced = state.degraded.get(name)
+    was = priced is not None or name in state.to_price
+    state.to_price = [other for other in state.to_price if other != name]
+    disarm(state, f"price/{name}")
+    if not is_degraded(state, name):
+        state.degraded.pop(name, None)
+        if was and name in state.nodes:
+            state.nodes[name].eased_s = state.at_s
+    elif priced is not None and state.at_s - priced.at_s < PRICE_S:
+        arm(state, f"price/{name}", priced.at_s + PRICE_S - state.at_s)
+    else:
+        state.to_price.append(name)
+
+
+def is_degraded(state: ClusterState, name: str) -> bool:
+    """Whether a check of the node says so, or it holds a rank that holds up others."""
+    node = state.nodes.get(name)
+    if node is not None and any(check.health == "degraded" for check in node.checks):
+        return True
+    return any(task.slow and any(
+        number in task.ranks and task.ranks[number].slot.node == name for number in task.slow)
+        for task in state.tasks.values())
+
+
+def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
+    """The process is gone and reaped: its slot is free."""
+    forget_rank(state, task, rank)
+    node = state.nodes.get(rank.slot.node)
+    if node is not None:
+        occupant = node.occupants.get(rank.slot.index)
+        if occupant is not None and (occupant.task, occupant.rank, occupant.attempt) == (
+                task.id, rank.rank, rank.attempt):
+            del node.occupants[rank.slot.index]
+    if find(task, rank.rank, rank.attempt) is not None:
+        del task.ranks[rank.rank]
+        state.num_running -= 1
+        forget_pace(state, task, rank)
+    else:
+        task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
+    settle_phase(state, task)
+    await_silent(state, task)
+
+
+def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
+    """Give the process up without proof of its end: its slot stays taken."""
+    forget_rank(state, task, rank)
+    del task.ranks[rank.rank]
+    state.num_running -= 1
+    forget_pace(state, task, rank)
+    rank.overdue, rank.stop_orders = why, []
+    task.ghosts.append(rank)
+    settle_phase(state, task)
+    await_silent(state, task)
+
+
+def settle_phase(state: ClusterState, task: Task) -> None:
+    """When nobody is left that has state, the task starts anew, or waits."""
+    if task.phase == "ended":
+        return
+    if not task.heals_in_memory:
+        if not task.ranks:
+            halts(state, task)
+            task.rate_flops = 0.0
+            set_phase(state, task, "starting" if task.target else "idle")
+        return
+    if task.phase in ("training", "quiescing", "reconfiguring"):
+        if task.living_members() or (task.finished and task.final_known):
+            return
+        disarm_phase(state, task)
+        close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+        stands(state, task)
+        task.members, task.finished, task.failed_s = (), [], -1.0
+        set_phase(state, task, "starting")
+    if task.phase == "starting" and not task.target and not task.ranks:
+        stood_to_leave(state, task)
+        set_phase(state, task, "idle")
+
+
+def await_silent(state: ClusterState, task: Task) -> None:
+    """Hold a deadline for members on silent nodes while they alone keep the others waiting.
+
+    The others have left the generation, or cannot build the next one without them: nobody steps.
+    They have the state, so nothing is lost without the silent. Theirs is the time of any
+    second source.
+    """
+    name = f"silent/{task.id}/{task.generation}"
+    wanted = False
+    if task.phase == "quiescing":
+        for rank in last_first(task):
+            if is_mute(task, rank):
+                wanted = is_silent(state, rank)
+                if not wanted:
+                    break
+    elif task.phase == "reconfiguring":
+        wanted = any(not has_settled(task, rank) for rank in members_on(
+            state, task, state.roll.silent))
+    if not wanted or not covered(task, [
+            rank for rank in task.living_members() if not is_silent(state, rank)]):
+        disarm(state, name)
+    elif name not in state.deadlines:
+        arm(state, name, state.policy.evidence_s_max)
+    await_hang(state, task)
+
+
+def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:
+    """Hold a deadline for a task that stands. `anew`: who stands, or where, is told otherwise."""
+    name = f"hang/{task.id}/{task.generation}"
+    if not task.stalls and name not in state.deadlines:
+        return
+    hang = located(state, task)
+    if hang is None or anew:
+        disarm(state, name)
+    if hang is not None and hang.is_sure and name not in state.deadlines:
+        arm(state, name, max(hang.due_s - state.at_s, 0.0))
+
+
+def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
+    """Hold a deadline for a training rank whose process is stopped; not for one that is to end."""
+    if task.heals_in_memory and not task.ending and not rank.stopping and not rank.overdue:
+        arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
+
+
+def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
+    """All processes of this incarnation are dead, its keeper too; a fault of their tasks if `why`
+    says so, as old as its first sign."""
+    there = {one.task for one in node.occupants.values()}
+    for number in sorted(state.tasks):
+        task = state.tasks[number]
+        if task.copies:
+            task.copies = [copy for copy in task.copies if copy.node != node.name]
+        if task.outcome:
+            kept_no_more(state, task, node.name)
+        if number not in there:
+            continue
+        for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
+            drop_rank(state, task, ghost)
+        gone = [task.ranks[key] for key in sorted(task.ranks)
+                if task.ranks[key].slot.node == node.name]
+        faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
+        hurts = any(task.member(rank.rank) is not None for rank in faulty)
+        since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
+                          else (record.at_s, ()))
+        for rank in gone:
+            rank.harmed_s = max(rank.harmed_s, node.harmed_s)
+            drop_rank(state, task, rank)
+        if faulty and why and not task.ending and not (task.finished and task.final_known):
+            fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None,
+                  evidence=signs, since_s=since_s)
+
+
+def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tuple[int, ...]]:
+    """Since when the task stands that had members on the node, whose successor speaks only now; and
+    the records that showed it: collectives that failed, silence. Where all were there, nobody
+    could tell: then since the next iteration was due."""
+    failed = sorted(rank.failed_seq for rank in task.living_members()
+                    if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
+    since_s = task.failed_s if failed else state.at_s
+    seqs = tuple(failed)
+    if node.silent:
+        since_s, seqs = min(since_s, node.since_s), tuple(sorted({*seqs, node.silenced_seq} - {0}))
+    if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
+            task.step_s > 0 and not task.finished):
+        since_s = min(since_s, task.progressed_s + task.step_s)
+    return since_s, seqs
+
+
+def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
+          evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
+          second_hand: bool = False, since_s: float = -1.0) -> None:
+    """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains.
+
+    `since_s`: when it struck; below 0: with this record.
+    """
+    if hurts is None:
+        living = task.living_members()
+        hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
+    ended = ended or status == EXITED_ABNORMALLY
+    if severity_of(status, process_ended=ended) == "SEV3":
+        task.reattempts += 1
+    else:
+        for rank in ranks:
+            task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
+    asked_for = any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)
+    if ended and not second_hand and not asked_for and task.furthest:
+        _count_again(task, status)
+    node = ranks[0].slot.node if ranks else ""
+    strikes = tuple(Strike(rank.rank, rank.slot, record.at_s) for rank in ranks)
+    task.faults.append(Fault(
+        ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
+        evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
+        hurts=hurts, ended=ended, second_hand=second_hand, strikes=strikes,
+        on_purpose=asked_for))
+
+
+def _count_again(task: Task, status: str) -> None:
+    """A fault that ended a process, where no step was made since the last such one."""
+    generation = task.generation if task.heals_in_memory else task.rounds
+    series = task.series
+    if series is None or (series.status, series.iteration) != (status, task.furthest):
+        task.series = Series(status=status, iteration=task.furthest, generation=generation)
+    elif series.generation != generation:
+        series.generation, series.num = generation, series.num + 1
+
+
+def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
+    """The generation did not come up: once is enough."""
+    if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
+        return
+    for rank in ranks:
+        rank.failed, rank.failed_seq, rank.failed_status = task.generation, record.seq, status
+    fault(task, record, ranks, status, why, second_hand=True)
+
+
+def add_evidence(incident: Incident | None, record: Record) -> None:
+    """What is told of an incident that is decided upon already."""
+    if incident is not None and len(incident.evidence) < NUM_EVIDENCE_MAX:
+        incident.evidence.append(record.seq)
+
+
+def stepped(state: ClusterState, task: Task) -> None:
+    """The task steps again: the interruption is over, where it was one, and what it goes on with
+    has come to something."""
+    incident = state.incidents.get(task.incident)
+    if incident is not None:
+        if incident.down_since_s >= 0:
+            incident.pause_s += state.at_s - incident.down_since_s
+            incident.down_since_s = -1.0
+        incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
+        incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
+
+
+def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
+    """From now on these take the task's copies; those that did still have theirs."""
+    task.keepers = keepers
+    task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
+
+
+def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
+    """The node's keeper has nothing of the task; when none has, nobody has to drop anything."""
+    task.kept_on = [name for name in task.kept_on if name != node]
+    if task.drop_order and not task.kept_on:
+        close_orders(state, [task.drop_order])
+        task.drop_order = 0
+
+
+def leave_behind(task: Task) -> None:
+    """The task goes on from `settled`: copies of steps beyond it are of a branch that was left.
+
+    Also those that nobody told of: a keeper may have newer ones of that generation.
+    """
+    for place, copy in enumerate(task.copies):
+        most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
+        task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
+    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
+
+
+def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
+    """What an incident says of where state came from: the farthest of all, and all bytes.
+
+    Where nobody had state, what a try before this one had found has come to nothing. `checkpoint`
+    is the path that the order named, `node` the member's own.
+    """
+    origin = body.origin
+    if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
+        origin = "checkpoint"
+    received_bytes = max(body.received_bytes, 0)
+    incident.received_bytes += received_bytes
+    taken = body.taken or ((Taken(body.source, body.origin_node, received_bytes),)
+                           if body.source >= 0 else ())
+    for one in taken:
+        incident.peer_bytes += max(one.taken_bytes, 0)
+        incident.near_bytes += max(one.taken_bytes, 0) if one.node == node else 0
+    if origin in ("copy", "checkpoint", "seed"):
+        incident.ckpt_read, incident.source = incident.ckpt_read_before, incident.source_before
+    incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"
+    if ORIGINS.index(origin) > ORIGINS.index(incident.source.origin):
+        incident.source = Source(
+            origin=origin, node=body.origin_node, step_version=body.step_version,
+            path=checkpoint if origin == "checkpoint" else "", num_bytes=received_bytes)
+
+
+def earned(state: ClusterState, task: Task, iteration: int) -> None:
+    """The task told that it got to `iteration`: work that was never done before counts."""
+    work = max(iteration - task.furthest, 0) * task.iteration_flops * task.weight
+    span = int(state.at_s // EARNED_S)
+    state.earned[span] = state.earned.get(span, 0.0) + work
+    while len(state.earned) > NUM_EARNED_MAX:
+        del state.earned[min(state.earned)]

@@ -1,0 +1,367 @@
+"""The fold: one record changes the state, whatever it says and whenever it comes.
+
+Total: a report about an unknown task or rank, of an old attempt or an old generation, is recorded
+and has no consequence. It never plans and never orders; what needs a decision it leaves as a level
+(a fault, a rank that is overdue, a plan that is out of date) for `decide` to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...events.records import reports as r
+from ...events.records import types as t
+from ...events.records.codec import decode_record
+from ...events.records.envelope import Record
+from ...events.records.orders import Reconfigure
+from ...events.records.statuses import EXITED_ABNORMALLY
+from ...events.records.types import first_keeper
+from ..decide.bare import is_bare
+from ..decide.calm import disturb
+from ..incidents.node_incidents import is_open
+from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status
+from ..state.cluster import ClusterState, live_tasks
+from ..state.members import covered, speaks, take_place
+from ..state.node import NUM_SLOTS_MAX, Node
+from ..state.task import Rank, Task
+from ..throughput.calibration import keep_times
+from ..throughput.transition_cost import settle_mtbf, steps_again, void_standings, watch
+from .checkpoints import COPIES
+from .deadlines import deadline_reached
+from .decisions import DECISIONS
+from .edits import (
+    add_evidence,
+    arm,
+    await_continued,
+    await_silent,
+    broken,
+    disarm,
+    drop_rank,
+    earned,
+    fault,
+    give_up_node,
+    price_anew,
+    stepped,
+    take_origin,
+)
+from .hangs import STALLS, passed
+from .input_count import call_roll, named, part
+from .node_health import HEALTH, carry_over, prove, settle_sick
+from .operator_requests import REQUESTS, acts_again, forget_requests
+from .progress import LOGGED
+from .ranks import PROCESSES
+from .stragglers import PACES, too_slow
+
+_PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
+               "quotas", "floor", "alpha", "hot_spare", "repair_s")
+"""Of the policy: what a plan follows from."""
+
+
+def fold(state: ClusterState, record: Record) -> None:
+    """Change `state` in place by one record. Never raises."""
+    watch(state, record)
+    state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
+    last = state.sources.get(record.source, 0)
+    if record.source_seq > last:
+        state.sources[record.source] = record.source_seq
+        if not last and record.source.startswith("operator/"):
+            forget_requests(state)
+    if state.ailing:
+        state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
+    handler = HANDLERS.get(type(record.body))
+    if handler is not None:
+        disturb(state, record.body)
+        names = named(state, record.body)
+        before, any_sick = part(state, record.body, names), state.is_checked
+        handler(state, record, record.body)
+        call_roll(state, state.nodes if any_sick and names else names)  # others are believed then
+        state.num_inputs += part(state, record.body, names) != before
+
+
+# --- said by the leader -------------------------------------------------------------------------
+def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
+    state.nonce, state.heart = body.nonce, body.heart
+    for name, deadline in state.deadlines.items():
+        if not name.startswith("quarantine/"):  # a time of its own: no leader has to be there
+            deadline.due_s = record.at_s + deadline.length_s
+    for source in list(state.sources):
+        if source.startswith("leader/") and source != record.source:
+            del state.sources[source]
+
+
+def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
+    old, held, state.policy = state.policy, state.held, body.policy
+    settle_sick(state)
+    if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
+                                 for name in _PLANNED_BY):
+        state.replan = "the policy was set"
+    state.mtbf_gpu_s = 0.0  # the prior may be another
+    settle_mtbf(state)
+    if held and not state.held:
+        acts_again(state)
+    void_standings(state)
+
+
+def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation or node.health != "healthy":
+        return
+    node.health, node.since_s, node.silenced_seq = "unreachable", record.at_s, record.seq
+    state.roll.mark(node)
+    arm(state, f"replace/{node.name}", state.policy.replace_after_s)
+    for task in state.tasks.values():
+        await_silent(state, task)
+
+
+def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    if node.silent:
+        node.health, node.since_s, node.replace = "healthy", record.at_s, False
+        state.roll.mark(node)
+        disarm(state, f"replace/{node.name}")
+        for task in state.tasks.values():
+            await_silent(state, task)
+            for rank in task.ranks.values():
+                if rank.suspended and rank.slot.node == node.name:
+                    await_continued(state, task, rank)
+        state.replan = f"node {node.name} is back"
+
+
+# --- said by an agent about its node ------------------------------------------------------------
+def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None:
+    old = state.nodes.get(body.node)
+    if old is not None and body.incarnation <= old.incarnation:
+        return
+    why = f"the agent of {body.node} started again"
+    was_bare = (old is not None and old.health != "left" and old.num_slots == body.num_slots
+                and is_bare(state, old))
+    if old is not None:
+        give_up_node(state, record, old, why)
+    state.nodes[body.node] = node = Node(
+        name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
+        num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
+        since_s=record.at_s, keeper=body.keeper, keeper_start=first_keeper(body.incarnation),
+        labels=body.labels,
+        drained=old is not None and old.drained,
+        drain_reason=old.drain_reason if old is not None else "",
+    )
+    if old is not None:
+        carry_over(state, old, node)
+    settle_sick(state)
+    disarm(state, f"replace/{body.node}")
+    price_anew(state, body.node)
+    _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
+    present = state.roll.num_healthy - state.roll.there(node.name)[0] + node.num_slots
+    state.num_slots_max = max(state.num_slots_max, present)
+    if not (was_bare and is_bare(state, node)):
+        state.replan = f"node {body.node} joined"
+
+
+def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
+    """What an agent's predecessor spooled may still come; what was before that may not."""
+    own = f"{name}/"
+    for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
+        node, _, incarnation = source.rpartition("/")
+        if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
+            del state.sources[source]
+
+
+def _node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    give_up_node(state, record, node, "")
+    node.health, node.since_s = "left", record.at_s
+    settle_sick(state)
+    disarm(state, f"replace/{node.name}")
+    state.replan = f"node {node.name} left"
+
+
+def _reports_lost(state: ClusterState, record: Record, body: r.ReportsLost) -> None:
+    state.reports_lost += max(body.num_lost, 0)
+
+
+def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> None:
+    for task in state.tasks.values():
+        for rank in list(task.ranks.values()):
+            if rank.start_order == body.order and rank.state == "ordered":
+                drop_rank(state, task, rank)
+                fault(task, record, [rank], EXITED_ABNORMALLY,
+                      f"{body.node} refused to start rank {rank.rank}: {body.why}")
+                return
+        for rank in [*task.ranks.values(), *task.ghosts]:
+            if body.order in rank.stop_orders:
+                # There is no such process: its StartRank never reached the node.
+                drop_rank(state, task, rank)
+                return
+        refused = task.publishing.pop(body.order, None)
+        if refused is not None:
+            state.orders.pop(body.order, None)
+            if refused.final and not task.final_known:
+                task.ending = task.ending or "failed"
+                task.why = f"the final checkpoint could not be published: {body.why}"
+            return
+
+
+# --- said by a rank about its generation ---------------------------------------------------------
+def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.failed == task.generation:
+        return
+    if task.phase == "reconfiguring":
+        broken(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
+        return
+    rank.failed, rank.failed_seq = task.generation, record.seq
+    own = body.status in OF_DEVICES
+    rank.failed_status = (body.status if own or TABLE.get(body.status) == "SEV3"
+                          else network_status(body.error))
+    add_evidence(state.incidents.get(task.incident), record)
+    if own:
+        _broken_inside(task, record, rank, body.error)
+    if task.failed_s < 0:
+        task.failed_s = record.at_s
+        if len(task.living_members()) == len(task.members):
+            arm(state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max)
+
+
+def _broken_inside(task: Task, record: Record, rank: Rank, error: str) -> None:
+    """What failed under the collective is the rank's own: its process is to be started again.
+
+    Not where others do not have the whole state: then it is tried in place first.
+    """
+    fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
+    if covered(task, [other for other in task.living_members() if other.sound and (
+            other is not rank and not (
+                other.failed == task.generation and other.failed_status in OF_DEVICES))]):
+        rank.overdue = f"has {rank.failed_status}"
+
+
+def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is not None and rank is not None:
+        rank.quiesced, rank.step_version = body.generation, body.step_version
+        await_silent(state, task)
+
+
+def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.reconfigured == task.generation:
+        return
+    if task.phase != "reconfiguring":
+        return
+    rank.reconfigured, rank.has_state = task.generation, True
+    take_place(task, rank, body.step_version)
+    if rank.joined_iteration < 0:
+        rank.joined_iteration = max(body.step_version, task.furthest)
+    task.settled = body.step_version
+    await_silent(state, task)
+    incident = state.incidents.get(task.incident)
+    if incident is None:
+        return
+    may_be_read = body.origin in ("", "checkpoint")
+    order = state.orders.get(task.reconfigure_order) if may_be_read else None
+    told = decode_record(order).body if order is not None else None
+    take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "",
+                rank.slot.node)
+    if incident.down_since_s >= 0 and speaks(task, rank):
+        incident.kept += len(body.kept)
+        incident.dealt += len(body.dealt)
+
+
+def _reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is not None and rank is not None and task.phase == "reconfiguring":
+        broken(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
+
+
+def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if not body.losses or task.phase == "reconfiguring":
+        return
+    task.loss, task.rate_flops, task.micro_batches = (
+        body.losses[-1], body.rate_flops, body.micro_batches)
+    keep_times(state, task, body)
+    if body.step_s:
+        task.step_s = body.step_s[-1]
+    _stepped_to(state, task, body.first_iteration + len(body.losses))
+    too_slow(state, record, task)
+
+
+def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite) -> None:
+    """The iteration was done, whatever came of it."""
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if task.phase != "reconfiguring":
+        task.loss = None
+        _stepped_to(state, task, body.iteration + 1)
+
+
+def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
+    earned(state, task, iteration)
+    passed(state, task, iteration)
+    task.progressed_s = state.at_s
+    task.iteration = max(task.iteration, iteration)
+    task.furthest = max(task.furthest, iteration)
+    living = task.living_members()
+    for rank in living:
+        if iteration - rank.joined_iteration >= state.policy.restart_iterations:
+            task.restarts.pop(rank.rank, None)
+            was = task.blamed.pop(rank.rank, None)
+            if was is not None and was != rank.slot:
+                prove(state, task, was, rank.rank)
+            task.reattempts = 0
+    # What is told late, of iterations before the fault, does not end the interruption.
+    whole = len(living) == len(task.members) and not any(
+        rank.error_seq or rank.overdue for rank in living)
+    # One of a generation that is to end at this boundary, for a newcomer, does.
+    at_boundary = task.phase == "quiescing" and task.mode == "boundary"
+    if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
+        task.stepped = task.generation
+        stepped(state, task)
+        steps_again(state, task, iteration)
+
+
+def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
+    task = state.tasks.get(body.task)
+    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.state == "finished":
+        return
+    rank.state = "finished"
+    if not task.finished:
+        arm(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
+    task.finished.append(rank.rank)
+    task.forward_calls += body.forward_calls
+    task.iteration = max(task.iteration, body.step_version)
+
+
+def _of_generation(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
+    """The living member of the task's current generation, else None: what it says is stale."""
+    if task is None or generation != task.generation or task.phase == "ended":
+        return None
+    rank = task.member(number)
+    return rank if rank is not None and rank.attempt == attempt else None
+
+
+HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
+    r.DeadlineReached: deadline_reached, r.NodeSilenced: _node_silenced,
+    r.NodeHeard: _node_heard, r.NodeJoined: _node_joined,
+    r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,
+    r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
+    r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
+    r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
+    r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **STALLS, **PACES, **COPIES,
+    **REQUESTS, **DECISIONS, **HEALTH,
+}

@@ -1,0 +1,333 @@
+"""The fold of what nodes tell of their own health: evidence, kept for a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...events.records.decisions import IncidentEscalated, IncidentOpened, NodeQuarantined
+from ...events.records.envelope import Record
+from ...events.records.reports import DeviceErred, HealthChanged, QuarantineLifted
+from ...events.records.statuses import TASK_HANG
+from ...events.records.types import Body, Slot
+from ..incidents.quarantine import ail, num_unconfirmed_max, offend
+from ..incidents.severity import TABLE, severity_of
+from ..state.cluster import ClusterState
+from ..state.incident import Incident
+from ..state.node import (
+    NUM_CHECKS_MAX,
+    NUM_ERRED_MAX,
+    TEXT_CHARS_MAX,
+    Check,
+    Erred,
+    Node,
+    Quarantine,
+)
+from ..state.task import Task
+from .edits import EARLY_S, add_evidence, arm, disarm, price_anew
+
+NUM_NAMED_MAX = 3
+RECOVERED_S = 60.0
+"""So long no check calls a slot ill before it is used again: flapping moves a task once."""
+UNSURE = "; now it cannot say: "
+
+
+# --- said by agents -----------------------------------------------------------------------------
+def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
+    node = _node(state, body)
+    if node is None:
+        return
+    devices = _devices(state, node, body.devices, body.pid)
+    _evidence(state, record, node, Erred(
+        seq=record.seq, at_s=record.at_s, origin=body.origin, status=body.status, rule=body.rule,
+        text=" ".join(body.text.split())[:TEXT_CHARS_MAX], devices=devices, code=body.code,
+        pid=body.pid))
+
+
+def _health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
+    """The check's last word. What a driver calls unhealthy by a row of the table is evidence too.
+    """
+    node = _node(state, body)
+    if node is None:
+        return
+    devices = _devices(state, node, body.devices, 0)
+    if body.health == "unknown" and _cannot_say(node, body, devices):
+        settle_sick(state)
+        return
+    was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
+    before, state.is_checked = node.checks, True
+    node.checks = [one for one in node.checks if not _is_of(one, body, devices)]
+    if body.health != "healthy":
+        said_s = [one.at_s for one in before if one not in node.checks
+                  and one.health == body.health]
+        check = Check(check=body.check, health=body.health, why=body.why[:TEXT_CHARS_MAX],
+                      devices=devices, status=body.status, rule=body.rule, seq=record.seq,
+                      at_s=min(said_s, default=record.at_s))
+        node.checks = [*node.checks, check][-NUM_CHECKS_MAX:]
+        if _is_confirmed(check):
+            _evidence(state, record, node, Erred(
+                seq=record.seq, at_s=record.at_s, origin="check", status=body.status,
+                rule=body.rule, text=check.why, devices=devices, code=0, pid=0))
+    if any(one.health == "unhealthy" for one in before) and not any(
+            one.health == "unhealthy" for one in node.checks):
+        node.eased_s = state.at_s
+    if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
+        price_anew(state, node.name)
+    settle_sick(state)
+
+
+def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
+    """Whether the check speaks again of what it has said this of."""
+    return one.check == body.check and not (
+        devices and one.devices and not set(devices) & set(one.devices))
+
+
+def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
+    """What it called unhealthy stays so, until it says something else: it may hang of the same.
+
+    False where it called nothing so.
+    """
+    held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
+    for one in held:
+        why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
+        node.checks[node.checks.index(one)] = replace(one, why=why)
+    return bool(held)
+
+
+def _node(state: ClusterState, body: DeviceErred | HealthChanged) -> Node | None:
+    """The node in this incarnation; what an older one told is stale."""
+    node = state.nodes.get(body.node)
+    return node if node is not None and node.incarnation == body.incarnation else None
+
+
+def _devices(state: ClusterState, node: Node, told: tuple[int, ...], pid: int) -> tuple[int, ...]:
+    """The slots that are meant: those that are named, else the one whose process is named."""
+    devices = tuple(sorted({index for index in told if 0 <= index < node.num_slots}))
+    if devices or not pid:
+        return devices
+    for index, occupant in sorted(node.occupants.items()):
+        task = state.tasks.get(occupant.task)
+        rank = task.ranks.get(occupant.rank) if task is not None else None
+        if rank is not None and rank.pid == pid and rank.slot.node == node.name:
+            return (index,)
+    return ()
+
+
+def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> None:
+    """Keep it. The same again, or of slots that are out for another, belongs to that incident."""
+    for other in reversed(node.erred):
+        if other.incident and ((_goes_on(state, other) and other.is_like(erred))
+                               or _is_out_for(node, other, erred)):
+            erred.incident = other.incident
+            add_evidence(state.incidents.get(other.incident), record)
+            break
+    node.erred = [*node.erred, erred][-NUM_ERRED_MAX:]
+    if not erred.incident and severity_of(erred.status) == "SEV1":
+        ail(state, node)
+        arm(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
+
+
+def _goes_on(state: ClusterState, erred: Erred) -> bool:
+    incident = state.incidents.get(erred.incident)
+    return incident is not None and not incident.outcome
+
+
+def _is_out_for(node: Node, other: Erred, erred: Erred) -> bool:
+    """Whether all that it names, or could mean, is out already, for one like it among others."""
+    slots = erred.devices or tuple(range(node.num_slots))
+    return (all(index in node.slots_out for index in slots)
+            and (not other.devices or bool(set(slots) & set(other.devices))))
+
+
+# --- which slots a check takes out ----------------------------------------------------------------
+def _is_confirmed(check: Check) -> bool:
+    """Whether a driver says so, by a row of the table; a command of a site may be wrong itself."""
+    return (check.health == "unhealthy" and not check.is_site
+            and TABLE.get(check.status) == "SEV1")
+
+
+def settle_sick(state: ClusterState) -> None:
+    """Fold: what checks call unhealthy now. What none does any more comes back after a time.
+
+    Of nodes with nothing but unconfirmed checks, the first few: where many fail, the check does.
+    One that was believed stays so, and counts until its slots are used again: a check that ends
+    on one node after the other shall not take them out in turn.
+    """
+    if not state.is_checked:
+        return
+    del state.is_checked
+    unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
+                 for node in state.nodes.values() if node.health != "left"}
+    doubtful = sorted((min(x.seq for x in found), name) for name, found in unhealthy.items()
+                      if found and not any(_is_confirmed(x) for x in found))
+    most = num_unconfirmed_max(state)
+    believed = {node.name for node in state.nodes.values() if node.health != "left"
+                and node.slots_sick and not any(map(_is_confirmed, unhealthy[node.name]))}
+    believed.update([name for _, name in doubtful if name not in believed]
+                    [:max(most - len(believed), 0)])
+    for node in state.nodes.values():
+        found = unhealthy.get(node.name, [])
+        taken = [x for x in found if _is_confirmed(x) or node.name in believed]
+        slots = sorted({index for x in taken for index in x.devices or range(node.num_slots)})
+        why = "; ".join(f"{x.check}: {x.why}" for x in taken)
+        if found and not taken:
+            why = (f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so"
+                   f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
+                   + "; ".join(f"{x.check}: {x.why}" for x in found))
+        _take(state, node, slots, why)
+
+
+def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
+    """Who counts though no check of it says so any more."""
+    names = [name for name in sorted(believed) if not unhealthy[name]]
+    if not names:
+        return ""
+    told = " ".join(names[:NUM_NAMED_MAX]) + (
+        f" and {len(names) - NUM_NAMED_MAX} more" * (len(names) > NUM_NAMED_MAX))
+    return (f", slots of {told} are still out (used again {RECOVERED_S:g} s after it says healthy)")
+
+
+def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
+    name = f"recovered/{node.name}"
+    if set(slots) - set(node.slots_sick):
+        state.replan = f"{node.name} is unhealthy: {why}"
+    node.slots_well = {index: node.slots_well.get(index, state.at_s)
+                       for index in node.slots_sick if index not in slots}
+    if node.slots_well:
+        due, due_s = state.deadlines.get(name), min(node.slots_well.values()) + RECOVERED_S
+        if due is None or due.due_s < due_s:  # a new leader's may be later
+            arm(state, name, max(due_s - state.at_s, 0.0))
+        why = why or node.sick_why
+    else:
+        disarm(state, name)
+    node.slots_sick, node.sick_why = sorted({*slots, *node.slots_well}), why
+
+
+def _recovered(state: ClusterState, node: Node) -> None:
+    """Slots are used again that no check has called unhealthy for long enough; the others wait on.
+    """
+    well = sorted(index for index, since_s in node.slots_well.items()
+                  if state.at_s >= since_s + RECOVERED_S - EARLY_S)
+    node.slots_sick = [index for index in node.slots_sick if index not in well]
+    settle_sick(state)
+    if well:
+        which = "" if not node.slots_sick else f"slot{'s' * (len(well) > 1)} " + " ".join(
+            map(str, well)) + " of "
+        state.replan = f"{which}{node.name} is healthy again"
+
+
+# --- deadlines ----------------------------------------------------------------------------------
+def late_of_node(state: ClusterState, what: str, rest: str) -> None:
+    """A deadline of a node is over: an error stands alone, a check holds, a quarantine ends."""
+    name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
+    node = state.nodes.get(name)
+    if node is None:
+        return
+    if what == "device":
+        for erred in node.erred:
+            erred.due = erred.due or erred.seq == int(seq)
+    elif what == "recovered":
+        _recovered(state, node)
+    elif what == "quarantine" and node.quarantine is not None:
+        node.quarantine = None
+        state.replan = f"the quarantine of {node.name} is over"
+
+
+# --- decided --------------------------------------------------------------------------------------
+def take_evidence(state: ClusterState, incident: Incident,
+                  body: IncidentOpened | IncidentEscalated) -> None:
+    """What nodes told is now this incident's. At SEV1 the slots that it names are out.
+
+    What a check says takes them out by itself, for as long as it says so.
+    """
+    for node in _named(state, body):
+        for erred in node.erred:
+            if erred.seq not in body.evidence:
+                continue
+            erred.incident = incident.id
+            disarm(state, f"device/{node.name}/{erred.seq}")
+            if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
+                    erred.origin != "check") and (erred.devices or not incident.task):
+                _erred_out(state, node, erred)
+    if not incident.task and body.node in state.nodes:
+        state.nodes[body.node].incident = incident.id
+        ail(state, state.nodes[body.node])
+
+
+def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> list[Node]:
+    found = state.nodes.get(body.node)
+    return [found] if found is not None and found.erred else []
+
+
+def take_out(node: Node, slots: tuple[int, ...], why: str) -> None:
+    """Fold: nothing is started on these slots until the agent joins again; the first reason stands.
+    """
+    for index in slots:
+        if index not in node.slots_out:
+            node.out_why[index] = why[:TEXT_CHARS_MAX]
+    node.slots_out = sorted({*node.slots_out, *slots})
+
+
+def _erred_out(state: ClusterState, node: Node, erred: Erred) -> None:
+    slots = erred.devices or tuple(range(node.num_slots))
+    if set(slots) - set(node.slots_out):
+        take_out(node, slots, f"{erred.status} ({erred.rule}): {erred.text}")
+        told = " ".join(map(str, slots))
+        state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{told} erred"
+
+
+def blame(state: ClusterState, incident: Incident, body: IncidentOpened | IncidentEscalated, *,
+          on_purpose: bool) -> None:
+    """At SEV1 the node that is named has failed, unless somebody asked for it."""
+    if body.severity == "SEV1" and body.node and not on_purpose:
+        offend(state, incident=incident.id, node=body.node, status=body.status,
+               why=body.why[:TEXT_CHARS_MAX])
+
+
+def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
+    """A rank that failed again and again goes on elsewhere: it was the slot."""
+    at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
+    offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
+           why=f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again, and "
+               "not elsewhere")
+
+
+def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
+    node = state.nodes.get(body.node)
+    if node is None:
+        return
+    node.quarantine = Quarantine(since_s=record.at_s, until_s=body.until_s, why=body.why,
+                                 incidents=body.incidents)
+    for offence in node.offences:
+        offence.fresh = False
+    arm(state, f"quarantine/{node.name}", max(body.until_s - record.at_s, 0.0))
+    state.replan = f"node {node.name} quarantined"
+
+
+def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
+    node = state.nodes.get(body.node)
+    if node is None:
+        return
+    node.offences = []
+    disarm(state, f"quarantine/{node.name}")
+    if node.quarantine is not None:
+        node.quarantine = None
+        state.replan = f"the quarantine of {node.name} was lifted"
+
+
+def carry_over(state: ClusterState, old: Node, new: Node) -> None:
+    """What stays with a node when its agent joins again: what it did, and what follows from it."""
+    new.quarantine = replace(old.quarantine) if old.quarantine is not None else None
+    new.offences = old.offences
+    new.incident = old.incident
+    for erred in old.erred:
+        disarm(state, f"device/{old.name}/{erred.seq}")
+    disarm(state, f"recovered/{old.name}")
+
+
+HEALTH: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    DeviceErred: _device_erred, HealthChanged: _health_changed,
+    NodeQuarantined: _quarantined, QuarantineLifted: _quarantine_lifted,
+}

@@ -1,0 +1,107 @@
+"""The fold of operators' requests: what a person asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...events.records import reports as r
+from ...events.records import types as t
+from ...events.records.envelope import Record
+from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec
+from ..decide.bare import is_bare
+from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
+from ..state.members import inject_fault
+from ..state.task import Task
+from ..throughput.flops import iteration_flops
+from ..throughput.transition_cost import void_standings
+
+
+def forget_requests(state: ClusterState) -> None:
+    """Whose repetition is not recognised any more: all but the newest."""
+    requests = [source for source in state.sources if source.startswith("operator/")]
+    for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
+        del state.sources[source]
+
+
+def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
+    state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
+                                   submitted_s=record.at_s, since_s=record.at_s,
+                                   modelled=body.modelled, iteration_flops=_flops(body.spec))
+    state.replan = f"task {body.spec.name} submitted"
+
+
+def _flops(spec: JobSpec) -> float:
+    """Of one iteration, where the spec says so: training ranks tell it themselves."""
+    return iteration_flops(spec.model) if spec.model is not None else 0.0
+
+
+def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
+    task = state.tasks.get(body.task)
+    if task is not None and task.phase != "ended" and (
+            not task.ending or (state.held and task.ending == "failed")):  # held, it waits
+        before = f"; it had failed: {task.why}" if task.ending else ""
+        task.ending, task.withheld = "cancelled", ""
+        task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
+        task.since_s = record.at_s
+
+
+def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
+    task = state.tasks.get(body.task)
+    usable = 1 / WEIGHT_RATIO_MAX <= body.weight <= WEIGHT_RATIO_MAX
+    if task is not None and task.phase != "ended" and usable and task.weight != body.weight:
+        task.weight = body.weight
+        state.replan = f"task {task.spec.name} has weight {body.weight:g}"
+
+
+def _healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
+    state.frozen = body.reason or "no reason given"
+    void_standings(state)
+
+
+def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
+    if state.frozen:
+        state.frozen = ""
+        acts_again(state)
+
+
+def acts_again(state: ClusterState) -> None:
+    """Nothing is withheld any more: what was only planned is to be planned anew."""
+    for task in state.tasks.values():
+        task.withheld = ""
+    state.replan = "healing resumed"
+
+
+def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
+    """What comes of it says nothing of how often things break."""
+    order = inject_fault(state, body)
+    if order is not None:
+        node, task = state.nodes[order.nodes[0]], state.tasks.get(order.task)
+        if order.what == "node":
+            node.harmed_s = record.at_s
+        elif task is not None:
+            task.ranks[order.rank].harmed_s = record.at_s
+
+
+def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
+    node = state.nodes.get(body.node)
+    if node is not None:
+        if not node.drained and not is_bare(state, node):
+            state.replan = f"node {node.name} drained"
+        node.drained, node.drain_reason = True, body.reason
+
+
+def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) -> None:
+    node = state.nodes.get(body.node)
+    if node is not None and node.drained:
+        node.drained, node.drain_reason = False, ""
+        if not is_bare(state, node):
+            state.replan = f"node {node.name} undrained"
+
+
+REQUESTS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.TaskSubmitted: _task_submitted, r.TaskCancelRequested: _cancel_requested,
+    r.TaskWeightSet: _weight_set, r.HealingFrozen: _healing_frozen,
+    r.HealingResumed: _healing_resumed, r.NodeDrained: _node_drained,
+    r.NodeUndrained: _node_undrained, r.FaultRequested: _fault_requested,
+}

@@ -1,0 +1,88 @@
+"""The fold of what a command's own log tells: how far it is, and how long its iterations take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...events.records.envelope import Record
+from ...events.records.reports import IterationsLogged
+from ...events.records.types import Body
+from ...events.spec.job import RATE_FLOPS_MAX
+from ..state.cluster import ClusterState
+from ..state.task import Logged, Task
+from ..throughput.calibration import batch_counts, keep_logged
+from ..throughput.transition_cost import goes_on, num_slots
+from .edits import earned, find
+from .hangs import prints_again
+
+ITERATIONS_MAX = 10**12
+"""More is absurd."""
+
+
+def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
+    """Of a round of processes whoever tells first is believed, and nobody else.
+
+    A command counts its iterations itself. After a restart it goes back to its own checkpoint; what
+    it did before it was first heard of is not counted as work. Earlier restarts are forgiven when
+    it is that much further than ever before.
+    """
+    task = state.tasks.get(body.task)
+    rank = find(task, body.rank, body.attempt)
+    if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
+        return
+    if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:
+        return
+    logged = task.logged
+    if logged is None or logged.round != task.rounds:
+        _begins_again(state, task, body.iteration)
+        task.logged = logged = Logged(round=task.rounds, rank=body.rank, first=body.iteration,
+                                      iterations=0, size=num_slots(task),
+                                      furthest=task.furthest or body.iteration)
+        goes_on(state, task, body.iteration)
+    elif logged.rank != body.rank:
+        return
+    prints_again(state, task, body.rank, body.attempt)
+    if body.iteration < logged.first:
+        logged.first = body.iteration
+    logged.iterations = body.iterations if body.iterations >= body.iteration else 0
+    logged.global_batch = body.global_batch
+    keep_logged(state, task, body)
+    logged.disturbed = any(one.suspended for one in task.ranks.values())
+    _tell(state, task, body)
+    if body.iteration - logged.furthest >= state.policy.restart_iterations:
+        task.restarts.clear()
+
+
+def _begins_again(state: ClusterState, task: Task, iteration: int) -> None:
+    """A new round prints its first line: what earlier ones had printed beyond it is done again.
+
+    Its newest incident is told, unless that knows what it cost: then a plan has moved the task.
+    """
+    lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
+    task.iterations_lost += lost
+    for incident in reversed(state.incidents.values()):
+        if incident.task != task.id:
+            continue
+        if incident.iterations_lost is None or not incident.outcome:
+            incident.iterations_lost = (incident.iterations_lost or 0) + lost
+            if lost and incident.outcome == "healed":
+                incident.outcome = "set back"
+                task.healed -= 1
+        return
+
+
+def _tell(state: ClusterState, task: Task, body: IterationsLogged) -> None:
+    counts = batch_counts(task)
+    new = min(body.iteration - task.furthest, body.num_iterations)
+    earned(state, task, task.furthest + (new if counts else 0))
+    task.furthest = max(task.furthest, body.iteration)
+    task.iteration, task.progressed_s = body.iteration, state.at_s
+    task.loss, task.step_s = body.loss, body.step_s
+    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
+    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
+
+
+LOGGED: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    IterationsLogged: _iterations_logged,
+}

@@ -1,0 +1,113 @@
+"""The fold of paces: who holds up the others, and whoever does so beyond measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...events.records import reports as r
+from ...events.records.decisions import DegradedPriced
+from ...events.records.envelope import Record
+from ...events.records.statuses import TASK_HANG
+from ...events.records.types import Body
+from ...events.spec.parallelism import coordinates, num_places
+from ..incidents.stragglers import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
+from ..state.cluster import ClusterState
+from ..state.task import Pace, Priced, Task
+from ..throughput.calibration import forget_times
+from .edits import fault, price_anew
+from .hangs import crawls
+
+SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
+"""Why a rank that is slow for good is overdue."""
+NUM_ITERATIONS_MIN = 5
+"""Of which a pace is told, before it is one."""
+CHANGED_RATIO = 1.05
+"""A slow rank is priced anew where it has become so much slower, or faster."""
+
+
+def _rank_paced(state: ClusterState, record: Record, body: r.RankPaced) -> None:
+    task = state.tasks.get(body.task)
+    rank = task.member(body.rank) if task is not None else None
+    if task is None or rank is None or rank.attempt != body.attempt:
+        return
+    if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
+        return
+    if body.num_iterations == 1:
+        crawls(state, record, task, body)
+    if body.num_iterations < NUM_ITERATIONS_MIN:
+        return  # a single one that lasted long: it says nothing of the next
+    task.paces[body.rank] = _pace(task, record.seq, body, task.paces.get(body.rank))
+    before, task.slow = task.slow, slow_ranks(task, record.at_s)
+    for number in sorted(before.keys() | task.slow.keys()):
+        was, now = before.get(number), task.slow.get(number)
+        if was is None or now is None or before.keys() != task.slow.keys() or not (
+                1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO):
+            price_anew(state, task.ranks[number].slot.node)
+    if task.slow and not before:
+        forget_times(state, task, body.num_iterations)
+    if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
+        task.slowed.pop(_place(rank.slot.node, rank.slot.index), None)
+        if rank.overdue == SLOWED and not rank.stopping:
+            rank.overdue = ""  # healing was held meanwhile
+    too_slow(state, record, task)
+
+
+def _pace(task: Task, seq: int, body: r.RankPaced, old: Pace | None) -> Pace:
+    """The first one, or one that was never so fast, says what is normal; so does that of an earlier
+    generation which gave it as many micro-batches."""
+    num = _num_micro_batches(task, body.rank)
+    new = Pace(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
+               own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
+               normal_iteration_s=body.iteration_s, seq=seq)
+    if old is None or old.normal_num != num or not 0 < old.normal_s <= body.own_s:
+        return new
+    return replace(new, normal_s=old.normal_s, normal_iteration_s=min(
+        old.normal_iteration_s, body.iteration_s))
+
+
+def _num_micro_batches(task: Task, number: int) -> int:
+    """The member's part of an iteration, as its generation deals it."""
+    train = task.spec.training
+    place = next(i for i, member in enumerate(task.members) if member.rank == number)
+    if train is None:
+        return 0
+    if task.axes is None:
+        return len(range(place, train.num_micro_batches, len(task.members)))
+    if place >= num_places(task.axes):
+        return 0
+    return len(range(coordinates(task.axes, place).dp, train.num_micro_batches, task.axes.dp))
+
+
+def too_slow(state: ClusterState, record: Record, task: Task) -> None:
+    """Whoever is slow for good and beyond measure starts again, at once: the others finish the
+    iteration. On the same slot again and again, it is the slot that is taken out: iterations are
+    no progress here, so they forgive nothing."""
+    if not task.slow or task.phase != "training" or task.incident or task.ending or (
+            len(task.living_members()) < len(task.members)):
+        return
+    for rank in at_fault(task):
+        pace, slow = task.paces[rank.rank], task.slow[rank.rank]
+        place = _place(rank.slot.node, rank.slot.index)
+        task.slowed[place] = task.slowed.get(place, 0) + 1
+        rank.overdue = SLOWED
+        fault(task, record, [rank], TASK_HANG,
+              f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
+              f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
+        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[place])
+
+
+def _place(node: str, index: int) -> str:
+    return f"{node}/{index}"
+
+
+def degraded_priced(state: ClusterState, record: Record, body: DegradedPriced) -> None:
+    state.to_price = [name for name in state.to_price if name != body.node]
+    state.degraded[body.node] = Priced(
+        tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
+        why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
+
+
+PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {r.RankPaced: _rank_paced}

@@ -1,0 +1,101 @@
+"""Incidents of a node alone: a device that erred while its rank went on, or while it was idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened
+from ...events.records.envelope import Record
+from ...events.records.reports import DeviceErred, HealthChanged
+from ...events.records.types import Body
+from ..state.cluster import ClusterState
+from ..state.node import Erred, Node
+from . import quarantine
+from .root_cause import in_words, is_near, matches
+from .severity import severity_of, worse
+
+
+def settle(state: ClusterState, record: Record) -> Iterator[Body]:
+    """What is to be decided of nodes that ail: each error joined, or told alone, or over."""
+    for name in list(state.ailing):
+        node = state.nodes[name]
+        if isinstance(record.body, (DeviceErred, HealthChanged)):
+            yield from _join(state, node)
+        yield from _alone(state, node)
+        yield from _close(state, node)
+        yield from quarantine.judge(state, node)
+
+
+def is_open(state: ClusterState, node: Node) -> bool:
+    """Whether something of it is still to be decided."""
+    return bool(node.incident) or quarantine.is_due(state, node) or any(
+        not one.incident and (not one.due or _slots(state, node, one)) for one in node.erred)
+
+
+def _join(state: ClusterState, node: Node) -> Iterator[Body]:
+    """An error that came after what it did to a rank: it is the cause of that incident."""
+    for erred in [one for one in node.erred if not one.incident]:
+        severity = severity_of(erred.status)
+        for key in sorted(state.tasks):
+            task = state.tasks[key]
+            incident = state.incidents.get(task.incident)
+            if incident is None or incident.outcome:
+                continue
+            struck = [x for x in incident.strikes
+                      if matches(node, erred, x) and is_near(state, erred, x.at_s)]
+            if struck:
+                graver = worse(incident.severity, severity) != incident.severity
+                there = [x.rank for x in struck if (rank := task.ranks.get(x.rank)) is None
+                         or rank.slot == x.slot]
+                yield IncidentEscalated(
+                    of=incident.id, severity=severity, status=erred.status, node=node.name,
+                    ranks=tuple(sorted(set(there))) if graver else (),
+                    why=in_words(node.name, erred), evidence=(erred.seq,))
+
+
+def _alone(state: ClusterState, node: Node) -> Iterator[Body]:
+    """No rank failed of it in time: its slots are left in order, at an iteration's end."""
+    for erred in list(node.erred):
+        if erred.incident or not erred.due or not _slots(state, node, erred):
+            continue
+        told = [erred, *(x for x in node.erred if x is not erred and not x.incident
+                         and (x.is_like(erred) or _seconds(state, erred, x)))]
+        out = " ".join(map(str, erred.devices))
+        what = f"slot{'s' * (len(erred.devices) > 1)} {out}" if erred.devices else "all its slots"
+        why = f"{in_words(node.name, erred)}; no rank failed of it, {what} shall be left"
+        evidence = tuple(sorted(x.seq for x in told))
+        if node.incident:
+            yield IncidentEscalated(of=node.incident, severity="SEV1", ranks=(), why=why,
+                                    evidence=evidence, status=erred.status, node=node.name)
+        else:
+            yield IncidentOpened(severity="SEV1", status=erred.status, task=0, node=node.name,
+                                 ranks=(), why=why, evidence=evidence)
+
+
+def _slots(state: ClusterState, node: Node, erred: Erred) -> list[int]:
+    """Slots that an error by itself takes out: what it names; all, where a second source agrees.
+
+    Only SEV1 does. Nothing is taken out of which nobody says which device it is, but for that.
+    """
+    if severity_of(erred.status) != "SEV1":
+        return []
+    if erred.devices:
+        return [index for index in erred.devices if index not in node.slots_out]
+    second = any(_seconds(state, erred, other) for other in node.erred if other is not erred)
+    return [index for index in range(node.num_slots)
+            if index not in node.slots_out] if second else []
+
+
+def _seconds(state: ClusterState, erred: Erred, other: Erred) -> bool:
+    """Whether another error of the whole node, of another source or kind, says the same."""
+    return (not erred.devices and not other.devices and severity_of(other.status) == "SEV1"
+            and is_near(state, erred, other.at_s)
+            and (other.origin, other.rule) != (erred.origin, erred.rule))
+
+
+def _close(state: ClusterState, node: Node) -> Iterator[Body]:
+    """Nothing runs any more where it erred."""
+    if node.incident and not any(node.is_out(index) for index in node.occupants):
+        yield IncidentClosed(of=node.incident, outcome="healed", pause_s=0.0, iterations_lost=0,
+                             kept=0, dealt=0, ckpt_read=False,
+                             why=f"nothing runs there any more, {node.name} is to be repaired")

@@ -1,0 +1,147 @@
+"""How bad an error status is, and what more of it becomes: our reading of the paper's table."""
+
+from __future__ import annotations
+
+from ...events.records.reports import RankExited
+from ...events.records.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    CUDA_ERRORS,
+    ECC_ERRORS,
+    EXITED_ABNORMALLY,
+    GPU_DRIVER_ERRORS,
+    ILLEGAL_MEMORY_ACCESS,
+    INVALID_DMA_MAPPING,
+    LINK_FLAPPING,
+    LOST_CONNECTION,
+    NCCL_TIMEOUT,
+    NVLINK_ERRORS,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    TASK_HANG,
+    WRONG_INPUT,
+)
+from ...events.records.types import Severity
+
+TABLE: dict[str, Severity] = {
+    # node health monitoring
+    LOST_CONNECTION: "SEV1",
+    # process supervision
+    EXITED_ABNORMALLY: "SEV2",
+    # exception propagation
+    CONNECTION_REFUSED: "SEV3",
+    CONNECTION_RESET: "SEV3",
+    ILLEGAL_MEMORY_ACCESS: "SEV2",
+    ECC_ERRORS: "SEV1",
+    INVALID_DMA_MAPPING: "SEV1",
+    CUDA_ERRORS: "SEV2",
+    NVLINK_ERRORS: "SEV1",
+    GPU_DRIVER_ERRORS: "SEV1",
+    OTHER_NETWORK: "SEV3",
+    OTHER_SOFTWARE: "SEV2",
+    # online statistical monitoring
+    NCCL_TIMEOUT: "SEV3",
+    LINK_FLAPPING: "SEV3",
+    TASK_HANG: "SEV2",
+    # ours
+    WRONG_INPUT: "SEV2",
+}
+OF_DEVICES = frozenset((ILLEGAL_MEMORY_ACCESS, ECC_ERRORS, INVALID_DMA_MAPPING, CUDA_ERRORS,
+                        NVLINK_ERRORS, GPU_DRIVER_ERRORS))
+"""Rows that a rank can only tell of its own device: never another's end."""
+HANDLING: dict[Severity, tuple[str, str, str]] = {
+    "SEV3": ("reattempt in place: the communicators are built again, every process lives",
+             "restarts_max reattempts within restart_iterations iterations",
+             "the processes are started again, as SEV2"),
+    "SEV2": ("restart the process on its slot; the others keep their state and go on",
+             "restarts_max restarts of a rank, with fewer than restart_iterations new iterations "
+             "between each two; the same fault at the same iteration 2 x (restarts_max + 1) times "
+             "in whichever rank",
+             "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed"),
+    "SEV1": ("reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
+             "quarantine_faults faults of one node within quarantine_window_s",
+             "the node is quarantined for quarantine_s, until unicron lift"),
+}
+"""By severity: the first step, its budget (of the policy), and what follows when that is spent."""
+_NETWORK = {
+    CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
+    CONNECTION_REFUSED: ("connection refused",),
+    NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
+}
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT",
+           7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
+           13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ",
+           31: "SIGSYS"}
+"""Linux's, as a process may end by: a log says the same wherever it is replayed."""
+CAUSE_CHARS_MAX = 120
+"""Of a cause, in a sentence: the record has all of it."""
+_ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
+_BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
+
+
+def row_of(word: str) -> str:
+    """The row of the table that somebody wrote by hand: `Lost connection`, `ECC error`; empty for
+    none."""
+    plain = word.strip().lower().replace("_", " ")
+    if plain == "usageerror":  # what Python calls it, not the table
+        return ""
+    return _BY_WORD.get(plain) or _BY_WORD.get(f"{plain}s", "")
+
+
+def status_of(error: str) -> str:
+    """The row of the table that a reported error belongs to; a stranger is other software."""
+    return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
+
+
+def told_status(told: str, else_: str) -> str:
+    """What a worker's classifier called it, where that is a row of the table.
+
+    What the job spec names wrongly is told by the rank alone.
+    """
+    return told if told in TABLE and else_ != WRONG_INPUT else else_
+
+
+def severity_of(status: str, *, process_ended: bool = False) -> Severity:
+    """The severity of a status. What ended a process needs a restart, so it is at least SEV2."""
+    severity = TABLE.get(status, "SEV2")
+    return worse(severity, "SEV2") if process_ended else severity
+
+
+def worse(one: Severity, other: Severity) -> Severity:
+    """The graver of two: SEV1 before SEV2 before SEV3."""
+    return one if _ORDER[one] <= _ORDER[other] else other
+
+
+def network_status(error: str) -> str:
+    """Which network row a failed collective without root cause is, by what gloo, torch's store and
+    NCCL say; the name of an exception ("RuntimeError") is no word of theirs."""
+    said = error.lower()
+    for status, words in _NETWORK.items():
+        if any(word in said for word in words):
+            return status
+    return OTHER_NETWORK
+
+
+def exit_in_words(body: RankExited) -> str:
+    """How a process ended, with its cause: `exit code 1: KeyError: 'rate'`, `signal 9 (SIGKILL):
+    killed from outside`, `exit code 0 before it had finished`."""
+    if body.signal is not None:
+        how = f"signal {body.signal}"
+        if body.cause and body.signal in SIGNALS:  # logs of older agents, without, say as they said
+            how += f" ({SIGNALS[body.signal]})"
+    elif body.exit_code == 0:
+        how = "exit code 0 before it had finished"
+    else:
+        how = f"exit code {body.exit_code}"
+    cause = " ".join(body.cause.split())
+    if len(cause) > CAUSE_CHARS_MAX:
+        cause = cause[: CAUSE_CHARS_MAX - 3] + "..."
+    if not cause or cause.startswith(how):  # the cause may begin with it
+        return cause or how
+    return f"{how}: {cause}"
+
+
+def last_line(text: str) -> str:
+    """Of a traceback, the line that says what it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

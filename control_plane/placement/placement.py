@@ -1,0 +1,200 @@
+"""From counts to seats: which task sits where.
+
+The hard rule (spread.py): a training task of two or more seats is on two nodes, and on two racks
+where nodes are labelled, so that all of its state has holders on both. It is kept wherever it can
+be without moving a seat of a task that stays as it is: a healthy task is not moved for the spread
+alone, its own or another's. One that is placed anew, grows, shrinks or lost a seat may have more of
+its seats moved, but only for that rule and as few as it takes. Apart from it every seat that can be
+kept is kept, new ones are as near to them as there is room (the same node, the same switch, the
+same rack, then anywhere), and few nodes are taken. Of two tasks the one with more state chooses
+first, and of as many seats those are moved that have least. A command whose model is spread by
+tensor parallelism has each of those groups on one node, if there is any way to (groups.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+from ...events.records.types import Labels, Seat, Slot
+from ..state.task import Task
+from ..throughput.state_size import seat_bytes
+from . import tensor_groups
+from .free_slots import Room, domain, neighbours
+from .topology_spread import Taken, spread
+
+Where = Mapping[str, Labels]
+"""Labels by node."""
+
+
+def place(tasks: Sequence[Task], counts: Sequence[int],
+          slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
+    """By task: the seats of `counts[i]` slots for task i; the counts fit into `slots`."""
+    wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
+    usable = set(slots)
+    taken = _claims(tasks, wanted, usable, where)
+    grouped = [task for task in tasks if tensor_groups.size(task, wanted[task.id]) > 1
+               and (len(task.target) != wanted[task.id]
+                    or sorted(taken[task.id]) != sorted(seat.slot for seat in task.target))]
+    for task in grouped:
+        taken[task.id] = []
+    given = {slot for own in taken.values() for slot in own}
+    dealt, room = tensor_groups.deal(grouped, wanted, slots, given, where)
+    taken |= dealt
+    for task in sorted(tasks, key=lambda task: (  # who has no state is near to nothing
+            not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
+        own = taken[task.id]
+        own += _choose(room, own, wanted[task.id] - len(own), where)
+    movable = [task for task in tasks if len(task.target) != wanted[task.id]
+               or any(seat.slot not in usable for seat in task.target)]
+    spread([task for task in movable if task.id not in dealt], taken, room, where)
+    if dealt:  # a group is torn for the hard rule alone, where nothing else would do
+        spread(movable, taken, room, where)
+    return {task.id: _seats(task, taken[task.id]) for task in tasks}
+
+
+# --- what is kept -------------------------------------------------------------------------------
+def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
+            where: Where) -> Taken:
+    """What each keeps: first seats with a process, then processes that were to leave, then
+    seats that are still empty. So two tasks never wait for each other's slots."""
+    taken: Taken = {}
+    for task in tasks:
+        here = [seat for seat in task.target if seat.slot in usable and seat.rank in task.ranks]
+        taken[task.id] = [seat.slot for seat in _keep(here, wanted[task.id], where)]
+    claimed = {slot for own in taken.values() for slot in own}
+    for kind in (_processes, _empty):
+        for task in tasks:
+            for slot in kind(task):
+                if slot in usable and slot not in claimed and (
+                        len(taken[task.id]) < wanted[task.id]):
+                    taken[task.id].append(slot)
+                    claimed.add(slot)
+    return taken
+
+
+def _processes(task: Task) -> list[Slot]:
+    """Where members are that may stay."""
+    return sorted(rank.slot for rank in task.living_members() if rank.sound)
+
+
+def _empty(task: Task) -> list[Slot]:
+    return [seat.slot for seat in sorted(task.target) if seat.rank not in task.ranks]
+
+
+def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
+    """Drop seats until `count` are left, so that two racks stay and few nodes.
+
+    Of two racks from the fuller one, else from the emptiest; there from the emptiest node, of the
+    last two nodes from the fuller one. Among equals the highest rank goes.
+    """
+    racks: dict[str, list[Seat]] = {}
+    for seat in sorted(seats):
+        racks.setdefault(domain(seat.slot.node, where), []).append(seat)
+    if len(seats) > count and len(racks) == 1 and len({seat.slot.node for seat in seats}) > 1:
+        return _keep(seats, count, {})
+    drop = len(seats) - count
+    heap = [(len(own), -own[-1].rank, rack) for rack, own in racks.items()]
+    heapify(heap)
+    while drop > 0 and (len(racks) != 2 or count < 2):
+        _, _, rack = heappop(heap)  # what is emptiest stays so until it is empty
+        num = min(drop, len(racks[rack]))
+        racks[rack] = _emptiest_first(racks[rack])[num:]
+        drop -= num
+        if not racks[rack]:
+            del racks[rack]
+    if drop > 0:
+        left = [_emptiest_first(own)[::-1] for own in racks.values()]
+        for _ in range(drop):
+            max(left, key=lambda own: (len(own), own[-1].rank)).pop()
+        return sorted(seat for own in left for seat in own)
+    return sorted(seat for own in racks.values() for seat in own)
+
+
+def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
+    """Node by node, of equals those of the highest rank first; on a node the highest rank first."""
+    on: dict[str, list[Seat]] = {}
+    for seat in sorted(seats, reverse=True):
+        on.setdefault(seat.slot.node, []).append(seat)
+    return [seat for own in sorted(on.values(), key=lambda own: (len(own), -own[0].rank))
+            for seat in own]
+
+
+# --- what is new --------------------------------------------------------------------------------
+def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
+    """`count` slots: own nodes first, then the nearest, of these the emptiest; two racks, or two
+    nodes, where there are two."""
+    chosen: list[Slot] = []
+    nodes = dict.fromkeys(sorted(slot.node for slot in own))
+    racks = dict.fromkeys(domain(node, where) for node in nodes)
+    near = [(-room.on(node), node) for node in nodes if room.on(node)]
+    heapify(near)
+    near_by = neighbours(nodes, where)
+    while (left := count - len(chosen)) > 0:
+        node = _elsewhere(room, nodes, racks, where) if left == 1 else None
+        if node is None:
+            node = near[0][1] if near else room.nearest(near_by)
+        if node is None:
+            break
+        alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
+        chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
+        nodes[node] = racks[domain(node, where)] = None
+        for known, new in zip(near_by, neighbours([node], where), strict=True):
+            known.update(new)
+        if near:
+            heappop(near)
+        if room.on(node):
+            heappush(near, (-room.on(node), node))
+    return chosen
+
+
+def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
+               where: Where) -> str | None:
+    """Where the last seat has to go, so that not all are on one rack, or on one node."""
+    if len(racks) != 1:
+        return None
+    found = room.roomiest(but=lambda node: domain(node, where) in racks)
+    if found is None and len(nodes) == 1:
+        found = room.roomiest(but=lambda node: node in nodes)
+    return found
+
+
+def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
+    """Numbers for the slots: a seat or a process that is there keeps its own."""
+    if not task.heals_in_memory:
+        every = tensor_groups.ranked(slots, tensor_groups.size(task, len(slots)))
+        if sorted(every) == sorted(seat.slot for seat in task.target):
+            return task.target
+        return tuple(Seat(number, slot) for number, slot in enumerate(every))
+    known = {rank.slot: rank.rank for rank in task.living_members()}
+    known |= {seat.slot: seat.rank for seat in task.target}
+    used = {known[slot] for slot in slots if slot in known} | set(task.ranks)
+    numbers = (number for number in range(len(used) + len(slots)) if number not in used)
+    return tuple(sorted(Seat(known[slot] if slot in known else next(numbers), slot)
+                        for slot in sorted(slots)))
+
+
+def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
+    """What a person should know of this placement: what the loss of a node would cost, and why all
+    is on one node, or on one rack."""
+    nodes = sorted({seat.slot.node for seat in seats})
+    if not task.heals_in_memory or len(nodes) > 1:
+        told = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+                f"{tensor_groups.why_torn(task, seats, slots)}")
+        if not task.heals_in_memory or len({domain(node, where) for node in nodes}) > 1:
+            return told
+        only = len({domain(slot.node, where) for slot in slots}) == 1
+        why = "no slot is on another rack" if only else "no other rack has room"
+        return f"{told}, all on {domain(nodes[0], where)}: {why}"
+    num, since = task.lost_with(nodes[0]), "checkpoint" if task.saved_iteration else "start"
+    elsewhere = [copy for copy in task.copies if copy.node != nodes[0]]
+    state = "no state elsewhere"
+    if elsewhere and max(copy.step_version for copy in elsewhere) >= task.saved_iteration:
+        since, state = "copy", f"a copy on {' '.join(sorted({copy.node for copy in elsewhere}))}"
+    lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
+    cost = f"on {nodes[0]}, {state}: its loss would cost {lost}"
+    if len(seats) == 1:
+        return f"one seat {cost}"
+    only = len({slot.node for slot in slots}) == 1
+    why = "there is no other node" if only else "no other node has room"
+    return f"all {len(seats)} seats {cost}; {why}"

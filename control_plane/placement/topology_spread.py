@@ -1,0 +1,333 @@
+"""The hard rule: each piece of a task's state on two nodes, on two racks where they are labelled.
+
+Seats of movable tasks go from node to node until no node, and then no rack, holds all seats of a
+training task. A flow from tasks by racks to nodes, whose bound on each edge is one seat less than
+the task has: for each task that breaks the rule one cheapest augmenting path. As in any flow, where
+there is none the rule cannot be kept for more of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+
+from msgspec import Struct
+
+from ...events.records.types import Labels, Seat, Slot
+from ..state.task import Task
+from ..throughput.state_size import seat_bytes
+from ..throughput.training_layouts import layout_within
+from .free_slots import NOWHERE, Room, domain
+
+Taken = dict[int, list[Slot]]
+"""Slots by task."""
+Move = tuple[int, str, str]
+"""One seat of a task from a node to another."""
+SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
+"""What a process that moves costs, by where its state is nearest."""
+BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
+"""What a byte costs of a process that ends here and starts there: more than a path's distances; the
+process itself: more than all bytes of a path; and a task that is brought onto one rack: more than
+all moves of a path; and what is reached by no path."""
+
+
+def elsewhere(task: Task, count: int) -> int:
+    """So many seats of a training task belong on another node than the rest: those of one replica,
+    so that each part of the model is on two. 0: it has one replica, or it is no training."""
+    train = task.spec.training
+    axes = layout_within(train, count) if train is not None else None
+    if train is None or count < 2:
+        return 0
+    if axes is None:
+        return 1
+    return axes.tp * axes.pp if axes.dp > 1 else 0
+
+
+def spread(movable: Sequence[Task], taken: Taken, room: Room,
+           where: Mapping[str, Labels]) -> None:
+    """Change `taken` until the rule holds for as many movable tasks as it can, by few moves."""
+    one_rack = [task.id for task in movable if elsewhere(task, len(taken[task.id])) == 1
+                and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
+    if not one_rack:
+        return
+    board = Board(movable, taken, room, where)
+    for key in one_rack:
+        if len(board.on[key]) == 1:
+            board.mend(key, own=BROKEN)
+    for key in one_rack:
+        if len(board.racks[key]) == 1:
+            board.mend(key, own=0)
+
+
+LOOK_NUM_MAX = 1024
+"""Nodes that a search looks at when it has a path: one that moves fewer is looked for no longer."""
+
+
+class _Step(Struct, frozen=True, order=True):
+    """A node is reached: at which cost, by a seat of which task, from which node ("": the first).
+    """
+
+    cost: int
+    task: int
+    node: str
+
+
+class Board:
+    """Who sits where, by node and rack, while seats are moved."""
+
+    def __init__(self, movable: Sequence[Task], taken: Taken, room: Room,
+                 where: Mapping[str, Labels]) -> None:
+        self.taken, self.room, self.where = taken, room, where
+        self.ruled = {task.id: elsewhere(task, len(taken[task.id])) == 1 for task in movable}
+        self.at = {task.id: room.usable.intersection(_kept(task)) for task in movable}
+        self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
+        self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
+                      for task in movable}
+        self.on = {task.id: Counter(slot.node for slot in taken[task.id]) for task in movable}
+        self.nodes = room.nodes
+        self.rack = {node: domain(node, where) for node in self.nodes}
+        self.near: dict[str, list[str]] = {}
+        """Nodes by rack and by switch."""
+        for node in self.nodes:
+            for group in self._groups(node):
+                self.near.setdefault(group, []).append(node)
+        self.racks: dict[int, Counter[str]] = {}
+        self.guests: dict[str, dict[int, None]] = {node: {} for node in self.nodes}
+        for key, on in self.on.items():
+            self.racks[key] = Counter()
+            for node, num in on.items():
+                self.racks[key][self.rack[node]] += num
+                self.guests[node][key] = None
+
+    def _groups(self, node: str) -> list[str]:
+        switch = self.where.get(node, NOWHERE).switch
+        return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
+
+    def mend(self, key: int, *, own: int) -> None:
+        """Move a seat of a task that breaks the rule, and others in its way, if that helps.
+
+        `own`: what it would cost that the task stays on its rack (0: then it is not to).
+        """
+        path = self._direct(key) or Search(self, key, own).path()
+        if path is not None:
+            self._follow(path)
+
+    # --- costs ----------------------------------------------------------------------------------
+    def leaves(self, key: int, node: str) -> int:
+        """A seat leaves: nothing is won unless one of the task's seats here has no process."""
+        return -self.moved[key] if self.on[key][node] > self.mine[key][node] else 0
+
+    def leaving(self, key: int) -> str:
+        """Where a seat is given up best: without a process, on the emptiest node."""
+        on = self.on[key]
+        return min(sorted(on), key=lambda node: (self.leaves(key, node), on[node]))
+
+    def comes(self, key: int, node: str) -> int:
+        """A seat comes: free where a process of the task is, else the dearer the farther."""
+        if self.on[key][node] < self.mine[key][node]:
+            return 0
+        return self.moved[key] + self.distance(key, node)
+
+    def distance(self, key: int, node: str) -> int:
+        """From the task's seats."""
+        if self.on[key][node]:
+            return SAME_NODE
+        switch = self.where.get(node, NOWHERE).switch
+        if switch and any(self.where.get(own, NOWHERE).switch == switch for own in self.on[key]):
+            return SAME_SWITCH
+        return SAME_RACK if self.racks[key][self.rack[node]] else ANYWHERE
+
+    def may_come(self, key: int, node: str) -> bool:
+        """Whether the task would not be on this node alone."""
+        return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
+
+    def one_rack(self, key: int, rack: str) -> int:
+        """What it costs that one more seat of the task comes to a rack."""
+        alone = self.ruled[key] and self.racks[key][rack] >= len(self.taken[key]) - 1
+        return BROKEN if alone else 0
+
+    def special(self, key: int) -> dict[str, None]:
+        """Nodes to which a seat of the task comes at another cost than to all others."""
+        found = dict.fromkeys([*self.on[key], *self.mine[key]])
+        for node in self.on[key]:
+            for group in self._groups(node):
+                found |= dict.fromkeys(self.near[group])
+        return found
+
+    # --- moves ----------------------------------------------------------------------------------
+    def _direct(self, key: int) -> list[Move] | None:
+        """One seat into a free slot on another rack, where no other way could move fewer."""
+        home, old = self.racks[key], self.leaving(key)
+        spare = [node for node in self.mine[key]
+                 if self.rack[node] not in home and self.mine[key][node]]
+        near = spare or [node for own in self.on[key] for node in self.near[self._groups(own)[-1]]
+                         if self.rack[node] not in home]
+        found = [node for node in near if self.room.on(node)]
+        new: str | None = None
+        if found:
+            new = min(found, key=lambda node: (-self.room.on(node), node))
+        elif not spare:
+            new = self.room.roomiest(but=lambda node: self.rack[node] in home)
+        return [(key, old, new)] if new is not None else None
+
+    def _follow(self, path: Sequence[Move]) -> None:
+        """Carry out the moves from the last to the first, each into the slot that is free by then.
+        """
+        left = [max((slot not in self.at[key], slot in self.at[into], slot)
+                    for slot in self.taken[key] if slot.node == node)[2]
+                for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)]
+        last, _, end = path[-1]
+        ends = [*self.room.slots(end), *(slot for slot in left[:1] if slot.node == end)]
+        final = min((slot not in self.at[last], slot) for slot in ends)[1]
+        if final != left[0]:
+            self.room.exchange(final, left[0])
+        for (key, old_node, new_node), old, new in zip(path, left, [*left[1:], final],
+                                                       strict=True):
+            self.taken[key].remove(old)
+            self.taken[key].append(new)
+            self._count(key, old_node, -1)
+            self._count(key, new_node, 1)
+        for key, _, node in path:
+            self._settle(key, node)
+
+    def _settle(self, key: int, node: str) -> None:
+        """Let the task sit where its processes are on a node, if nobody else's are there."""
+        own = self.taken[key]
+        for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
+            spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])
+            holder = next((other for other in sorted(self.guests[node])
+                           if want in self.taken[other]), None)
+            if not spare or holder is None or want in self.at[holder]:
+                continue
+            for of, old, new in ((key, spare[0], want), (holder, want, spare[0])):
+                self.taken[of].remove(old)
+                self.taken[of].append(new)
+
+    def _count(self, key: int, node: str, change: int) -> None:
+        on, racks, rack = self.on[key], self.racks[key], self.rack[node]
+        on[node] += change
+        racks[rack] += change
+        if not on[node]:
+            del on[node]
+            del self.guests[node][key]
+        else:
+            self.guests[node][key] = None
+        if not racks[rack]:
+            del racks[rack]
+
+
+def _kept(task: Task) -> Iterator[Slot]:
+    """Where processes are that may go on: those with a seat, and those that were to leave."""
+    seats = set(task.target)
+    for rank in task.ranks.values():
+        if rank.sound or Seat(rank.rank, rank.slot) in seats:
+            yield rank.slot
+
+
+class Search:
+    """The cheapest path for one task, by Dijkstra's way over nodes.
+
+    A seat in hand of one task is offered to all nodes at once: at one cost to most of them, so
+    that those which have it cheaper already need not be looked at again.
+    """
+
+    def __init__(self, board: Board, first: int, own: int) -> None:
+        self._board, self._first, self._own = board, first, own
+        self._home = sorted(board.on[first])
+        self._found: dict[str, _Step] = {}
+        self._hand: dict[tuple[int, str], int] = {}
+        """By task, and by the rack that a seat of it does not leave ("": it leaves its rack)."""
+        self._todo: list[tuple[int, str]] = []
+        self._open: dict[int, list[str]] = {0: board.nodes}
+        """By the cost of an offer to all: nodes that were dearer still after it."""
+        self._leaving = board.leaving(first)
+        self._best: tuple[int, str, str] | None = None
+        """The cheapest end so far: (cost, node, where the first seat leaves)."""
+        self._done: dict[str, None] = {}
+
+    def path(self) -> list[Move] | None:
+        """None where no path keeps the rule for one task more."""
+        board, first = self._board, self._first
+        self._offer(first, "", 0)
+        if self._own:
+            self._offer_rack(first, "", self._own, board.rack[self._home[0]])
+        while self._todo:
+            cost, node = heappop(self._todo)
+            if node in self._done:
+                continue
+            self._done[node] = None
+            best = self._best
+            if best is not None and (cost + board.leaves(first, self._leaving) >= best[0]
+                                     or (len(self._done) > LOOK_NUM_MAX and best[0] < BROKEN // 2)):
+                break
+            self._expand(node, cost)
+        best = self._best
+        if best is None or (not self._own and best[0] >= BROKEN // 2):
+            return None
+        return self._moves(best[1], best[2])
+
+    def _find(self, node: str, step: _Step) -> None:
+        """A node is reached at less cost than before; a path may end here."""
+        board, home = self._board, node in self._home
+        self._found[node] = step
+        heappush(self._todo, (step.cost, node))
+        if home or board.room.on(node):
+            leaving = node if home else self._leaving
+            end = (step.cost + board.leaves(self._first, leaving), node, leaving)
+            if self._best is None or end < self._best:
+                self._best = end
+
+    def _expand(self, node: str, cost: int) -> None:
+        """Somebody leaves this node for the one that has come."""
+        board, rack = self._board, self._board.rack[node]
+        for key in sorted(board.guests[node]):
+            if key == self._first:
+                continue
+            hand = cost + board.leaves(key, node)
+            for held in ("", rack):
+                if hand < self._hand.get((key, held), FAR):
+                    self._hand[key, held] = hand
+                    if held:
+                        self._offer_rack(key, node, hand, rack)
+                    else:
+                        self._offer(key, node, hand)
+
+    def _offer(self, key: int, node: str, hand: int) -> None:
+        """A seat of the task, which has left `node` and may leave its rack, comes to any node."""
+        board, special = self._board, self._board.special(key)
+        for other in special:
+            self._reach(other, key, node, hand + board.one_rack(key, board.rack[other]))
+        most = hand + board.moved[key] + ANYWHERE
+        rest: list[str] = []
+        step = _Step(most, key, node)
+        pool = min((nodes for low, nodes in self._open.items() if low <= most), key=len)
+        for other in pool:
+            if other in self._found and self._found[other].cost <= most:
+                continue
+            if other in special:
+                rest.append(other)
+            else:
+                self._find(other, step)
+        self._open[most] = rest
+
+    def _offer_rack(self, key: int, node: str, hand: int, rack: str) -> None:
+        for other in self._board.near[rack]:
+            self._reach(other, key, node, hand)
+
+    def _reach(self, node: str, key: int, old: str, hand: int) -> None:
+        board = self._board
+        if node in self._done or not board.may_come(key, node):
+            return
+        cost = hand + board.comes(key, node)
+        if node not in self._found or cost < self._found[node].cost:
+            self._find(node, _Step(cost, key, old))
+
+    def _moves(self, end: str, leaving: str) -> list[Move]:
+        moves: list[Move] = []
+        node = end
+        while node:
+            step = self._found[node]
+            moves.append((step.task, step.node or leaving, node))
+            node = step.node
+        return moves[::-1]

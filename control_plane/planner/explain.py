@@ -1,0 +1,233 @@
+"""Why this plan: what it earns and costs, how far behind the beaten ones are, what binds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from ...events.records.decisions import Allocation, Alternative, Binding, PlanChosen
+from ..state.cluster import ClusterState
+from . import constraints
+from .alternative_names import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told
+from .planner import Choice, Plan, ideal_waf, wanted
+from .problem import PlanInput, Wish, charged_s, waf_of
+from .problem_of_state import Ground
+
+NUM_NAMED_MAX = 3
+"""Tasks that the sentence names of those that move."""
+UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
+"""Plans that were not to be had, whatever they are worth, or not looked for."""
+
+
+def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
+    """The choice as the record that the log keeps of it, with all that explains it."""
+    asked, plan = ground.asked, choice.plan
+    objective = objective_flop(asked, plan.slots)
+    others = beaten(asked, choice, objective)
+    most = {wish.task: state.tasks[wish.task].spec.slots.max for wish in asked.wishes}
+    bound, bound_tasks = binding(asked, choice, most)
+    return PlanChosen(
+        trigger=state.replan, num_slots=asked.num_slots, allocations=choice.allocations,
+        waf=plan.waf, objective=plan.objective, alternatives=others,
+        ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
+        objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
+        running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
+        why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
+        short=tuple(constraints.short(asked, plan.slots)), spare=choice.spare, alpha=asked.alpha,
+        kept=_kept(ground))
+
+
+def _kept(ground: Ground) -> tuple[Allocation, ...]:
+    """What tasks hold and earn that the plan leaves alone."""
+    planned = {wish.task for wish in ground.asked.wishes}
+    return tuple(Allocation(task=wish.task, slots_before=wish.now, slots=wish.now,
+                            waf=waf_of(wish, wish.now), waf_before=waf_of(wish, wish.now))
+                 for wish in ground.every if wish.task not in planned and wish.now)
+
+
+def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
+    """G of a plan in weighted FLOP, not rounded to the planner's integers."""
+    return math.fsum(part for wish, x in zip(asked.wishes, slots, strict=True)
+                     for part in (waf_of(wish, x) * asked.running_s, -cost_flop(wish, x)))
+
+
+def transition_flop(asked: PlanInput, slots: Sequence[int]) -> float:
+    """What the changes of a plan cost."""
+    return math.fsum(cost_flop(wish, x) for wish, x in zip(asked.wishes, slots, strict=True))
+
+
+def beaten(asked: PlanInput, choice: Choice, objective: float) -> tuple[Alternative, ...]:
+    """The plans that were beaten, with their distance from `objective`, the chosen one's G."""
+    return tuple(replace(other, behind_flop=objective - objective_flop(asked, slots),
+                         transition_flop=transition_flop(asked, slots))
+                 for other in choice.alternatives
+                 for slots in [tuple(num for _, num in other.slots)])
+
+
+def paid_back_s(asked: PlanInput, choice: Choice) -> float:
+    """How long until what the changes of healthy tasks earn has paid for them, 0 where nothing is
+    to be paid; against the best plan without them, which is among the beaten ones. Not told with
+    alpha: its changes are not made to earn more."""
+    if asked.alpha or leaves_healthy(asked, choice.plan.slots):
+        return 0.0
+    steady = [(other.objective, other.waf, slots) for other in choice.alternatives
+              if other.what not in UNBOUND
+              and leaves_healthy(asked, slots := tuple(num for _, num in other.slots))]
+    if not steady:
+        return 0.0
+    _, waf, slots = max(steady, key=lambda one: one[0])
+    gain = choice.plan.waf - waf
+    cost = transition_flop(asked, choice.plan.slots) - transition_flop(asked, slots)
+    return cost / gain if gain > 0 and cost > 0 else 0.0
+
+
+def leaves_healthy(asked: PlanInput, slots: Sequence[int]) -> bool:
+    """Whether every healthy task keeps what it has, where it may have that."""
+    return all(wish.hurt or x == wish.now or wish.now not in wish.sizes
+               for wish, x in zip(asked.wishes, slots, strict=True))
+
+
+def cost_flop(wish: Wish, slots: int) -> float:
+    """What going to so many slots costs: weighted FLOP that are not achieved meanwhile."""
+    return waf_of(wish, wish.now) * charged_s(wish, slots)
+
+
+def binding(asked: PlanInput, choice: Choice,
+            most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
+    """What keeps the plan from earning more, and whose it is.
+
+    `most`: the most slots that each task allows. `slots`: with more of them it would earn more.
+    `min`: there are some left, fewer than the smallest size of a task that waits. `max`: every task
+    has what suits it best, some the most that they allow. `floor`: without those of these tasks it
+    would earn more. `spare`: a node's slots are kept idle.
+    """
+    plan = choice.plan
+    if choice.spare is not None and choice.spare.verdict == "kept":
+        return "spare", ()
+    if choice.optimum is not None:
+        return "gain_min", tuple(wish.task for wish, x, have in zip(
+            asked.wishes, choice.optimum.slots, plan.slots, strict=True) if x != have)
+    if choice.limitless is not None:
+        return "limits", ()
+    for other in choice.alternatives:
+        if other.what == FLOORLESS and other.objective > plan.objective:
+            least = constraints.given(asked)
+            return "floor", tuple(task for (task, x), floor in
+                                  zip(other.slots, least, strict=True) if x < floor)
+    if sum(wanted(asked)) > asked.num_slots:
+        left_over = asked.num_slots - sum(plan.slots)
+        tasks = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
+                 if x == 0 and wish.sizes and wish.sizes[0] > left_over > 0]
+        return ("min", tuple(tasks)) if tasks else ("slots", ())
+    full = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
+            if x > 0 and x == most.get(wish.task)]
+    return ("max", tuple(full)) if full else ("nothing", ())
+
+
+# --- one sentence -------------------------------------------------------------------------------
+def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
+    """One sentence: what moves, and what the nearest other plan lacks."""
+    names = {wish.task: wish.name for wish in asked.wishes}
+    short = [names[task] for task in constraints.short(asked, choice.plan.slots)]
+    room = f"; no room for the floor of {_listed(short)}" if short else ""
+    reason = f"{_reason(asked, choice, others, bound)}{_price_of_alpha(choice, others)}{room}"
+    return f"{_moves(choice.allocations, names)}: {reason}"
+
+
+def _moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
+    told = [f"{names[x.task]} " + (
+        f"begins on {x.slots}" if not x.slots_before else
+        f"gives up its {x.slots_before}" if not x.slots else f"{x.slots_before} -> {x.slots}")
+        for x in given if x.slots != x.slots_before]
+    if not told:
+        hurt = [names[x.task] for x in given if x.transition_s]
+        return f"{_listed(hurt)} go{'es' * (len(hurt) == 1)} on with as many" if hurt else (
+            "no task moves")
+    return _listed(told)
+
+
+def _listed(told: Sequence[str]) -> str:
+    more = len(told) - NUM_NAMED_MAX
+    return ", ".join(told[:NUM_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
+            bound: Binding) -> str:
+    plan, by = choice.plan, f" by alpha-fairness {asked.alpha:g}" if asked.alpha else ""
+    if not asked.wishes or not any(wish.sizes for wish in asked.wishes):
+        return "there is nothing that could earn anything"
+    if bound == "spare" and choice.spare is not None:
+        spare = choice.spare
+        return (f"{slots_told(spare.num_slots)} idle as a hot spare, which costs "
+                f"{_share(spare.cost_flop, asked, plan)} until the next fault and saves "
+                f"{_share(spare.saves_flop, asked, plan)} then")
+    if bound in ("limits", "floor"):
+        most = next(other for other in others if (
+            other.what in LIMITS if bound == "limits" else other.what == FLOORLESS))
+        first = _first_come(asked, plan, most) if most.what == "without priorities" else ""
+        return f"{first}{most.what} it would be worth {_apart(most, asked, plan)} more{by}"
+    if bound == "gain_min":
+        return _gains_too_little(asked, choice, others, by)
+    others = [other for other in others if other.what not in UNBOUND]
+    if not others:
+        return "there is no other plan"
+    nearest = max(others, key=lambda other: other.objective)
+    runner_up = "the runner-up" + (
+        f" ({nearest.what})" if nearest.what != "the next best" else "")
+    if nearest.objective == plan.objective:
+        return f"{runner_up} is worth as much, and a tie goes to the first task"
+    less = f"{runner_up} is worth {_apart(nearest, asked, plan)} less{by}"
+    return (f"{less}: its changes cost more than they earn"
+            if nearest.waf > plan.waf and not asked.alpha else less)
+
+
+def _first_come(asked: PlanInput, plan: Plan, most: Alternative) -> str:
+    """Who has more by its priority, and who less: `priority: a (1) comes before b (0); `."""
+    theirs = [(wish, x - y) for wish, x, (_, y) in
+              zip(asked.wishes, plan.slots, most.slots, strict=True)]
+    gives = [wish for wish, more in theirs if more < 0]
+    least = min((wish.priority for wish in gives), default=0)
+    takes = [wish for wish, more in theirs if more > 0 and wish.priority > least]
+    if not takes:
+        return ""
+    first, last = (_listed([f"{wish.name} ({wish.priority})" for wish in some])
+                   for some in (takes, gives))
+    return f"priority: {first} come{'s' * (len(takes) == 1)} before {last}; "
+
+
+def _gains_too_little(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
+                      by: str) -> str:
+    bar = f"the {100 * asked.gain_min:g} % that gain_min asks for"
+    if asked.limits is not None and asked.limits.priorities:
+        return (f"to change healthy tasks would gain less{by} than {bar}, in the highest priority "
+                "in which it gains")
+    most = next(other for other in others if choice.optimum is not None
+                and tuple(x for _, x in other.slots) == choice.optimum.slots)
+    # gain_min is a share of what is earned before the costs, so this one is too.
+    earned = choice.plan.waf * asked.running_s
+    gain = (percent(abs(most.behind_share)) if asked.alpha else
+            percent(abs(most.behind_flop) / earned) if earned > 0 else "something")
+    return f"to change healthy tasks would gain {gain}{by}, below {bar}"
+
+
+def _price_of_alpha(choice: Choice, others: Sequence[Alternative]) -> str:
+    """What it costs that the plan is not the one that earns most."""
+    for other in others:
+        if other.what == ALPHALESS and other.waf > choice.plan.waf > 0:
+            return (f"; {ALPHALESS}, would earn "
+                    f"{percent(other.waf / choice.plan.waf - 1)} more")
+    return ""
+
+
+def _apart(other: Alternative, asked: PlanInput, plan: Plan) -> str:
+    """How far another plan's objective is from the chosen one's, as a share of that."""
+    return (percent(abs(other.behind_share)) if asked.alpha
+            else _share(abs(other.behind_flop), asked, plan))
+
+
+def _share(flop: float, asked: PlanInput, plan: Plan) -> str:
+    """A difference of objectives as a share of the plan's."""
+    worth = objective_flop(asked, plan.slots)
+    return percent(flop / worth) if worth > 0 else f"{flop:.3g} weighted FLOP"

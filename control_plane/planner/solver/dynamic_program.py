@@ -1,0 +1,105 @@
+"""All optima of a knapsack at once: by row and by slots left, and of all rows but one.
+
+Plain dynamic programming: O(capacity) for each candidate. Where one optimum is asked for,
+`knapsack.best` is quicker and gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .candidates import Rows
+from .core import Ints
+
+IMPOSSIBLE = -(1 << 60)
+"""Below half of it: no vector fits."""
+_FEW_NUM = 8
+"""Sizes that are looked at one by one before all of them are."""
+
+
+def suffixes(rows: Rows, capacity: int) -> Ints:
+    """[r, j]: the best of rows r.. with j slots; (rows + 1) x (capacity + 1)."""
+    found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
+    for row in range(rows.num - 1, -1, -1):
+        _add(rows, row, found[row + 1], found[row])
+    return found
+
+
+def prefixes(rows: Rows, capacity: int) -> Ints:
+    """[r, j]: the best of the rows before r with j slots."""
+    found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
+    for row in range(rows.num):
+        _add(rows, row, found[row], found[row + 1])
+    return found
+
+
+def _add(rows: Rows, row: int, rest: Ints, into: Ints) -> None:
+    """into[j]: the most of gain + rest[j - size] over the row's candidates."""
+    begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
+    into.fill(IMPOSSIBLE)
+    for size, gain in zip(rows.sizes[begin:end].tolist(), rows.gains[begin:end].tolist(),
+                          strict=True):
+        if size < len(rest):
+            part = into[size:]
+            np.maximum(part, rest[:len(rest) - size] + gain, out=part)
+    np.copyto(into, IMPOSSIBLE, where=into < IMPOSSIBLE // 2)
+
+
+def followed(rows: Rows, after: Ints, left: int, first: int = 0) -> list[int]:
+    """The optimum of rows `first`.. with `left` slots: of all optima the first row takes most."""
+    chosen: list[int] = []
+    for row in range(first, rows.num):
+        chosen.append(_largest(rows, row, after[row + 1], left, int(after[row, left])))
+        left -= chosen[-1]
+    return chosen
+
+
+def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
+    """The largest size with which the row and the rest make `want` of `left` slots."""
+    begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
+    sizes = rows.sizes[begin:end]
+    sizes = sizes[:int(sizes.searchsorted(left, side="right"))]
+    for at in range(len(sizes) - 1, max(len(sizes) - 1 - _FEW_NUM, -1), -1):
+        if rest[left - sizes[at]] + rows.gains[begin + at] == want:
+            return int(sizes[at])
+    totals = rest[left - sizes] + rows.gains[begin:begin + len(sizes)]
+    return int(sizes[np.flatnonzero(totals == want)[-1]])
+
+
+def without_row(rows: Rows, i: int) -> Rows:
+    """All but row i."""
+    begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
+    starts = np.delete(rows.starts, i)
+    starts[i:] -= end - begin
+    out = slice(begin, end)
+    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out), starts=starts)
+
+
+class Others:
+    """The best that the rows before and after one row make of j slots, exactly."""
+
+    def __init__(self, rows: Rows, capacity: int) -> None:
+        self.rows = rows
+        self.before, self.after = prefixes(rows, capacity), suffixes(rows, capacity)
+
+    def without(self, row: int, left: int) -> tuple[int, int]:
+        """(the best sum within `left` slots, how many of them go to the rows before this one)."""
+        value = self.before[row, :left + 1] + self.after[row + 1, :left + 1][::-1]
+        at = int(np.argmax(value))
+        return int(value[at]), at
+
+    def beside(self, row: int) -> Callable[[int], int]:
+        """The best sum of all rows but this one, by the slots that are left for them."""
+        return lambda left: self.without(row, left)[0]
+
+    def vector(self, row: int, size: int, left: int, at: int) -> tuple[int, ...]:
+        """The sizes behind `without`, with `size` for the row."""
+        rest = followed(self.rows, self.after, left - at, row + 1)
+        first: list[int] = []
+        for other in range(row - 1, -1, -1):
+            want = int(self.before[other + 1, at])
+            first.append(_largest(self.rows, other, self.before[other], at, want))
+            at -= first[-1]
+        return (*first[::-1], size, *rest)

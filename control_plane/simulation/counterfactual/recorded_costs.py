@@ -1,0 +1,143 @@
+"""What the steps of healing took in a recorded log, and how long iterations did: medians."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ....events.records import decisions as d
+from ....events.records import orders as o
+from ....events.records import reports as r
+from ....events.records.envelope import Record
+from ....events.records.reports import IterationsLogged
+from ...state.cluster import ClusterState
+from ...throughput.table import rate_at
+from ..accounting import Key
+from ..policies.policy import Costs
+from ..trace.external_event import Happening
+
+STEPS = ("start_s", "quiesce_s", "regroup_s")
+KEPT = ("checkpoint_s", "copy_s")
+
+
+class Sample(NamedTuple):
+    """It began at `at_s`, and took so long."""
+
+    at_s: float
+    took_s: float
+
+
+class Measured:
+    """Is shown each record of a log, folded (replay.verify)."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, d.ThroughputSet] = {}
+        """By task: as last told."""
+        self.samples: dict[str, list[Sample]] = {name: [] for name in (*STEPS, *KEPT)}
+        self.times_s: dict[int, dict[int, list[float]]] = {}
+        """By task, by slots: what iterations took."""
+        self.params: dict[int, float] = {}
+        """By task: of the model, as its processes told."""
+        self._starts_s: dict[Key, float] = {}
+        self._quiesces_s: dict[int, float] = {}
+        self._regroups_s: dict[tuple[int, int], float] = {}
+        self._kept_s: dict[tuple[str, int], tuple[int, float]] = {}
+
+    def see(self, state: ClusterState, record: Record) -> None:
+        """The next record."""
+        at_s = record.at_s
+        match record.body:
+            case d.ThroughputSet() as body:
+                self.tables[body.task] = body
+            case o.StartRank() as body:
+                self._starts_s[body.task, body.rank, body.attempt] = at_s
+            case r.RankReady() as body:
+                self.params[body.task] = max(self.params.get(body.task, 0.0), body.num_params)
+                self._took("start_s", self._starts_s.pop(
+                    (body.task, body.rank, body.attempt), None), at_s)
+            case r.RankStarted() as body:
+                task = state.tasks.get(body.task)
+                if task is not None and not task.heals_in_memory:
+                    self._took("start_s", self._starts_s.pop(
+                        (body.task, body.rank, body.attempt), None), at_s)
+            case o.Quiesce() as body:
+                self._quiesces_s.pop(body.task, None)
+                if body.mode == "now":
+                    self._quiesces_s[body.task] = at_s
+            case o.Reconfigure() as body:
+                self._took("quiesce_s", self._quiesces_s.pop(body.task, None), at_s)
+                self._regroups_s[body.task, body.generation] = at_s
+            case o.Resume() as body:
+                self._took("regroup_s", self._regroups_s.pop(
+                    (body.task, body.generation), None), at_s)
+            case r.CopyKept() as body:
+                self._kept("copy_s", body.task, body.step_version, at_s)
+            case r.CheckpointSaved() as body if not body.final:
+                self._kept("checkpoint_s", body.task, body.step_version, at_s)
+            case r.TaskProgressed() as body:
+                task = state.tasks.get(body.task)
+                if task is not None and body.generation == task.generation:
+                    self._iterations(body.task, len(task.members), body.step_s)
+            case IterationsLogged() as body:
+                task = state.tasks.get(body.task)
+                if task is not None and body.num_iterations:
+                    self._iterations(body.task, len(task.target), [body.step_s])
+            case _:
+                pass
+
+    def _took(self, name: str, since_s: float | None, at_s: float) -> None:
+        if since_s is not None:
+            self.samples[name].append(Sample(since_s, at_s - since_s))
+
+    def _kept(self, name: str, task: int, version: int, at_s: float) -> None:
+        known = self._kept_s.get((name, task))
+        if known is not None and version > known[0]:
+            self._took(name, known[1], at_s)
+        if known is None or version > known[0]:
+            self._kept_s[name, task] = (version, at_s)
+
+    def _iterations(self, task: int, size: int, times_s: Iterable[float]) -> None:
+        self.times_s.setdefault(task, {}).setdefault(size, []).extend(
+            one for one in times_s if one > 0)
+
+    # --- when the log has been read -------------------------------------------------------------
+    def costs(self, usual: Costs, from_s: float, faults: Iterable[Happening]) -> Costs:
+        """Of the whole log since then; what never occurred is as usual."""
+        found: dict[str, Any] = {}
+        for name, samples in self.samples.items():
+            took_s = [one.took_s for one in samples if one.at_s >= from_s]
+            took_s = took_s or [one.took_s for one in samples]
+            if took_s:
+                found[name] = median(took_s)
+        return replace(usual, **found, detect_s=usual.detect_s | {
+            cause: median(each) for cause, each in detected(faults).items()})
+
+    def costs_between(self, usual: Costs, from_s: float, to_s: float) -> Costs:
+        """Of what began in between; what did not occur then is as usual."""
+        found: dict[str, Any] = {}
+        for name in STEPS:
+            took_s = [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
+            if took_s:
+                found[name] = median(took_s)
+        return replace(usual, **found) if found else usual
+
+    def iteration_s(self, task: int) -> float:
+        """At the largest size, by the size that was seen most; 0: no iteration was told."""
+        times_s, table = self.times_s.get(task, {}), self.tables[task]
+        if not times_s:
+            return 0.0
+        size = max(times_s, key=lambda one: (len(times_s[one]), one))
+        most = max(table.rates_flops)
+        return median(times_s[size]) * rate_at(table, size) / most if most else 0.0
+
+
+def detected(faults: Iterable[Happening]) -> dict[str, list[float]]:
+    """By cause: how long until each fault was told."""
+    found: dict[str, list[float]] = {}
+    for one in faults:
+        if one.event == "fault" and one.told_in_s >= 0:
+            found.setdefault(one.cause, []).append(one.told_in_s)
+    return found

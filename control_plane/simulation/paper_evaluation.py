@@ -1,0 +1,245 @@
+"""The Unicron paper's evaluation: its cluster, cases and traces, and the runs that repeat it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ...events.records import statuses as s
+from ...events.records.statuses import LOST_CONNECTION
+from ...events.spec.job import API_VERSION, Slots
+from ...events.spec.model import MegatronModel
+from ..planner.problem import PlanInput, Wish
+from ..throughput.layout_search import modelled
+from ..throughput.transition_cost import Transition
+from .policies import POLICIES
+from .policies.policy import Policy
+from .run import Ground
+from .scenario import Cluster, PaperTask, Scenario, ground, policy
+from .trace.external_event import Happening
+
+NODES_NUM, NODE_SLOTS_NUM = 16, 8
+DAY_S = 86400.0
+SEED = 1
+"""Of the trace that goes by the paper's name."""
+
+
+def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:
+    return MegatronModel(num_layers=layers, hidden=hidden, num_heads=heads, sequence=2048,
+                         vocabulary=50257, global_batch=batch, gpu="A800-80")
+
+
+# Layers and widths of GPT-3 (arXiv 2005.14165, table 2.1) and of Megatron's weak scaling for 70 B;
+# batches near theirs, in sequences.
+MODELS: dict[str, MegatronModel] = {
+    "1.3B": _gpt(24, 2048, 16, 512), "7B": _gpt(32, 4096, 32, 1024),
+    "13B": _gpt(40, 5120, 40, 1024), "70B": _gpt(80, 8192, 64, 1536),
+    "175B": _gpt(96, 12288, 96, 1536)}
+SIZES = ("1.3B", "1.3B", "1.3B", "7B", "7B", "13B")
+WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
+CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    1: (("7B",) * 6, (1.0,) * 6), 2: (("7B",) * 6, WEIGHTS), 3: (SIZES, (1.0,) * 6),
+    4: (SIZES, WEIGHTS), 5: (SIZES, WEIGHTS[::-1])}
+"""By number: six tasks' models, and their weights."""
+
+SEV1_SHARES = {s.ECC_ERRORS: 5.0, s.NVLINK_ERRORS: 4.5, s.INVALID_DMA_MAPPING: 2.1,
+               s.GPU_DRIVER_ERRORS: 0.6, s.LOST_CONNECTION: 3.3}
+OTHER_SHARES = {s.NCCL_TIMEOUT: 10.1, s.OTHER_NETWORK: 4.0, s.LINK_FLAPPING: 3.9, s.TASK_HANG: 3.1,
+                s.ILLEGAL_MEMORY_ACCESS: 2.1, s.CONNECTION_REFUSED: 2.1, s.CUDA_ERRORS: 1.6,
+                s.CONNECTION_RESET: 1.0}
+"""Per cent of tasks, as the paper reports; its "others" (3.3) stand for lost nodes here."""
+
+
+class Trace(NamedTuple):
+    """How a trace is drawn. A repair takes between `repair_s` evenly."""
+
+    horizon_s: float
+    num_sev1: int
+    num_others: int
+    repair_s: tuple[float, float]
+
+
+TRACES: dict[str, Trace] = {
+    "trace-a": Trace(56 * DAY_S, 10, 33, (1 * DAY_S, 7 * DAY_S)),
+    # Twenty times the rate; that as many nodes stay in the pool asks for repairs as much shorter.
+    "trace-b": Trace(7 * DAY_S, 26, 80, (DAY_S / 20, 7 * DAY_S / 20))}
+"""10 SEV1 and 33 other faults in 8 weeks; 26 and 80 in a week."""
+
+
+def happenings(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[Happening]:
+    """Times and nodes evenly at random, of the nodes that are there; causes by their shares."""
+    rng = random.Random(f"{seed}")
+    times = [(rng.uniform(0, trace.horizon_s), hard)
+             for hard, num in ((True, trace.num_sev1), (False, trace.num_others))
+             for _ in range(num)]
+    back_s = dict.fromkeys(Cluster(nodes=NODES_NUM).names, 0.0)
+    found: list[Happening] = []
+    for at_s, hard in sorted(times):
+        node = rng.choice([name for name, until_s in back_s.items() if until_s <= at_s])
+        shares = SEV1_SHARES if hard else OTHER_SHARES
+        cause, = rng.choices(list(shares), list(shares.values()))
+        found.append(Happening(at_s, node, "fault", cause))
+        if hard:
+            back_s[node] = at_s + repair_ratio * rng.uniform(*trace.repair_s)
+            found.append(Happening(back_s[node], node, "repaired"))
+    return sorted(one for one in found if one.at_s <= trace.horizon_s)
+
+
+def tasks(case: int) -> tuple[PaperTask, ...]:
+    """Of a case; each on whole nodes."""
+    return tuple(PaperTask(name=f"{size.lower().replace('.', '-')}-{number}", weight=weight,
+                           slots=Slots(min=NODE_SLOTS_NUM, max=NODES_NUM * NODE_SLOTS_NUM,
+                                       multiple_of=NODE_SLOTS_NUM), model=MODELS[size])
+                 for number, (size, weight) in enumerate(zip(*CASES[case], strict=True)))
+
+
+def scenario(name: str, policies: Sequence[str]) -> Scenario:
+    """A trace of the paper, over case 5. T_necessary: each task has a node at least."""
+    return Scenario(
+        api_version=API_VERSION, name=name,
+        cluster=Cluster(nodes=NODES_NUM, slots=NODE_SLOTS_NUM), tasks=tasks(5),
+        policies={policy: {} for policy in policies}, trace="",
+        horizon_s=TRACES[name].horizon_s, whole_nodes=True, limits={"floor": True})
+
+
+# --- The paper's evaluation, as plays: policies on its traces, rules on its cases, other constants.
+# ---
+
+OURS, THEIRS = "unicron", "megatron"
+RULES = ("equally", "by-weight", "by-size")
+REPORTED: dict[tuple[str, str], float] = {
+    ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
+    ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
+    ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
+"""Accumulated WAF, Unicron over it: of the paper. Bamboo's two are as we remember them."""
+
+
+class Part(NamedTuple):
+    """One run of the evaluation. `changed`: what is other than usual, empty for nothing."""
+
+    case: str
+    system: str
+    seed: int
+    changed: str
+    policy: Policy
+    ground: Ground
+
+
+class Change(NamedTuple):
+    """Another value of a constant: of whose costs, or of the trace."""
+
+    what: str
+    costs: Mapping[str, Mapping[str, Any]] = {}
+    """By policy."""
+    repair_ratio: float = 1.0
+    limits: Mapping[str, Any] = {}
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """Whom it is played with: Unicron, and who is compared with it."""
+        return (OURS, *([name for name in self.costs if name != OURS] or [THEIRS]))
+
+
+SENSITIVITY: tuple[Change, ...] = (
+    Change("a lost node is back four times as soon", repair_ratio=0.25),
+    Change("a lost node is back four times as late", repair_ratio=4.0),
+    Change("Megatron's collectives time out after 10 min", {THEIRS: {"detect_other_s": 600.0}}),
+    Change("Megatron starts again in 5 min", {THEIRS: {"start_s": 300.0}}),
+    Change("Megatron has a checkpoint each 5 min", {THEIRS: {"checkpoint_s": 300.0}}),
+    Change("Unicron detects ten times as late", {OURS: {
+        "detect_other_s": 0.19, "detect_s": {
+            cause: 10 * at_s for cause, at_s in POLICIES[OURS].costs.detect_s.items()}}}),
+    Change("Unicron's members regroup in 30 s", {OURS: {"regroup_s": 30.0}}),
+    Change("Unicron's processes start in 10 min", {OURS: {"start_s": 600.0}}),
+    Change("Oobleck, Bamboo and Varuna train at Megatron's speed", {
+        name: {"speed": 1.0} for name in ("oobleck", "bamboo", "varuna")}),
+    Change("tasks may get nothing (no T_necessary)", limits={"floor": False}),
+)
+"""What the conclusions may hang on: each alone, with all else as it is."""
+
+
+def whole(seeds: int) -> list[Part]:
+    """Every policy on both traces, drawn with so many seeds."""
+    return [part for seed in range(1, seeds + 1) for case in TRACES
+            for part in _of_trace(case, seed, tuple(POLICIES))]
+
+
+def sensitivity(seeds: int) -> list[Part]:
+    """Unicron and whom a change concerns, with it, on both traces."""
+    return [part for change in SENSITIVITY for seed in range(1, seeds + 1) for case in TRACES
+            for part in _of_trace(case, seed, change.systems, change)]
+
+
+def _of_trace(case: str, seed: int, systems: tuple[str, ...], change: Change | None = None
+              ) -> list[Part]:
+    change = change or Change("")
+    drawn = happenings(TRACES[case], seed, change.repair_ratio)
+    asked = scenario(case, systems)
+    asked = replace(asked, limits={**asked.limits, **change.limits},
+                    policies={name: dict(change.costs.get(name, {})) for name in systems})
+    found: list[Part] = []
+    for name in systems:
+        chosen = policy(asked, name)
+        found.append(Part(case, name, seed, change.what, chosen, ground(asked, chosen, drawn)))
+    return found
+
+
+def of_cases() -> list[Part]:
+    """The five multi-task cases without a fault, under Unicron's plan and the three rules."""
+    found: list[Part] = []
+    for number in CASES:
+        asked = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number),
+                        horizon_s=1.0)
+        for name in (OURS, *RULES):
+            chosen = policy(asked, name)
+            found.append(Part(f"case-{number}", name, 0, "", chosen, ground(asked, chosen)))
+    return found
+
+
+class Growth(NamedTuple):
+    """Of a task on so many GPUs, all of the cluster, that loses a node: pieces of its pause."""
+
+    gpus: int
+    detect_s: float
+    change_s: float
+    """Members leave their generation and are in the next, with gloo, as measured on four ranks."""
+    nccl_s: float
+    """What NCCL's communicators take beside that, as others publish."""
+
+    @property
+    def pause_s(self) -> float:
+        return self.detect_s + self.change_s + self.nccl_s
+
+
+# MegaScale (arXiv 2402.15627, 3.5): communicators of 2,048 GPUs in under 5 s, of more than 10,000
+# in under 30 s; between and below in proportion.
+NCCL_POINTS = ((0, 0.0), (2_048, 5.0), (10_240, 30.0))
+GPUS_NUMS = (16, 128, 1_024, 2_048, 4_096, 10_240)
+
+
+def growth(gpus: int) -> Growth:
+    """The pieces, measured here, or published where no more than four ranks were to be had."""
+    costs = POLICIES[OURS].costs
+    (low, low_s), (high, high_s) = next(
+        pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
+    return Growth(gpus, costs.until_told_s(LOST_CONNECTION, 0.0), costs.quiesce_s + costs.regroup_s,
+                  low_s + (high_s - low_s) * (gpus - low) / (high - low))
+
+
+def asked(gpus: int) -> PlanInput:
+    """What a planner is asked when a node of such a cluster is lost, with the tasks of case 5."""
+    tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM)
+              for size in SIZES]
+    each = gpus // len(tables) // 8 * 8
+    wishes = tuple(Wish(
+        task=number, name=f"task-{number}", now=each, hurt=not number,
+        transition=Transition.alike(1.0), weight=weight,
+        sizes=tuple(range(8, gpus + 1, 8)),
+        wafs=tuple(weight * slots * rate_flops for slots in range(8, gpus + 1, 8)))
+        for number, (weight, table) in enumerate(zip(WEIGHTS[::-1], tables, strict=True))
+        for rate_flops in [table.rates_flops[-1] / table.sizes[-1]])
+    return PlanInput(wishes=wishes, num_slots=gpus - 8, mtbf_gpu_s=3600.0 * 4001)

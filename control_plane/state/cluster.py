@@ -1,0 +1,162 @@
+"""The cluster as the log tells it: plain data, changed by the fold alone."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from ...events.records.codec import decode_record
+from ...events.records.decisions import PlanChosen
+from ...events.records.envelope import Record
+from ...events.records.types import Slot
+from ...events.spec.policy import Policy
+from .incident import Incident
+from .node import Node
+from .seated import Seated
+from .slots import Roll
+from .task import Priced, Task
+
+SCHEMA = "unicron-state-6"
+NUM_REQUESTS_MAX = 1024
+"""Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
+NUM_INCIDENTS_MAX = 256
+"""Closed incidents that the state keeps; the log keeps all."""
+EARNED_S = 1800
+"""Length of the spans over which the cluster's achieved work is summed."""
+NUM_EARNED_MAX = 48
+"""Spans that the state keeps: 24 h."""
+
+
+class Deadline(Struct):
+    """Due at `due_s`; a new epoch arms it again with its full length."""
+
+    due_s: float
+    length_s: float
+
+
+class ClusterState(Struct, kw_only=True, dict=True):
+    """All that the heart knows: nothing but the fold of the log. What is found out from it once is
+    held beside it, and is no part of it (calm.py)."""
+
+    seq: int = 0
+    epoch: int = 0
+    at_s: float = 0.0
+    nonce: str = ""
+    heart: int = 0
+    policy: Policy = field(default_factory=Policy)
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    tasks: dict[int, Task] = field(default_factory=dict[int, Task])
+    incidents: dict[int, Incident] = field(default_factory=dict[int, Incident])
+    sources: dict[str, int] = field(default_factory=dict[str, int])
+    deadlines: dict[str, Deadline] = field(default_factory=dict[str, Deadline])
+    orders: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Open orders: seq -> the record, encoded."""
+    plan: PlanChosen | None = None
+    plan_seq: int = 0
+    plan_s: float = 0.0
+    ailing: list[str] = field(default_factory=list[str])
+    """Nodes of which something is still to be decided."""
+    num_inputs: int = 0
+    """How often that has changed which a plan follows from: not with every record."""
+    replan: str = ""
+    """What made the last plan out of date; empty: it holds."""
+    frozen: str = ""
+    """Why an operator froze healing; empty: it is not frozen."""
+    earned: dict[int, float] = field(default_factory=dict[int, float])
+    """Weighted FLOP of iterations done for the first time, by span: at_s // EARNED_S."""
+    slot_flops: float = 0.0
+    """What one slot achieves, as measured; 0: nothing was measured."""
+    slot_flops_of: int = 0
+    """The task that tells so."""
+    num_slots_max: int = 0
+    """The most slots ever seen at once."""
+    num_running: int = 0
+    """Processes of all tasks' ranks, those given up left out."""
+    observed_slot_s: float = 0.0
+    """Their time, added up, while a leader watched."""
+    num_faults: int = 0
+    """Faults in that time (economics.py says what counts)."""
+    mtbf_gpu_s: float = 0.0
+    """Time between two faults of one slot, as plans take it."""
+    degraded: dict[str, Priced] = field(default_factory=dict[str, Priced])
+    """By node that is degraded: what it costs, as last priced."""
+    to_price: list[str] = field(default_factory=list[str])
+    """Nodes that are to be priced with the next decision."""
+    reports_lost: int = 0
+
+    @cached_property
+    def calm(self) -> set[int]:
+        """Tasks that are known to need no step."""
+        return set()
+
+    @cached_property
+    def resting(self) -> set[int]:
+        """Tasks whose step yielded nothing, since all that concerns them."""
+        return set()
+
+    @cached_property
+    def seated(self) -> Seated:
+        """Who has seats where."""
+        return Seated((task.id, task.target) for task in self.tasks.values())
+
+    @cached_property
+    def wishes(self) -> dict[int, Any]:
+        """Of calm tasks: what a plan follows from, as plan_input.py has it."""
+        return {}
+
+    @cached_property
+    def roll(self) -> Roll:
+        """Slots that a plan may give."""
+        return Roll(self.nodes)
+
+    @cached_property
+    def is_checked(self) -> bool:
+        """Whether a check has something against any node, or had until lately."""
+        return any(node.checks or node.slots_sick or node.slots_well or node.sick_why
+                   for node in self.nodes.values())
+
+    @property
+    def held(self) -> str:
+        """Why nothing is acted upon: `observing`, `frozen: REASON`; empty when healing is on."""
+        if self.policy.observe:
+            return "observing"
+        return f"frozen: {self.frozen}" if self.frozen else ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ClusterState)
+
+
+def encode_state(state: ClusterState) -> bytes:
+    """The whole state as msgpack. Maps keep the order in which the log filled them, so one log has
+    one encoding, also when the fold went on from a snapshot."""
+    return _encoder.encode(state)
+
+
+def decode_state(data: bytes) -> ClusterState:
+    """The inverse of `encode_state`. Raises msgspec.MsgspecError on nonsense."""
+    return _decoder.decode(data)
+
+
+def state_hash(state: ClusterState) -> str:
+    """`unicron-state-6:` and 16 hex digits; two folds of one log have the same."""
+    return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
+
+
+def open_orders(state: ClusterState) -> list[Record]:
+    """Orders that somebody may still have to carry out, by seq: the orders streams hold them."""
+    return [decode_record(state.orders[seq]) for seq in sorted(state.orders)]
+
+
+def live_tasks(state: ClusterState) -> list[Task]:
+    """Tasks that have not ended, by id."""
+    return [state.tasks[key] for key in sorted(state.tasks) if state.tasks[key].phase != "ended"]
+
+
+def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
+    """Slots that a plan may give."""
+    return state.roll.every

@@ -1,0 +1,87 @@
+"""Parameters and FLOPs of a GPT: dense, with grouped queries, with experts.
+
+Counted as Megatron counts: a multiplication and an addition are two, the scores of attention are
+counted whole though half of them are masked, norms and other element-wise work are not counted.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ...events.spec.model import MegatronModel
+
+
+class Parameters(Struct, frozen=True, kw_only=True):
+    """Numbers of parameters. Those of experts are on their own: another group shares them."""
+
+    shared_layer: int
+    """Of one layer, without its experts."""
+    expert_layer: int
+    """Of all experts of one layer; 0 without."""
+    embedding: int
+    """Of one matrix of the vocabulary."""
+    num_layers: int
+    num_embeddings: int
+
+    @property
+    def total(self) -> int:
+        return (self.num_layers * (self.shared_layer + self.expert_layer)
+                + self.num_embeddings * self.embedding)
+
+
+def parameters(model: MegatronModel) -> Parameters:
+    """Weights, biases and norms as in a GPT; a router for each layer of experts."""
+    hidden = model.hidden
+    mlp = 2 * hidden * model.ffn + (hidden * model.ffn if model.swiglu else 0)
+    shared = attention_weights(model) + 4 * hidden
+    if model.num_experts:
+        shared, experts = shared + hidden * model.num_experts, mlp * model.num_experts
+    else:
+        shared, experts = shared + mlp, 0
+    return Parameters(shared_layer=shared, expert_layer=experts,
+                      embedding=model.vocabulary * hidden, num_layers=model.num_layers,
+                      num_embeddings=1 if model.tie_embeddings else 2)
+
+
+def attention_weights(model: MegatronModel) -> int:
+    """Of queries, keys, values and the projection of one layer."""
+    keys = model.hidden // model.num_heads * model.num_groups
+    return 2 * model.hidden * (model.hidden + keys)
+
+
+def mlp_weights(model: MegatronModel) -> int:
+    """That one token passes in one layer, the router's included."""
+    mlp = (3 if model.swiglu else 2) * model.hidden * model.ffn
+    return model.top_k * mlp + model.hidden * model.num_experts
+
+
+def layer_flops(model: MegatronModel) -> tuple[int, int]:
+    """(of the weights, of the scores): forward, one layer, one sample."""
+    weights = 2 * model.sequence * (attention_weights(model) + mlp_weights(model))
+    return weights, 4 * model.sequence * model.sequence * model.hidden
+
+
+def head_flops(model: MegatronModel) -> int:
+    """Of the logits: forward, one sample."""
+    return 2 * model.sequence * model.hidden * model.vocabulary
+
+
+def iteration_flops(model: MegatronModel) -> float:
+    """FLOPs of the model in one iteration: forward once and backward twice that.
+
+    Dense with ffn = 4 h: 72 B s l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without its
+    recomputation; Korthikanti et al., 2022).
+    """
+    weights, scores = layer_flops(model)
+    forward = model.num_layers * (weights + scores) + head_flops(model)
+    return float(3 * model.global_batch * forward)
+
+
+def executed_flops(model: MegatronModel, recompute: str) -> float:
+    """FLOPs that the GPUs do in one iteration: with what is computed again.
+
+    Full recomputation: 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan et al., SC'21, appendix).
+    """
+    weights, scores = layer_flops(model)
+    again = {"none": 0, "selective": scores, "full": weights + scores}[recompute]
+    return iteration_flops(model) + float(model.global_batch * model.num_layers * again)

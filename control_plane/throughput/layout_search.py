@@ -1,0 +1,194 @@
+"""The search: for each number of GPUs the layout that trains fastest, and why.
+
+All of `layouts.shapes` under the memory model, with each dp at which the fullest replica has fewer
+micro-batches: a dp in between would gain a little of the optimizer's step alone. A shape's time is
+worked out once; what depends on dp is worked out for all dp at once.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from functools import lru_cache
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from ...events.spec.model import MegatronModel, Modelled
+from .flops import iteration_flops
+from .layouts import CHUNKS_NUM_MAX, Layout, divisors, shapes
+from .memory import capacity, memory
+from .step_time import Floats, bubble, constants_of, ending, parts
+
+GAIN_RATIO_MIN = 1.005
+"""What would be faster by less is not worth a word."""
+ROOMY_TIMES = 2
+"""Memory binds where so many times as much would make the task faster."""
+_GIB_BYTES = 1 << 30
+Ints = NDArray[np.int64]
+
+
+class Best(Struct, frozen=True, kw_only=True):
+    """The fastest layout on exactly `size` GPUs."""
+
+    size: int
+    layout: Layout
+    rate_flops: float
+    """Achieved FLOP/s of all of them: the model's FLOPs, not what is computed again."""
+
+
+class Search:
+    """T(t, x) for every x up to `num_gpus`, by the model alone; `memory_bytes` of each GPU."""
+
+    def __init__(self, model: MegatronModel, num_gpus: int, memory_bytes: float) -> None:
+        self.model, self.num_gpus, self.memory_bytes = model, num_gpus, memory_bytes
+        self.flops, self.constants = iteration_flops(model), constants_of(model)
+        self._rates: Floats = np.zeros(num_gpus + 1)
+        self._chosen: Ints = np.full(num_gpus + 1, -1, dtype=np.int64)
+        self._layouts: list[Layout] = []
+        self._dealt: dict[int, Ints] = {}
+        self._before: Layout | None = None
+        self._done: set[int] = set()
+        """Chunks with which the shape before fits at each dp."""
+        for layout in shapes(model, num_gpus):
+            self._try(layout)
+
+    def best(self) -> list[Best]:
+        """By size, each faster than all smaller ones; empty if nothing fits."""
+        fastest = np.maximum.accumulate(self._rates)
+        return [self._best(size) for size in (np.flatnonzero(np.diff(fastest) > 0) + 1).tolist()]
+
+    def _best(self, size: int) -> Best:
+        layout = self._layouts[int(self._chosen[size])]
+        return Best(size=size, rate_flops=float(self._rates[size]),
+                    layout=replace(layout, dp=size // layout.model_parallel))
+
+    def _try(self, layout: Layout) -> None:
+        """All dp and chunks of one shape, but for chunks with which less recomputation fits."""
+        if self._before is None or replace(self._before, recompute=layout.recompute) != layout:
+            self._done.clear()
+        least, self._before = layout.dp, layout
+        num = self.model.global_batch // layout.micro
+        most = min(num, self.num_gpus // layout.model_parallel) // least * least
+        fewest = self._fewest(layout, least, most)
+        if fewest == 0:
+            return
+        dealt = -(-self._steps(num) // least) * least
+        dealt = np.unique(np.concatenate(([fewest], dealt[(dealt > fewest) & (dealt <= most)])))
+        even = dealt[num % (dealt * layout.pp) == 0]
+        stages = divisors(self.model.num_layers // layout.pp, CHUNKS_NUM_MAX)
+        for chunks in stages if layout.pp > 1 and len(even) else [1]:
+            if chunks in self._done:
+                continue
+            other, counts = replace(layout, chunks=chunks), dealt if chunks == 1 else even
+            begin = self._first(other, counts.tolist())
+            self._keep(other, counts[begin:])
+            if fewest == least and begin == 0:
+                self._done.add(chunks)
+
+    def _fewest(self, layout: Layout, least: int, most: int) -> int:
+        """The smallest dp, a multiple of `least`, with which it fits; 0 if there is none."""
+        if most < least or not self._fits(layout, most):
+            return 0
+        counts = range(least, most + 1, least)
+        return counts[self._first(layout, counts)]
+
+    def _first(self, layout: Layout, counts: range | list[int]) -> int:
+        """The place of the first dp with which it fits: more dp never needs more memory."""
+        if self._fits(layout, counts[0]):
+            return 0
+        return bisect_left(counts, True, key=lambda dp: self._fits(layout, dp))
+
+    def _fits(self, layout: Layout, dp: int) -> bool:
+        return memory(self.model, replace(layout, dp=dp)).total <= self.memory_bytes
+
+    def _steps(self, num: int) -> Ints:
+        """Each dp whose fullest replica has fewer of `num` micro-batches than with dp - 1."""
+        if num not in self._dealt:
+            each = np.unique(-(-num // np.arange(1, num + 1)))
+            self._dealt[num] = np.unique(-(-num // each))
+        return self._dealt[num]
+
+    def _keep(self, layout: Layout, dealt: Ints) -> None:
+        """Remember it wherever it is faster than all before."""
+        if not len(dealt):
+            return
+        micro_s = parts(self.model, layout, self.constants).total_s
+        num = -(-(self.model.global_batch // layout.micro) // dealt)
+        seconds = (num + bubble(layout)) * micro_s + ending(
+            self.model, layout, self.constants, micro_s).seconds_each(dealt.astype(np.float64))
+        rates, sizes = self.flops / seconds, dealt * layout.model_parallel
+        better = rates > self._rates[sizes]
+        self._rates[sizes[better]] = rates[better]
+        self._chosen[sizes[better]] = len(self._layouts)
+        self._layouts.append(layout)
+
+
+@lru_cache(maxsize=64)
+def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
+    """T(t, x) of the model for x up to `num_gpus`, each x with its layout and what binds it.
+
+    A function of its arguments alone, so that what is remembered is what would be found. Takes
+    tenths of a second: it is no part of a decision.
+    """
+    room = capacity(model)
+    found = Search(model, num_gpus, room).best()
+    if not found:
+        return Modelled(sizes=(), rates_flops=(), layouts=(), refused=_refused(model, num_gpus))
+    free = Search(model, num_gpus, ROOMY_TIMES * room).best()
+    free_sizes = [best.size for best in free]
+    return Modelled(
+        sizes=tuple(best.size for best in found),
+        rates_flops=tuple(best.rate_flops for best in found),
+        layouts=tuple(told(model, best, free[bisect_right(free_sizes, best.size) - 1])
+                      for best in found),
+        axes=tuple(best.layout.axes for best in found))
+
+
+def told(model: MegatronModel, best: Best, free: Best) -> str:
+    """One sentence: the layout, and what binds. `free`: the best with ROOMY_TIMES the memory."""
+    used = memory(model, best.layout).total / _GIB_BYTES
+    text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
+    if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
+        needs = memory(model, free.layout).total / _GIB_BYTES
+        return (f"{text}; memory binds: {free.layout.told()} needs {needs:.1f} GiB and would be "
+                f"{100 * (free.rate_flops / best.rate_flops - 1):.0f} % faster")
+    what, share = losses(model, best.layout)[0]
+    return f"{text}; most is lost to {what}: {100 * share:.0f} % of the time"
+
+
+def losses(model: MegatronModel, layout: Layout) -> list[tuple[str, float]]:
+    """(what, share of an iteration) of all but arithmetic, the most first."""
+    constants = constants_of(model)
+    each = parts(model, layout, constants)
+    num = model.global_batch // layout.micro
+    reduce_s, step_s = ending(model, layout, constants, each.total_s).seconds(layout.dp)
+    most = -(-num // layout.dp)
+    idle = most - num / layout.dp
+    busy = most - idle
+    found = [("element-wise work", busy * each.elements_s),
+             ("tensor parallelism", busy * each.tensor_s),
+             ("context parallelism", busy * each.context_s),
+             ("expert parallelism", busy * each.experts_s),
+             ("messages of the pipeline", busy * each.pipeline_s),
+             ("the pipeline's bubble", bubble(layout) * each.total_s),
+             ("uneven dealing", idle * each.total_s),
+             ("the reduction of gradients", reduce_s), ("the optimizer's step", step_s)]
+    whole = (most + bubble(layout)) * each.total_s + (reduce_s + step_s)
+    return sorted(((what, lost_s / whole) for what, lost_s in found), key=lambda one: -one[1])
+
+
+def _refused(model: MegatronModel, num_gpus: int) -> str:
+    """Why there is no layout at all, by the one that comes nearest."""
+    nearest, least = "", math.inf
+    for shape in shapes(model, num_gpus):
+        most = min(model.global_batch // shape.micro, num_gpus // shape.model_parallel)
+        layout = replace(shape, dp=most // shape.dp * shape.dp)
+        if layout.dp and memory(model, layout).total < least:
+            nearest, least = layout.told(), memory(model, layout).total
+    if not nearest:
+        return f"no layout that Megatron accepts has at most {num_gpus} GPUs"
+    return (f"no layout on at most {num_gpus} GPUs fits into {capacity(model) / _GIB_BYTES:.1f} "
+            f"GiB: {nearest} needs {least / _GIB_BYTES:.1f} GiB")

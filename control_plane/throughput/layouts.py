@@ -1,0 +1,145 @@
+"""Layouts: the ways in which Megatron can spread one model over GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...events.spec.model import Axes, MegatronModel
+
+Recomputed = Literal["none", "selective", "full"]
+MICRO_NUM_MAX = 8
+"""Samples of a micro-batch that the search tries at most, where the model leaves it open."""
+CONTEXT_LENGTH = 4096
+"""Tokens that a rank keeps at least of each sample: shorter sequences are not split."""
+CHUNKS_NUM_MAX = 32
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """Who holds what: tp * cp * pp * dp GPUs.
+
+    `ep` GPUs of those that have the same layers and different samples share the experts. `chunks`
+    is Megatron's number of virtual pipeline stages: layers that are next to each other in the model
+    and on one GPU come in so many groups. Sequence parallel whenever tp > 1. `shards` says what is
+    spread over data-parallel ranks: `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which is no
+    layout of the search.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    micro: int = 1
+    chunks: int = 1
+    recompute: Recomputed = "none"
+    sequence_parallel: bool = True
+    shards: Literal["none", "optimizer", "all"] = "none"
+
+    @property
+    def model_parallel(self) -> int:
+        """GPUs of one replica: the size is this times dp."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def num_gpus(self) -> int:
+        return self.model_parallel * self.dp
+
+    @property
+    def axes(self) -> Axes:
+        """What a command has to know of it."""
+        return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
+                    micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
+
+    def told(self) -> str:
+        """As a person would say it: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""
+        parts = [("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("EP", self.ep)]
+        axes = [f"{name} {count}" for name, count in parts if count > 1]
+        text = f"{' x '.join([*axes, f'DP {self.dp}'])}, micro-batch {self.micro}"
+        if self.chunks > 1:
+            text += f", {self.chunks} chunks a stage"
+        how = {"none": "no recomputation", "selective": "attention recomputed",
+               "full": "all recomputed"}
+        return f"{text}, {how[self.recompute]}"
+
+
+def refusal(model: MegatronModel, layout: Layout) -> str:
+    """Why Megatron would not start with this; empty if it would.
+
+    Rules of megatron-core 0.16 (TransformerConfig, parallel_state, schedules), and tensor parallel
+    inside one node, which is ours.
+    """
+    tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
+    rules = (
+        (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),
+        (model.num_heads % tp != 0, f"TP {tp} does not divide {model.num_heads} heads"),
+        (model.num_groups % tp != 0, f"TP {tp} does not divide {model.num_groups} query groups"),
+        (model.ffn % tp != 0, f"TP {tp} does not divide the MLP's width {model.ffn}"),
+        (tp > 1 and layout.sequence_parallel and model.sequence % (tp * cp) != 0,
+         f"TP {tp} does not divide the sequence of {model.sequence}"),
+        (model.num_layers % (pp * layout.chunks) != 0,
+         f"PP {pp} with {layout.chunks} chunks does not divide {model.num_layers} layers"),
+        (layout.chunks > 1 and pp == 1, "chunks without a pipeline"),
+        (cp > 1 and model.sequence % (2 * cp) != 0,
+         f"twice CP {cp} does not divide the sequence of {model.sequence}"),
+        (ep > 1 and (not model.num_experts or model.num_experts % ep != 0),
+         f"EP {ep} does not divide {model.num_experts} experts"),
+        (layout.dp * cp % ep != 0, f"EP {ep} does not divide the DP {layout.dp} x CP {cp} ranks"),
+        (model.global_batch % layout.micro != 0,
+         f"micro-batch {layout.micro} does not divide the batch of {model.global_batch}"),
+    )
+    for broken, why in rules:
+        if broken:
+            return why
+    num = model.global_batch // layout.micro
+    if layout.dp > num:
+        return f"DP {layout.dp} is more than the {num} micro-batches"
+    if layout.chunks > 1 and num % (layout.dp * pp) != 0:
+        return f"with chunks, PP {pp} must divide the micro-batches of each of DP {layout.dp}"
+    return ""
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Those of `number` that are at most `most`, ascending."""
+    return [x for x in range(1, min(number, most) + 1) if number % x == 0]
+
+
+def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
+    """Every layout of at most `num_gpus` GPUs but for dp and chunks: told with the least dp.
+
+    Context parallel where each rank keeps CONTEXT_LENGTH tokens; expert parallel where there are
+    experts. Of layouts that differ in recomputation alone, the one with least comes first.
+    """
+    micros = [model.micro_batch] if model.micro_batch else divisors(
+        model.global_batch, MICRO_NUM_MAX)
+    shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
+    for tp in divisors(model.gpus_per_node, num_gpus):
+        for cp in _powers(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp)):
+            for ep in divisors(model.num_experts, num_gpus) or [1]:
+                dp = ep // math.gcd(cp, ep)
+                for pp in divisors(model.num_layers, num_gpus // (tp * cp * dp)):
+                    for micro in micros:
+                        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro=micro,
+                                        shards=shards)
+                        if not refusal(model, layout):
+                            for recompute in recomputes(model):
+                                yield replace(layout, recompute=recompute)
+
+
+def recomputes(model: MegatronModel) -> tuple[Recomputed, ...]:
+    """What may be computed again, from least to most; scores that are not kept are, always."""
+    if model.recompute != "any":
+        return (model.recompute,)
+    return ("none", "full") if model.flash_attention else ("none", "selective", "full")
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    found = [1]
+    while 2 * found[-1] <= most:
+        found.append(2 * found[-1])
+    return found

@@ -1,0 +1,141 @@
+"""The memory model: bytes on the fullest GPU of a layout, and whether they fit.
+
+Weights, gradients and optimizer as Megatron's `theoretical_memory_usage.py` counts them (18 bytes a
+parameter, with ZeRO-1 6 + 12 / d), activations by Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), equations 1 to 6.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ...events.spec.model import MegatronModel
+from .flops import parameters
+from .gpus import KINDS
+from .layouts import Layout
+
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, KEPT_BYTES = 2, 4, 12, 4
+"""Of one parameter: 16 bits; fp32; an fp32 master and Adam's two moments; a kept sum in fp32."""
+FSDP_BYTES = 16
+"""Of one parameter where all is spread: fp32 weights, gradients and Adam's two moments."""
+LOGIT_BYTES = 4
+"""Of one logit: in fp32, for the loss."""
+RESERVED_BYTES = 3 << 29
+"""CUDA's context, NCCL's buffers, the libraries' workspaces."""
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """Bytes on the fullest GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    kept: float
+    """What recovery keeps."""
+
+    @property
+    def total(self) -> float:
+        return (self.weights + self.gradients + self.optimizer + self.activations + self.kept
+                + RESERVED_BYTES)
+
+
+def capacity(model: MegatronModel) -> int:
+    """Bytes of one GPU of the model's kind."""
+    return KINDS[model.gpu].memory_bytes
+
+
+def fits(model: MegatronModel, layout: Layout) -> bool:
+    return memory(model, layout).total <= capacity(model)
+
+
+def memory(model: MegatronModel, layout: Layout) -> Memory:
+    """Of the first stage of the pipeline, or of the last if that is fuller."""
+    first = _stage(model, layout, last=layout.pp == 1)
+    if layout.pp == 1:
+        return first
+    last = _stage(model, layout, first=False)
+    return first if first.total >= last.total else last
+
+
+def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
+                                                                                        float]:
+    """(without experts, of experts) on one GPU of a stage with so many matrices of the vocabulary.
+    """
+    has = parameters(model)
+    layers = model.num_layers / layout.pp
+    shared = (has.shared_layer * layers + has.embedding * num_embeddings) / layout.tp
+    return shared, has.expert_layer * layers / (layout.tp * layout.ep)
+
+
+def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
+           last: bool = True) -> Memory:
+    num_embeddings = 1 if first != last or model.tie_embeddings else 2
+    shared, experts = rank_parameters(model, layout, num_embeddings)
+    ranks = layout.dp * layout.cp
+    held = shared + experts
+    active = _activations(model, layout, first=first, last=last)
+    if layout.shards == "all":
+        layer = parameters(model)
+        unit = layer.shared_layer + layer.expert_layer
+        gathered = 2 * WEIGHT_BYTES * max(unit, layer.embedding)
+        return Memory(weights=held * 4 / ranks + gathered, gradients=held * 4 / ranks,
+                      optimizer=held * (FSDP_BYTES - 8) / ranks, activations=active, kept=0.0)
+    spread = layout.shards == "optimizer"
+    states = shared / (ranks if spread else 1) + experts / (ranks / layout.ep if spread else 1)
+    return Memory(weights=WEIGHT_BYTES * held, gradients=GRADIENT_BYTES * held,
+                  optimizer=OPTIMIZER_BYTES * states, activations=active,
+                  kept=KEPT_BYTES * held if model.kept_sum else 0.0)
+
+
+def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: bool) -> float:
+    """What backward passes that are still to come need."""
+    tokens = model.sequence * layout.micro / layout.cp
+    spread = layout.tp if layout.sequence_parallel else 1
+    layer = layer_activations(model, layout)
+    layers = model.num_layers / layout.pp
+    if layout.recompute == "full":
+        kept, working = 2 * tokens * model.hidden / spread, layer + layer_scores(model, layout)
+    elif layout.recompute == "selective":
+        kept, working = layer, layer_scores(model, layout)
+    else:
+        kept, working = layer + layer_scores(model, layout), 0.0
+    found = kept * layers * in_flight(model, layout, first=first) + working
+    if first:
+        found += tokens * model.hidden / spread * in_flight(model, layout, first=True)
+    if last:
+        found += tokens * (4 * model.hidden / spread + LOGIT_BYTES * model.vocabulary / layout.tp)
+    return found
+
+
+def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
+    """Micro-batches whose activations a stage holds at once; more with chunks (equation 4)."""
+    if not first:
+        return 1.0
+    most = layout.pp + (layout.pp - 1) / layout.chunks if layout.chunks > 1 else layout.pp
+    num = model.global_batch // layout.micro
+    return min(float(-(-num // layout.dp)), most) if layout.chunks == 1 else float(most)
+
+
+def layer_activations(model: MegatronModel, layout: Layout) -> float:
+    """Bytes of one layer and micro-batch on one GPU, without scores: 34 s b h with dropout.
+
+    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times
+    s b h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token
+    that passes `top_k` experts is as many tokens to the MLP.
+    """
+    tokens = model.sequence * layout.micro / layout.cp * model.hidden
+    split = 4 + 4 * model.num_groups / model.num_heads
+    split += (6 if model.swiglu else 4) * model.ffn / model.hidden * model.top_k
+    whole = 6 + 2 * model.top_k + (2 if model.dropout else 0)
+    return tokens * ((split + whole) / layout.tp if layout.sequence_parallel
+                     else split / layout.tp + whole)
+
+
+def layer_scores(model: MegatronModel, layout: Layout) -> float:
+    """Bytes of one layer's softmax: 2 a s^2 b, or 5 with its mask and what that leaves."""
+    if model.flash_attention:
+        return 0.0
+    each = 5 if model.dropout else 2
+    return (each * model.num_heads * model.sequence * model.sequence * layout.micro
+            / (layout.tp * layout.cp))

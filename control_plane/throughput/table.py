@@ -1,0 +1,134 @@
+"""T(t, x): the achieved FLOP/s of a task on x slots."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Literal
+
+from ...events.records.decisions import ThroughputSet
+from ...events.spec.job import RATE_FLOPS_MAX, JobSpec
+from ...events.spec.model import Axes, Modelled
+from .training_layouts import layout_within, speed
+
+SLOT_FLOPS = 1e12
+"""Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
+compare with one another only. A task whose spec has a `model` has rates of its own instead."""
+
+
+def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
+          modelled: Modelled | None = None) -> ThroughputSet:
+    """The declared table where there is one, else the model; for each size that the spec allows.
+
+    Declared: sizes in between earn what the next smaller declared size earns, below the smallest
+    nothing; with a model, they follow its shape from the nearest declared one. Modelled: what the
+    model says, or `slot_flops` times the shape.
+    """
+    allowed = set(spec.slots.counts)
+    declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
+    if modelled is not None and declared:
+        return _through(task, "declared", spec, declared, modelled)
+    sizes = _sizes(spec, modelled)
+    if spec.throughput:
+        rates = tuple(_below(spec.throughput, size) for size in sizes)
+        return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
+    unit = slot_flops if modelled is None else 1.0
+    rates = tuple(unit * shape(spec, size, modelled) for size in sizes)
+    return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
+
+
+def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
+                   modelled: Modelled | None = None) -> ThroughputSet:
+    """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
+
+    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said
+    to earn more than a larger one that was measured.
+    """
+    return _through(task, "measured", spec, rates, modelled)
+
+
+def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
+             rates: dict[int, float], modelled: Modelled | None) -> ThroughputSet:
+    """The shape through these points. One of which the shape knows nothing speaks for itself."""
+    sizes = _sizes(spec, modelled)
+    if modelled is not None:
+        sizes = tuple(sorted({*sizes, *rates}))
+    known = [size for size in rates if shape(spec, size, modelled) > 0]
+    found: list[float] = []
+    for size in sizes:
+        near = min(((abs(one - size), one) for one in known), default=(0, 0))[1]
+        most = min((rate for one, rate in rates.items() if one > size), default=RATE_FLOPS_MAX)
+        times = shape(spec, size, modelled) / shape(spec, near, modelled) if near else 0.0
+        found.append(rates[size] if size in rates else min(rates.get(near, 0.0) * times, most))
+    return ThroughputSet(task=task, origin=origin, sizes=sizes, rates_flops=tuple(found))
+
+
+def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
+    """How much `size` slots earn beside other sizes of the task, by the model.
+
+    Training: as its layout on so many has it, 0 where there is none. A command: what its model
+    says, in FLOP/s; without one, `size`.
+    """
+    if modelled is not None:
+        at = bisect_right(modelled.sizes, size)
+        return modelled.rates_flops[at - 1] if at else 0.0
+    if spec.training is None:
+        return float(size)
+    return speed(spec.training, size)
+
+
+def layout(modelled: Modelled | None, size: int) -> str:
+    """The layout that the model has for so many slots, and what binds it; empty without a model."""
+    at = bisect_right(modelled.sizes, size) if modelled is not None else 0
+    return modelled.layouts[at - 1] if modelled is not None and at else ""
+
+
+def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
+    """The layout on so many slots, in numbers; None where no model says it, and for training that
+    is data-parallel alone."""
+    if spec.training is not None:
+        return layout_within(spec.training, size)
+    at = bisect_right(modelled.sizes, size) if modelled is not None else 0
+    return modelled.axes[at - 1] if modelled is not None and 0 < at <= len(modelled.axes) else None
+
+
+def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
+    """All that the spec allows; with a model the first of them for each step of the model, and the
+    floor. Of training only those on which it has a layout.
+
+    The largest alone where it has none of them, so that there is something to say.
+    """
+    counts = spec.slots.counts
+    if modelled is None:
+        return counts if spec.training is None else tuple(
+            size for size in counts if speed(spec.training, size) > 0)
+    places = [bisect_left(counts, size) for size in modelled.sizes]
+    found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
+    return tuple(sorted(found | {spec.slots.floor} - {0}))
+
+
+def _below(rates: Mapping[int, float], size: int) -> float:
+    below = [declared for declared in rates if declared <= size]
+    return rates[max(below)] if below else 0.0
+
+
+def rate_at(throughput: ThroughputSet | None, size: int) -> float:
+    """T(t, size) of any size: workers may idle, T(x) = max over y <= x. Sizes ascend."""
+    return max(throughput.rates_flops[:bisect_right(throughput.sizes, size)],
+               default=0.0) if throughput is not None else 0.0
+
+
+def candidates(throughput: ThroughputSet, now: int,
+               floor: int = 0) -> list[tuple[int, float]]:
+    """(size, FLOP/s) worth choosing, by size, as `rate_at` has it.
+
+    A size that earns no more than a smaller one is left out, unless the task has it `now`, or asks
+    for no fewer.
+    """
+    found: list[tuple[int, float]] = []
+    best = 0.0
+    for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):
+        if rate > best or size in (now, floor):
+            best = max(best, rate)
+            found.append((size, best))
+    return found

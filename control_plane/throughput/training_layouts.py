@@ -1,0 +1,87 @@
+"""Layouts of a training task: which one it has on so many slots, and how fast that is.
+
+By the analytical model's terms, so that the shape of T(t, x) is that of a command with a `model`;
+its level is measured. A spec names no GPU: the shape is that of an A100. Of the model that a loop
+of one's own trains nothing is known: its layouts differ by how evenly they deal, and by bubbles.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...events.spec.job import Loop, Train
+from ...events.spec.model import Axes, MegatronModel
+from ...events.spec.parallelism import VOCABULARY
+from .layouts import Layout
+from .step_time import bubble, constants_of, ending, parts
+
+_SPEEDS_NUM = 4096
+
+
+def megatron_model(train: Train) -> MegatronModel:
+    """What the task trains, as the analytical model is asked."""
+    model = train.model
+    return MegatronModel(
+        num_layers=model.num_layers, hidden=model.hidden, num_heads=model.num_heads,
+        sequence=model.sequence, vocabulary=VOCABULARY, tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout, gpu="A100-80", global_batch=train.batch.global_,
+        micro_batch=train.batch.micro, zero1=train.parallel.optimizer != "whole",
+        overlap=train.overlap)
+
+
+def speed(train: Train | Loop, num_slots: int) -> float:
+    """How many times as fast as one slot alone so many are, all of them; 0: there is no layout.
+
+    Data-parallel alone: an iteration takes ceil(micro-batches / slots) times one micro-batch.
+    """
+    if train.parallel.is_plain:
+        num = train.num_micro_batches
+        return num / -(-num // num_slots)
+    return _fastest(train, num_slots)[0]
+
+
+def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
+    """The fastest permitted layout of exactly so many slots, of equals the first that is named.
+
+    None: there is none, or the task is data-parallel alone.
+    """
+    return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
+
+
+@lru_cache(maxsize=_SPEEDS_NUM)
+def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
+    """The fastest permitted layout of at most so many slots, of equals one of the fewest."""
+    if train.parallel.is_plain:
+        return None
+    best = max(range(num_slots + 1), key=lambda num: (_fastest(train, num)[0], -num))
+    return layout_of(train, best)
+
+
+@lru_cache(maxsize=_SPEEDS_NUM)
+def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
+    alone_s = _iteration_s(train, Axes())
+    best: tuple[float, Axes | None] = (0.0, None)
+    for axes in train.parallel.layouts(num_slots, train.num_micro_batches):
+        times = alone_s / _iteration_s(train, axes)
+        if times > best[0]:
+            best = times, axes
+    return best
+
+
+def _iteration_s(train: Train | Loop, axes: Axes) -> float:
+    """Of the replica that has most micro-batches; with chunks, as Megatron has them, a multiple of
+    the pipeline's size."""
+    if isinstance(train, Loop):  # of its model nothing is known
+        num = -(-train.num_micro_batches // axes.dp)
+        return (num + (axes.pp - 1) / axes.chunks) / (axes.tp * axes.pp)
+    model = megatron_model(train)
+    layout = Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=train.batch.micro,
+                    chunks=axes.chunks, sequence_parallel=False,
+                    shards="none" if train.parallel.optimizer == "whole" else "optimizer")
+    num = -(-train.num_micro_batches // axes.dp)
+    if axes.chunks > 1:
+        num = -(-num // axes.pp) * axes.pp
+    constants = constants_of(model)
+    micro_s = parts(model, layout, constants).total_s
+    reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(axes.dp)
+    return (num + bubble(layout)) * micro_s + (reduce_s + step_s)

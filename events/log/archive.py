@@ -1,0 +1,238 @@
+"""Exported log files: JSON lines under a chain of digests, read with constant memory.
+
+Line 1 is a header, then one record a line as `codec.to_plain` gives it, the last line a footer.
+Each line carries `chain`: the SHA-256 of the line before's chain and of this line without it, so
+that an edited, dropped, swapped or doubled record is found at its place, and a cut file by its
+missing footer. It shows accidents and careless edits; it is no signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import CorruptLog, UsageError
+from ..records import codec
+from ..records.envelope import Record
+
+FORMAT = "unicron-log"
+FORMAT_VERSION = 1
+LINE_BYTES_MAX = 64 << 20
+EXPORT_HINT = "unicron export FILE writes one"
+
+
+class Header(Struct, frozen=True, kw_only=True):
+    """Line 1: whose log this is, by which code it was written, and its first seq."""
+
+    format: str
+    version: int
+    cluster: str
+    code: str
+    first_seq: int
+
+
+class _Footer(Struct, frozen=True, kw_only=True):
+    end: bool
+    num_records: int
+
+
+class Writer:
+    """Writes one file, line by line; got from `create`."""
+
+    def __init__(self, path: Path, file: IO[bytes], header: Header) -> None:
+        self._path = path
+        self._file = file
+        self._chain = ""
+        self._next = header.first_seq
+        self.num_records = 0
+        self._line(msgspec.to_builtins(header))
+
+    def add(self, record: Record) -> None:
+        """The next record. Raises CorruptLog if it is not the next, UsageError if no room."""
+        if record.seq != self._next:
+            raise CorruptLog(self._next, f"is missing: record {record.seq} came")
+        self._line(codec.to_plain(record))
+        self._next += 1
+        self.num_records += 1
+
+    def finish(self) -> None:
+        """The footer, and all of it on the disk."""
+        self._line({"end": True, "num_records": self.num_records})
+        with _told(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _line(self, data: dict[str, Any]) -> None:
+        body = msgspec.json.encode(data)
+        self._chain = _link(self._chain, body)
+        with _told(self._path):
+            self._file.write(body[:-1] + b',"chain":"' + self._chain.encode() + b'"}\n')
+
+
+@contextlib.contextmanager
+def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
+    """A writer whose file appears at `path`, whole and on the disk, when the block ends well.
+
+    Raises UsageError if the file cannot be written there.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
+                    first_seq=first_seq)
+    try:
+        with _told(path):
+            file = new.open("wb")
+        with file:
+            writer = Writer(path, file, header)
+            yield writer
+            writer.finish()
+        with _told(path):
+            new.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Generator[None]:
+    """A file that cannot be written is the user's to change."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}", "name another file") from None
+
+
+def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
+          first_seq: int = 1) -> int:
+    """Write all `records`, contiguous from `first_seq`; how many there were.
+
+    Raises CorruptLog for a gap, UsageError if the file cannot be written.
+    """
+    with create(path, cluster=cluster, code=code, first_seq=first_seq) as writer:
+        for record in records:
+            writer.add(record)
+        return writer.num_records
+
+
+def header(path: Path) -> Header:
+    """The header of an exported file. Raises UsageError, CorruptLog."""
+    with _open(path) as file:
+        return _header(path, file)[0]
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of an exported file, one by one, checked as they come.
+
+    Raises UsageError for what is no exported log, CorruptLog with the first seq that differs:
+    after the records before it, which are good.
+    """
+    with _open(path) as file:
+        head, chain = _header(path, file)
+        seq = head.first_seq
+        while line := file.readline(LINE_BYTES_MAX):
+            body, told = _parse(line, seq, _count(head, seq))
+            chain = _link(chain, msgspec.json.encode(body))
+            if body.get("end") is True and "seq" not in body:
+                _check_end(file, body, head, seq, told == chain)
+                return
+            if body.get("seq") != seq:
+                raise CorruptLog(seq, f"the file has record {body.get('seq')} in its place")
+            if told != chain:
+                raise CorruptLog(seq, "the record is not the one that was written")
+            yield codec.from_plain(body)
+            seq += 1
+        raise CorruptLog(seq, f"truncated after {_count(head, seq)}: the file has no end")
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
+
+
+def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
+    try:
+        line = file.readline(LINE_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
+    if not line.strip():
+        raise UsageError(f"{path} is empty", EXPORT_HINT)
+    try:
+        data: Any = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise UsageError(f"{path} is not an exported log", EXPORT_HINT) from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
+    body = cast(dict[str, Any], data)
+    if "format" not in body and {"seq", "kind", "body"} <= body.keys():
+        _refuse_bare(file, codec.from_plain(body).seq)
+    if body.get("format") != FORMAT:
+        raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
+    told = body.pop("chain", "")
+    if body.get("version") != FORMAT_VERSION:
+        raise UsageError(f"{path} has format version {body.get('version')!r}, this reads "
+                         f"{FORMAT_VERSION}", "use the Unicron that wrote it")
+    try:
+        head = msgspec.convert(body, Header)
+    except msgspec.ValidationError as error:
+        raise CorruptLog(1, f"the header is not one: {error}") from None
+    chain = _link("", msgspec.json.encode(body))
+    if told != chain:
+        raise CorruptLog(head.first_seq, "the header is not the one that was written")
+    return head, chain
+
+
+def _refuse_bare(file: IO[bytes], first: int) -> None:
+    """Lines as `unicron tail -o jsonl` prints them: no header, no chain, no end to check."""
+    last = first
+    while line := file.readline(LINE_BYTES_MAX):
+        body, _ = _parse(line, last + 1, f"{last - first + 1} records")
+        if codec.from_plain(body).seq != last + 1:
+            raise CorruptLog(last + 1, f"the file has record {body['seq']} in its place")
+        last += 1
+    raise CorruptLog(last + 1, f"truncated after {last - first + 1} records: the file has neither "
+                               "header nor end; unicron export FILE writes both")
+
+
+def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
+    """(the line without its chain, its chain)."""
+    if not line.endswith(b"\n"):
+        raise CorruptLog(seq, f"truncated after {so_far}: the line is cut")
+    try:
+        data: Any = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptLog(seq, f"the line is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CorruptLog(seq, "the line is not a record")
+    body = cast(dict[str, Any], data)
+    return body, str(body.pop("chain", ""))
+
+
+def _check_end(file: IO[bytes], body: dict[str, Any], head: Header, seq: int,
+               chained: bool) -> None:
+    try:
+        footer = msgspec.convert(body, _Footer)
+    except msgspec.ValidationError as error:
+        raise CorruptLog(seq, f"the end is not one: {error}") from None
+    there = seq - head.first_seq
+    if footer.num_records != there:
+        raise CorruptLog(seq, f"the file has {there} records, its end says {footer.num_records}")
+    if not chained:
+        raise CorruptLog(seq, "the end is not the one that was written")
+    if file.readline(LINE_BYTES_MAX):
+        raise CorruptLog(seq, f"something follows the end after {there} records")
+
+
+def _count(head: Header, seq: int) -> str:
+    return f"{seq - head.first_seq} records"
+
+
+def _link(chain: str, body: bytes) -> str:
+    return hashlib.sha256(chain.encode() + body).hexdigest()

@@ -1,0 +1,495 @@
+"""The log on Redis or Valkey streams, fenced: the only room that knows redis.
+
+redis-py is used for its connection and parser alone. Its client retries by itself, and an append
+whose reply was lost would then stand twice; here every call says what a lost reply means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from redis.asyncio.connection import Connection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
+from ..records import codec
+from ..records.envelope import Record, Report, order_nodes
+from ..spec.job import NAME
+from .port import Batch, Beat, SentOrder
+
+# --- The Lua scripts of the log on Redis: each one is atomic on the server. ---
+#
+# Everything is checked before the first write, since a script that fails half way is not undone.
+# Sequence numbers and epochs stay below 2^53, where Lua's numbers are exact.
+
+_IDS = """
+local function epoch_of(id) return tonumber(string.match(id, '^(%d+)-')) end
+local function seq_of(id) return tonumber(string.match(id, '-(%d+)$')) end
+local function text(number) return string.format('%.0f', number) end
+"""
+
+START_EPOCH = _IDS + """
+-- KEYS log epoch; ARGV nonce. Above the held epoch, and above the log should that be lost.
+local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
+local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+if top[1] then number = math.max(number, epoch_of(top[1][1])) end
+redis.call('HSET', KEYS[2], 'number', text(number + 1), 'nonce', ARGV[1])
+return number + 1
+"""
+
+APPEND = _IDS + """
+-- KEYS log epoch cursor acked nodes [orders...]
+-- ARGV epoch expect cursor num_records num_acked num_orders
+--      [record]... [source source_seq]... [record_index orders_index]... [node]...
+local held = redis.call('HGET', KEYS[2], 'number')
+if held ~= ARGV[1] then return {'fenced', held or '0'} end
+local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+local last = top[1] and seq_of(top[1][1]) or 0
+if last ~= tonumber(ARGV[2]) then return {'conflict', text(last)} end
+local records, acked, orders = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local at = 6
+for i = 1, records do
+  redis.call('XADD', KEYS[1], ARGV[1] .. '-' .. text(last + i), 'r', ARGV[at + i])
+end
+at = at + records
+for _ = 1, acked do
+  redis.call('HSET', KEYS[4], ARGV[at + 1], ARGV[at + 2])
+  at = at + 2
+end
+for _ = 1, orders do
+  local index = tonumber(ARGV[at + 1])
+  redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(last + index),
+             'r', ARGV[6 + index])
+  at = at + 2
+end
+for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
+if ARGV[3] ~= '' then redis.call('SET', KEYS[3], ARGV[3]) end
+return {'done', text(last + records)}
+"""
+
+REBUILD_ORDERS = """
+-- KEYS epoch nodes [orders...]; ARGV epoch num_orders [orders_index seq record]... [node]...
+local held = redis.call('HGET', KEYS[1], 'number')
+if held ~= ARGV[1] then return {'fenced', held or '0'} end
+for i = 2, #KEYS do redis.call('DEL', KEYS[i]) end
+local at = 2
+for _ = 1, tonumber(ARGV[2]) do
+  redis.call('XADD', KEYS[2 + tonumber(ARGV[at + 1])], ARGV[1] .. '-' .. ARGV[at + 2],
+             'r', ARGV[at + 3])
+  at = at + 3
+end
+for i = at + 1, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
+return {'done', ''}
+"""
+
+FIND_SEQ = _IDS + """
+-- KEYS log; ARGV seq. The id that the record `seq` has, found by halving the epochs; nil if the
+-- log ends before it. The first seq at or above an epoch grows with the epoch.
+local seq = tonumber(ARGV[1])
+local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+if not top[1] or seq_of(top[1][1]) < seq then return nil end
+local low, high = 0, epoch_of(top[1][1])
+while low < high do
+  local middle = math.ceil((low + high) / 2)
+  local first = redis.call('XRANGE', KEYS[1], text(middle) .. '-0', '+', 'COUNT', 1)
+  if seq_of(first[1][1]) <= seq then low = middle else high = middle - 1 end
+end
+return text(low) .. '-' .. text(seq)
+"""
+
+BEAT = """
+-- KEYS beats; ARGV node incarnation. By the server's clock; the newest incarnation stays.
+local now = redis.call('TIME')
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and tonumber(string.match(held, '^(%d+) ')) > tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1],
+           ARGV[2] .. ' ' .. now[1] .. '.' .. string.format('%06d', tonumber(now[2])))
+return 1
+"""
+
+BEATS = """
+-- KEYS beats
+return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}
+"""
+
+CONNECT_S_MAX = 5.0
+REPLY_S_MAX = 10.0
+"""On top of what the call itself waits on the server."""
+TRIES_MAX = 2
+"""For calls that may be repeated: a kept connection may have died with an earlier server."""
+SEND_NUM_MAX = 500
+"""Reports in one pipeline."""
+ORDERS_NUM_MAX = 1000
+"""Orders in one answer; the caller asks again behind the last."""
+READ_NUM_MAX = 5000
+"""Records in one answer; a longer read is several."""
+VERSION_MIN = (6, 2)
+URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
+TRANSIENT = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError)
+TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN")
+
+Command = tuple[bytes | str | int, ...]
+_talk: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+class _Lost(Exception):
+    """The request may have been carried out; no reply came. `slow`: the time was up."""
+
+    def __init__(self, message: str, slow: bool) -> None:
+        super().__init__(message)
+        self.slow = slow
+
+
+class _Link:
+    """One connection, one request at a time, made anew when it broke."""
+
+    def __init__(self, url: str) -> None:
+        self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
+        try:
+            options: dict[str, Any] = dict(parse_url(url))
+        except ValueError as error:
+            raise UsageError(f"{self._where}: {error}", URL_HINT) from None
+        make = options.pop("connection_class", Connection)
+        # No timeout in the socket: each call has its own. RESP2, so that nothing is pushed.
+        options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
+                    "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
+        self._connection: Any = make(**options)
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._connection.disconnect(nowait=True)
+
+    async def call(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
+        """The replies, with refusals of the server as ResponseError among them.
+
+        Raises UsageError (password), Unavailable (nothing was carried out) or _Lost.
+        """
+        async with self._lock:
+            await self._connect()
+            connection = self._connection
+            try:
+                async with asyncio.timeout(wait_s):
+                    packed = connection.pack_commands(commands)
+                    await connection.send_packed_command(packed, check_health=False)
+                    return [await self._reply() for _ in commands]
+            except BusyLoadingError:
+                raise Unavailable(f"{self._where}: it is loading its data") from None
+            except AuthenticationError as error:
+                raise UsageError(f"{self._where}: {error}", URL_HINT) from None
+            except (OSError, RedisError) as error:
+                await connection.disconnect(nowait=True)
+                slow = isinstance(error, TimeoutError)
+                what = f"no reply within {wait_s:g} s" if slow else str(error)
+                raise _Lost(f"{self._where}: {what}", slow) from None
+            except BaseException:
+                # A reply left unread would be taken for the next request's.
+                await connection.disconnect(nowait=True)
+                raise
+
+    async def _reply(self) -> Any:
+        try:
+            return await self._connection.read_response()
+        except ResponseError as refusal:
+            return refusal
+
+    async def _connect(self) -> None:
+        connection = self._connection
+        if self._closed:
+            raise Unavailable(f"{self._where}: closed")
+        try:
+            if connection.is_connected and await connection.can_read():
+                await connection.disconnect(nowait=True)  # the server closed it meanwhile
+        except RedisError:
+            await connection.disconnect(nowait=True)
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                await connection.connect()
+        except BaseException as error:
+            await connection.disconnect(nowait=True)  # half a handshake is of no use
+            if isinstance(error, AuthenticationError):
+                raise UsageError(f"{self._where}: {error}", URL_HINT) from None
+            if isinstance(error, OSError | RedisError):
+                what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
+                raise Unavailable(f"{self._where}: {what}") from None
+            raise
+
+
+class RedisLog:
+    """Every port of one cluster's log on the server at `url`; connects at the first call.
+
+    For one event loop. Each blocking reader (the intake, each node's orders) has a connection of
+    its own beside the one for everything else.
+    """
+
+    def __init__(self, url: str, cluster: str) -> None:
+        if not NAME.match(cluster):
+            raise UsageError(f"{cluster!r} is not a cluster's name",
+                             "lower-case letters, digits, '-' and '.', at most 63")
+        self._url = url
+        self._prefix = f"{{unicron:{cluster}}}:"
+        self._link = _Link(url)
+        self._readers: dict[str, _Link] = {}
+        self._read_to = (0, 0)
+        """(seq, epoch) of the record read last: the next read need not look for its place."""
+
+    async def close(self) -> None:
+        """Close the connections; calls under way fail."""
+        for link in (self._link, *self._readers.values()):
+            await link.close()
+
+    async def check(self) -> None:
+        """Refuse a server that is too old or evicts keys; warn of one that forgets at its end.
+
+        Raises UsageError, Unavailable.
+        """
+        sections = [("INFO", name) for name in ("server", "memory", "persistence")]
+        told = b"\n".join(await self._ask(sections)).decode()
+        info = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
+        version = info.get("redis_version", "0.0")
+        if tuple(int(part) for part in version.split(".")[:2]) < VERSION_MIN:
+            raise UsageError(f"the server speaks Redis {version}, 6.2 is needed",
+                             "use Valkey, or a newer Redis")
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy.startswith("allkeys"):
+            raise UsageError(f"maxmemory-policy is {policy}: the server would evict the log",
+                             "CONFIG SET maxmemory-policy noeviction")
+        if policy != "noeviction":
+            _talk.warning("maxmemory-policy should be noeviction", policy=policy)
+        if info.get("aof_enabled") == "0":
+            _talk.warning("the server has no append-only file: its end loses the log",
+                          hint="CONFIG SET appendonly yes")
+
+    # --- the leader -----------------------------------------------------------------------------
+    async def start_epoch(self, nonce: str) -> int:
+        """A new epoch above all before; one is skipped when a reply was lost."""
+        return int(await self._run(START_EPOCH, self._keys("log", "epoch"), (nonce,)))
+
+    async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
+                     cursor: str, acked: Mapping[str, int]) -> None:
+        """As the port says; O(records). Raises ValueError for a float that is not finite."""
+        wires: list[bytes] = []
+        sends: list[tuple[int, str]] = []
+        for place, record in enumerate(records, start=1):
+            assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
+            assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
+            wires.append(codec.encode_record(record))
+            sends += [(place, node) for node in order_nodes(record)]
+        names = dict.fromkeys(node for _, node in sends)
+        nodes = {node: index for index, node in enumerate(names, start=1)}
+        keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
+        args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
+                *(part for pair in acked.items() for part in pair),
+                *(part for place, node in sends for part in (place, nodes[node])), *nodes)
+        _fate(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
+
+    async def cursor(self) -> str:
+        """The intake's cursor as last appended."""
+        (reply,) = await self._ask([("GET", *self._keys("cursor"))])
+        return reply.decode() if reply else "0-0"
+
+    async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
+        """Reports behind `after`; an unreadable one is skipped, and said."""
+        reports: list[Report] = []
+        for entry, wire in await self._follow("reports", after, num_max, wait_s):
+            after = entry
+            try:
+                reports.append(codec.decode_report(wire))
+            except msgspec.MsgspecError as error:
+                _talk.warning("an unreadable report is skipped", id=entry, error=str(error))
+        return Batch(reports=tuple(reports), cursor=after)
+
+    async def beats(self) -> list[Beat]:
+        """The newest heartbeat of every node, by name."""
+        (seconds, micros), fields = await self._run(BEATS, self._keys("beats"), ())
+        now_s = int(seconds) + int(micros) / 1e6
+        beats: list[Beat] = []
+        for node, value in zip(fields[::2], fields[1::2], strict=True):
+            incarnation, at_s = value.split()
+            beats.append(Beat(node=node.decode(), incarnation=int(incarnation),
+                              age_s=max(0.0, now_s - float(at_s))))
+        return sorted(beats, key=lambda beat: beat.node)
+
+    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
+        """All nodes' streams anew, with ids of this epoch: agents read the open orders again.
+
+        To be called before the epoch's first order. Raises Fenced.
+        """
+        (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
+        sends = [(record, node) for record in sorted(open_orders, key=lambda record: record.seq)
+                 for node in order_nodes(record)]
+        used = dict.fromkeys(node for _, node in sends)
+        nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
+        index = {node: place for place, node in enumerate(nodes, start=1)}
+        args = (epoch, len(sends), *(part for record, node in sends for part in
+                (index[node], record.seq, codec.encode_record(record))), *used)
+        keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
+        _fate(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
+
+    async def trim_reports(self, *, before: str) -> None:
+        """Forget reports up to and including cursor `before`."""
+        high, _, low = before.partition("-")
+        await self._ask([("XTRIM", *self._keys("reports"), "MINID", f"{high}-{int(low) + 1}")])
+
+    # --- readers --------------------------------------------------------------------------------
+    async def read(self, *, after: int, num_max: int) -> list[Record]:
+        """Records with seq above `after`. Raises CorruptLog for one that is not the next."""
+        records: list[Record] = []
+        start = await self._place(after)
+        while start and len(records) < num_max:
+            num = min(READ_NUM_MAX, num_max - len(records))
+            (entries,) = await self._ask([("XRANGE", *self._keys("log"), start, "+", "COUNT", num)])
+            for entry, fields in entries:
+                record = _record(entry.decode(), fields[1], after + len(records) + 1)
+                records.append(record)
+                start = f"({record.epoch}-{record.seq}"
+                self._read_to = (record.seq, record.epoch)
+            if len(entries) < num:
+                break
+        return records
+
+    async def _place(self, after: int) -> str:
+        """Where to read on behind seq `after`; "" if the log ends before."""
+        seq, epoch = self._read_to
+        if after == seq and epoch:
+            return f"({epoch}-{seq}"
+        found = await self._run(FIND_SEQ, self._keys("log"), (after + 1,))
+        return found.decode() if found else ""
+
+    async def last_seq(self) -> int:
+        """The last seq, 0 for an empty log."""
+        (top,) = await self._ask([("XREVRANGE", *self._keys("log"), "+", "-", "COUNT", 1)])
+        return int(top[0][0].decode().partition("-")[2]) if top else 0
+
+    # --- agents ---------------------------------------------------------------------------------
+    async def send(self, reports: Sequence[Report]) -> None:
+        """Into the intake, in order. Raises ValueError for a float that is not finite."""
+        wires = [codec.encode_report(report) for report in reports]
+        (key,) = self._keys("reports")
+        for start in range(0, len(wires), SEND_NUM_MAX):
+            await self._ask([("XADD", key, "*", "r", wire)
+                             for wire in wires[start : start + SEND_NUM_MAX]], repeatable=False)
+
+    async def acked(self, source: str) -> int:
+        """The highest source_seq of this source that is in the log."""
+        (reply,) = await self._ask([("HGET", *self._keys("acked"), source)])
+        return int(reply or 0)
+
+    async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
+        """Orders for this node behind `after`, at most ORDERS_NUM_MAX. Raises CorruptLog."""
+        found = await self._follow(f"orders:{node}", after, ORDERS_NUM_MAX, wait_s)
+        return [SentOrder(record=_record(entry, wire), cursor=entry) for entry, wire in found]
+
+    async def beat(self, node: str, incarnation: int) -> None:
+        """A heartbeat; one of an older incarnation than the newest is ignored."""
+        await self._run(BEAT, self._keys("beats"), (node, incarnation))
+
+    # --- calls ----------------------------------------------------------------------------------
+    def _keys(self, *names: str) -> tuple[str, ...]:
+        return tuple(self._prefix + name for name in names)
+
+    def _streams(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        return self._keys(*(f"orders:{node}" for node in nodes))
+
+    async def _follow(self, name: str, after: str, num_max: int,
+                      wait_s: float) -> list[tuple[str, bytes]]:
+        """(id, payload) of a stream's entries behind `after`."""
+        # BLOCK 0 would wait for ever.
+        block = ("BLOCK", math.ceil(wait_s * 1000)) if wait_s > 0 else ()
+        command = ("XREAD", "COUNT", num_max, *block, "STREAMS", *self._keys(name), after)
+        if block and name not in self._readers:
+            self._readers[name] = _Link(self._url)
+        # Who does not want to wait is not to wait behind who does.
+        link = self._readers[name] if block else self._link
+        (reply,) = await self._ask([command], link=link, wait_s=max(0.0, wait_s) + REPLY_S_MAX)
+        return [(entry.decode(), fields[1]) for entry, fields in reply[0][1]] if reply else []
+
+    async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int], *,
+                   repeatable: bool = True) -> Any:
+        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        rest = (len(keys), *keys, *args)
+        try:
+            return (await self._ask([("EVALSHA", digest, *rest)], repeatable=repeatable))[0]
+        except NoScriptError:
+            return (await self._ask([("EVAL", script, *rest)], repeatable=repeatable))[0]
+
+    async def _ask(self, commands: Sequence[Command], *, repeatable: bool = True,
+                   link: _Link | None = None, wait_s: float = REPLY_S_MAX) -> list[Any]:
+        """The replies. Raises Unavailable, Ambiguous, UsageError, LogError, NoScriptError."""
+        lost = ""
+        for _ in range(TRIES_MAX):
+            try:
+                replies = await (link or self._link).call(commands, wait_s)
+            except _Lost as error:
+                lost = str(error)
+                if not repeatable:
+                    raise Ambiguous(lost) from None
+                if error.slow:
+                    break
+                continue
+            for reply in replies:
+                if isinstance(reply, ResponseError):
+                    raise _refusal(reply)
+            return replies
+        raise Unavailable(lost)
+
+
+async def connect(url: str, cluster: str) -> RedisLog:
+    """A log whose server is there and fit. Raises UsageError, Unavailable."""
+    log = RedisLog(url, cluster)
+    try:
+        await log.check()
+    except BaseException:
+        await log.close()
+        raise
+    return log
+
+
+def _refusal(refusal: ResponseError) -> Exception:
+    """The server said no, and did nothing."""
+    if isinstance(refusal, NoScriptError):
+        return refusal
+    if isinstance(refusal, TRANSIENT) or str(refusal).startswith(TRANSIENT_CODES):
+        return Unavailable(f"the server refuses: {refusal}")
+    return LogError(f"the server refuses: {refusal}")
+
+
+def _fate(reply: Any, epoch: int, expect: int) -> None:
+    fate, value = (part.decode() for part in reply)
+    if fate == "fenced":
+        raise Fenced(f"epoch {epoch} is over: {value} holds the log")
+    if fate == "conflict":
+        raise Conflict(f"the log ends at {value}, expected {expect}")
+
+
+def _record(entry: str, wire: bytes, expect: int = 0) -> Record:
+    """An entry as a record; `expect` is the seq that it must have."""
+    seq = expect or int(entry.partition("-")[2])
+    try:
+        record = codec.decode_record(wire)
+    except msgspec.MsgspecError as error:
+        raise CorruptLog(seq, f"entry {entry} is not a record: {error}") from None
+    if expect and (record.seq != expect or entry != f"{record.epoch}-{record.seq}"):
+        raise CorruptLog(seq, f"entry {entry} holds record {record.seq} of epoch {record.epoch}")
+    return record

@@ -1,0 +1,289 @@
+"""Record and report to msgpack (wire, log) and to JSON lines (export), with versions.
+
+Decoding has two stages: the envelope first, then the body by its kind. A kind that this version
+does not know keeps its raw bytes, so that a log written by a newer Unicron survives a passage
+through an older one. Source: measured with msgspec, 1.7 M encodes and 2.3 M decodes a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, inspect
+
+from ..errors import CorruptLog
+from .envelope import KINDS, VERSIONS, Record, Report
+from .types import Body
+
+# --- The law of finite floats: finds the first NaN or infinity in a body. ---
+#
+# One checker per struct type, made once from its annotations, so that a kind without floats costs
+# nothing. Source: msgspec writes NaN as null in JSON and cannot read it back.
+
+Checker = Callable[[Any], str]
+"""Where in a value the first float that is not finite lies: a path, "" if there is none."""
+
+
+def not_finite(body: msgspec.Struct) -> str:
+    """The path of the first NaN or infinity in `body`, or "" when every float is finite."""
+    checker = _of_struct(type(body))
+    return checker(body) if checker else ""
+
+
+@cache
+def _of_struct(cls: type[msgspec.Struct]) -> Checker | None:
+    info = inspect.type_info(cls)
+    assert isinstance(info, inspect.StructType)
+    checkers = [(field.name, checker) for field in info.fields
+                if (checker := _of(field.type)) is not None]
+
+    def check(value: Any) -> str:
+        for name, checker in checkers:
+            if where := checker(getattr(value, name)):
+                return f"{name}{where}" if where[0] in "[ " else f"{name}.{where}"
+        return ""
+
+    return check if checkers else None
+
+
+def _of(kind: inspect.Type) -> Checker | None:
+    match kind:
+        case inspect.FloatType():
+            return _number
+        case inspect.StructType():
+            return _of_struct(kind.cls)
+        case inspect.VarTupleType() | inspect.ListType():
+            inner = _of(kind.item_type)
+            return _items(inner) if inner else None
+        case inspect.DictType():
+            inner = _of(kind.value_type)
+            return _values(inner) if inner else None
+        case inspect.TupleType():
+            return _places([_of(one) for one in kind.item_types])
+        case inspect.UnionType():
+            return _one_of(kind)
+        case _:
+            return None
+
+
+def _number(value: Any) -> str:
+    return "" if math.isfinite(value) else f" is {value}"
+
+
+def _items(inner: Checker) -> Checker:
+    def check(value: Any) -> str:
+        for index, item in enumerate(value):
+            if where := inner(item):
+                return _at(index, where)
+        return ""
+
+    return check
+
+
+def _values(inner: Checker) -> Checker:
+    def check(value: Any) -> str:
+        for key, item in value.items():
+            if where := inner(item):
+                return _at(key, where)
+        return ""
+
+    return check
+
+
+def _places(inner: list[Checker | None]) -> Checker | None:
+    def check(value: Any) -> str:
+        for index, (checker, item) in enumerate(zip(inner, value, strict=True)):
+            if checker and (where := checker(item)):
+                return _at(index, where)
+        return ""
+
+    return check if any(inner) else None
+
+
+def _one_of(kind: inspect.UnionType) -> Checker | None:
+    """Floats and structs beside None; a union of anything else holds no float of ours."""
+    inner = [checker for one in kind.types if (checker := _of(one)) is not None]
+    assert len(inner) <= 1, f"two kinds of floats in {kind}"
+    if not inner:
+        return None
+    only = inner[0]
+
+    def check(value: Any) -> str:
+        return "" if value is None or isinstance(value, int | str) else only(value)
+
+    return check
+
+
+def _at(key: object, where: str) -> str:
+    return f"[{key}]{where}" if where[0] in "[ " else f"[{key}].{where}"
+
+T = TypeVar("T")
+
+UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(kind, old version) -> the same body one version later, on plain data."""
+
+
+class UnknownBody(Body, frozen=True):
+    """A body of a kind or version that this code does not know, kept as it came."""
+
+    kind: str
+    version: int
+    raw: bytes
+
+
+class _Wire(Struct, frozen=True, kw_only=True):
+    """What is written: the envelope of a record or a report, its body still raw."""
+
+    kind: str
+    v: int
+    body: Raw
+    source: str
+    source_seq: int
+    occurred_s: float
+    seq: int = 0
+    epoch: int = 0
+    at_s: float = 0.0
+    cause: int = 0
+    incident: int = 0
+
+
+class _Head(Struct, frozen=True, kw_only=True):
+    """The envelope of a record as exported; all of it is required."""
+
+    seq: int
+    epoch: int
+    at_s: float
+    occurred_s: float
+    source: str
+    source_seq: int
+    cause: int
+    incident: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_any: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
+_wire = msgspec.msgpack.Decoder(_Wire)
+_bodies: dict[str, msgspec.msgpack.Decoder[Body]] = {
+    kind: msgspec.msgpack.Decoder(body) for kind, body in KINDS.items()
+}
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    """Broken UTF-8 is nonsense like any other; msgspec lets Python's own error through."""
+    try:
+        return decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def encode_body(body: Body) -> tuple[str, int, bytes]:
+    """`(kind, v, msgpack)` of a body. Raises ValueError for a NaN or an infinity: a bug of ours."""
+    if isinstance(body, UnknownBody):
+        return body.kind, body.version, body.raw
+    kind = type(body).__name__
+    if where := not_finite(body):
+        raise ValueError(f"{kind}: {where}")
+    return kind, VERSIONS.get(kind, 1), _encoder.encode(body)
+
+
+def decode_body(kind: str, v: int, raw: bytes) -> Body:
+    """The body, brought up to today's version. Raises msgspec.MsgspecError on nonsense."""
+    current = VERSIONS.get(kind, 1)
+    if kind not in KINDS or v > current:
+        return UnknownBody(kind=kind, version=v, raw=bytes(raw))
+    if v == current:
+        body = _decode(_bodies[kind], raw)
+    else:
+        body = msgspec.convert(_upcast(kind, v, _decode(_any, raw)), KINDS[kind])
+    if where := not_finite(body):
+        raise msgspec.ValidationError(f"{kind}: {where}")
+    return body
+
+
+def encode_report(report: Report) -> bytes:
+    """msgpack, map-keyed. Raises ValueError for a float that is not finite."""
+    if not math.isfinite(report.occurred_s):
+        raise ValueError(f"occurred_s is {report.occurred_s}")
+    kind, v, raw = encode_body(report.body)
+    return _encoder.encode(
+        _Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
+              source_seq=report.source_seq, occurred_s=report.occurred_s)
+    )
+
+
+def decode_report(data: bytes) -> Report:
+    """Raises msgspec.MsgspecError on nonsense."""
+    wire = _decode(_wire, data)
+    if not math.isfinite(wire.occurred_s):
+        raise msgspec.ValidationError(f"occurred_s is {wire.occurred_s}")
+    return Report(source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s,
+                  body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+
+
+def encode_record(record: Record) -> bytes:
+    """msgpack, map-keyed. Raises ValueError for a float that is not finite."""
+    if not (math.isfinite(record.occurred_s) and math.isfinite(record.at_s)):
+        raise ValueError(f"occurred_s is {record.occurred_s}, at_s is {record.at_s}")
+    kind, v, raw = encode_body(record.body)
+    return _encoder.encode(
+        _Wire(kind=kind, v=v, body=Raw(raw), source=record.source, source_seq=record.source_seq,
+              occurred_s=record.occurred_s, seq=record.seq, epoch=record.epoch, at_s=record.at_s,
+              cause=record.cause, incident=record.incident)
+    )
+
+
+def decode_record(data: bytes) -> Record:
+    """Raises msgspec.MsgspecError on nonsense."""
+    return _record(_decode(_wire, data))
+
+
+def _record(wire: _Wire) -> Record:
+    return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
+                  source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
+                  incident=wire.incident, body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+
+
+def to_plain(record: Record) -> dict[str, Any]:
+    """The record as plain data in a fixed order, for JSON lines and for people."""
+    kind, v, raw = encode_body(record.body)
+    return {
+        "seq": record.seq, "epoch": record.epoch, "at_s": record.at_s, "kind": kind, "v": v,
+        "source": record.source, "source_seq": record.source_seq,
+        "occurred_s": record.occurred_s, "cause": record.cause, "incident": record.incident,
+        "body": msgspec.msgpack.decode(raw),
+    }
+
+
+def from_plain(data: dict[str, Any]) -> Record:
+    """The inverse of `to_plain`. Raises CorruptLog."""
+    seq = data.get("seq")
+    try:
+        kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
+        body = _plain_body(kind, v, data["body"])
+        head = msgspec.convert(data, _Head)
+        return Record(body=body, **msgspec.structs.asdict(head))
+    except (KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
+
+
+def _plain_body(kind: str, v: int, data: dict[str, Any]) -> Body:
+    if kind not in KINDS or v > VERSIONS.get(kind, 1):
+        return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data))
+    body = msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)
+    if where := not_finite(body):
+        raise msgspec.ValidationError(f"{kind}: {where}")
+    return body
+
+
+def _upcast(kind: str, v: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Version `v` of a body's plain data as today's. Nonsense is the sender's, so no KeyError."""
+    try:
+        for step in range(v, VERSIONS.get(kind, 1)):
+            data = UPCASTERS[kind, step](data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise msgspec.ValidationError(f"{kind} of version {v}: {error!r}") from None
+    return data

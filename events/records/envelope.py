@@ -1,0 +1,82 @@
+"""The envelope and the registry of every kind of record."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from . import decisions, orders, reports
+from .types import Body
+
+VERSIONS: dict[str, int] = {}
+"""Kinds whose body has changed since version 1; the codec keeps an upcaster for each step."""
+
+
+def _kinds(*modules: object) -> dict[str, type[Body]]:
+    found: dict[str, type[Body]] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, type) and issubclass(value, Body) and value is not Body:
+                found[name] = value
+    return found
+
+
+KINDS: dict[str, type[Body]] = _kinds(reports, reports, reports, orders, decisions)
+REPORTS: frozenset[str] = frozenset(_kinds(reports, reports, reports))
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """A body on its way to the log, told once or more often: (source, source_seq) is its identity.
+
+    `source` is `node/incarnation`, `operator/<request id>` or `leader/<nonce>`. `occurred_s` is
+    the reporter's clock, seconds since 1970.
+    """
+
+    source: str
+    source_seq: int
+    occurred_s: float
+    body: Body
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """One entry of the log.
+
+    `seq` is contiguous from 1, also across epochs; `at_s` is stamped by the leader and never
+    decreases. `cause` is the seq that this one follows from (0: none), `incident` the seq of the
+    IncidentOpened that it belongs to (0: none). Decisions carry source `heart`, source_seq 0.
+    """
+
+    seq: int
+    epoch: int
+    at_s: float
+    occurred_s: float
+    source: str
+    source_seq: int
+    cause: int
+    incident: int
+    body: Body
+
+    @property
+    def kind(self) -> str:
+        return type(self.body).__name__
+
+    @property
+    def v(self) -> int:
+        return VERSIONS.get(self.kind, 1)
+
+    @property
+    def is_report(self) -> bool:
+        return self.kind in REPORTS
+
+
+def incident_of(body: Body) -> int:
+    """The incident that a decision names itself, else 0."""
+    return getattr(body, "of", 0)
+
+
+def order_nodes(record: Record) -> tuple[str, ...]:
+    """The nodes that an order is addressed to; empty for any other record."""
+    return getattr(record.body, "nodes", ())
+
+
+PROGRESS = ("TaskProgressed", "IterationsLogged")
+"""Kinds that tell of finished iterations, again and again."""

@@ -1,0 +1,106 @@
+"""Faults of the detection bench: how each is made, and the instant in which it strikes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+CASES = ("rank_killed", "exception", "agent_killed", "network_cut", "rank_stopped", "gil_held",
+         "rank_looping", "rank_slow")
+HELD = {"exception": "raise", "gil_held": "gil", "rank_looping": "loop", "rank_slow": "slow"}
+"""Made from inside the rank, by its trace (workers/training/process/trace.py)."""
+SIGNALS = {"rank_killed": signal.SIGKILL, "rank_stopped": signal.SIGSTOP}
+EVENT = "micro_batch"
+"""In the middle of an iteration; every system's loop has it."""
+HELD_S_MAX = 20.0
+USUAL_LINES_NUM = 400
+LOOK_S = 0.002
+NEVER_NUM = 3
+
+
+class Trial(NamedTuple):
+    """One fault: after how long it was told; None where it was not, for the reason `why`."""
+
+    case: str
+    system: str
+    detect_s: float | None
+    why: str = ""
+
+
+class NotStruck(Exception):
+    """The fault could not be made."""
+
+
+def inside(folder: Path, task: int, rank: int, case: str) -> float:
+    """Have the rank do what the case says when it begins a micro-batch; when it was told to.
+
+    It is held there first, so that nothing lies between the word and the deed but one look of
+    the rank at its file (2 ms).
+    """
+    file = folder / "hold" / f"{task}-{rank}"
+    trace = folder / f"{task}-{rank}.jsonl"
+    begin = trace.stat().st_size
+    _write(file, {"event": EVENT})
+    last_s = time.monotonic() + HELD_S_MAX
+    while not _is_held(trace, begin):
+        if time.monotonic() > last_s:
+            file.unlink(missing_ok=True)
+            raise NotStruck(f"rank {rank} did not begin a micro-batch in {HELD_S_MAX:g} s")
+        time.sleep(LOOK_S)
+    asked = {"event": EVENT, "then": HELD[case], "slow_s": micro_batch_s(trace)}
+    began_s = time.time()
+    _write(file, asked)
+    return began_s
+
+
+def micro_batch_s(trace: Path) -> float:
+    """What one takes, usually: by so much each is longer for a slow rank, which needs twice its
+    time then. 0: nobody knows."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()[-USUAL_LINES_NUM:]]
+    times = [line["t"] for line in lines if line["event"] == EVENT]
+    return median(then - before for before, then in pairwise(times)) if len(times) > 1 else 0.0
+
+
+def undo(folder: Path, task: int, rank: int) -> None:
+    """A rank that was made slow goes on as before."""
+    (folder / "hold" / f"{task}-{rank}").unlink(missing_ok=True)
+
+
+def by_signal(pid: int, case: str) -> float:
+    """Strike from outside; when."""
+    began_s = time.time()
+    os.kill(pid, SIGNALS[case])
+    return began_s
+
+
+def wait(found: Callable[[], float | None], limit_s: float) -> float | None:
+    """What `found` says first, asked again and again; None after `limit_s`."""
+    last_s = time.monotonic() + limit_s
+    while (at_s := found()) is None and time.monotonic() < last_s:
+        time.sleep(LOOK_S)
+    return at_s
+
+
+def never(found: Sequence[Trial]) -> bool:
+    """Whether it was waited for in vain so often that nothing more will come of it."""
+    return len(found) >= NEVER_NUM and all(trial.detect_s is None for trial in found)
+
+
+def _write(file: Path, asked: dict[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(asked))
+    new.rename(file)
+
+
+def _is_held(trace: Path, begin: int) -> bool:
+    with trace.open("rb") as lines:
+        lines.seek(begin)
+        return b'"event": "held"' in lines.read()

@@ -1,0 +1,131 @@
+"""`make bench-detection`: from a fault to the word of it, by Unicron and by torchrun, in one run.
+
+Systems take turns. What it prints, it also writes to build/bench/detection.json.
+docs/guides/bench-detection.md says what is measured, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.detection import faults, network, overhead
+from bench.detection.faults import CASES, NotStruck, Trial
+from bench.detection.torchrun import Torchrun
+from bench.detection.unicron import Watched
+from bench.recovery.main import commit, interrupt, words
+from bench.recovery.rows import Row, row, table, write
+from bench.recovery.trial import NotStarted
+from bench.recovery.unicron import Unicron
+
+ROOT = Path(__file__).resolve().parents[3]
+SYSTEMS = ("unicron", "torchrun")
+OVERHEAD = "overhead"
+PAPER_S = {"rank_killed": 1.8, "exception": 0.3, "agent_killed": 5.6}
+"""The paper's detection times (rank_killed: as remembered), on other machines."""
+GOALS_S = {"rank_killed": 0.1, "exception": 0.1, "agent_killed": 2.0}
+OVERHEAD_MAX = 1.01
+Say = Callable[[str], None]
+
+
+def main() -> None:
+    """Strike, wait for the word, compare."""
+    parser = argparse.ArgumentParser(prog="make bench-detection")
+    parser.add_argument("-n", type=int, default=10, help="faults of each kind, of each system")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of blocks for overhead")
+    parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
+    parser.add_argument("--cases", type=words((*CASES, OVERHEAD)), default=(*CASES, OVERHEAD))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "detection.json")
+    asked = parser.parse_args()
+    if asked.n < 1:
+        parser.error("-n must be at least 1")
+    signal.signal(signal.SIGTERM, interrupt)
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began_s:6.0f} s  {text}", flush=True)
+
+    rows: list[Row] = []
+    folder = Path(tempfile.mkdtemp(prefix="unicron-bench-"))
+    try:
+        for case in (case for case in CASES if case in asked.cases):
+            rows += rows_of(case, {name: _trials(folder, name, case, asked.n, say)
+                                 for name in asked.systems})
+        if OVERHEAD in asked.cases:
+            rows += overhead.measure(folder / OVERHEAD, asked.pairs, say)
+    except KeyboardInterrupt:
+        say("interrupted: what was measured by then is told below")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        write(rows, asked.out, {
+            "cores": os.cpu_count(), "commit": commit(), "load_1min": os.getloadavg()[0],
+            "took_s": round(time.monotonic() - began_s), "paper_s": PAPER_S,
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+        print("\n" + table(rows))
+        for line in held_to(rows):
+            print(line)
+        print(f"{len(rows)} rows in {asked.out}", flush=True)
+
+
+def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Trial]:
+    """`num` faults; a system that heals is struck again, another one started anew."""
+    if case == network.CASE:
+        return network.trials(folder, name, num, say)
+    found: list[Trial] = []
+    while len(found) < num and not faults.never(found):
+        place = folder / f"{name}-{case}-{len(found)}"
+        system = Watched(Unicron(place)) if name == "unicron" else Torchrun(place)
+        try:
+            system.start()
+            while len(found) < num and not faults.never(found):
+                found.append(system.strike(case))
+                took = found[-1].why or f"{found[-1].detect_s:.3f} s"
+                say(f"{case} {name} {len(found)} of {num}: {took}")
+                if name != "unicron":
+                    break
+        except (NotStarted, NotStruck) as error:
+            found.append(Trial(case, name, None, str(error)))
+            say(f"{case} {name}: {error}")
+        finally:
+            system.stop()
+    return found
+
+
+def rows_of(case: str, told: dict[str, list[Trial]]) -> list[Row]:
+    """The median of what was told of a case, by system."""
+    rows: list[Row] = []
+    for name, trials in told.items():
+        num = sum(trial.detect_s is not None for trial in trials)
+        whys = sorted({trial.why for trial in trials if trial.why})
+        note = f"{num} of {len(trials)} told" + (f": {'; '.join(whys)}" if whys else "")
+        rows.append(row(case, name, "detect_s", [trial.detect_s for trial in trials], "s",
+                        note if whys else ""))
+    return rows
+
+
+def held_to(rows: Sequence[Row]) -> list[str]:
+    """The goals, and the paper's figures, beside what was measured."""
+    lines: list[str] = []
+    for one in rows:
+        if one.system != "unicron" or one.value is None:
+            continue
+        most = GOALS_S.get(one.case) if one.metric == "detect_s" else (
+            OVERHEAD_MAX if one.metric == "iteration_ratio" else None)
+        paper = f"; the paper's: {PAPER_S[one.case]:g} s" if one.case in PAPER_S else ""
+        if most is not None:
+            holds = "holds " if one.value <= most else "BROKEN"
+            lines.append(f"{holds}  {one.case} {one.metric}: {one.value:.4g}, goal at most "
+                         f"{most:g}{paper}")
+        elif one.metric == "detect_s" and one.high is not None:
+            lines.append(f"        {one.case} {one.metric}: {one.value:.4g}, worst {one.high:.4g}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""torchrun in the detection bench: as it is by default, and what its launcher says in its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bench.detection import faults
+from bench.detection.faults import Trial
+from bench.recovery.job import NUM_RANKS, VICTIM_NUM
+from bench.recovery.peers import Peer
+from bench.recovery.trial import START_S_MAX, NotStarted
+from unicron.workers.host import linux
+
+WARM_NUM = 5
+TOLD_S_MAX = 30.0
+"""Nothing comes later but the timeout of a collective: 30 minutes, if nobody sets another."""
+COLLECTIVE_S = 1800.0
+"""torch's default for gloo, which a user has who names none."""
+SAID = b"failed (exitcode"
+"""In the launcher's log, as soon as it has noticed that a worker ended."""
+
+
+class Torchrun(Peer):
+    """Two launchers of two workers each, as on two nodes; elastic, with its default settings."""
+
+    name = "torchrun"
+    python = Path(sys.executable)
+    address = "127.0.0.1"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self.name)
+        self._env["UNICRON_BENCH_COLLECTIVE_S"] = str(COLLECTIVE_S)
+
+    def start(self) -> None:
+        """Raises NotStarted."""
+        for number in range(2):
+            self.launch_node(number)
+        last_s = time.monotonic() + START_S_MAX
+        while max((line["iteration"] for line in self.watch.told), default=0) < WARM_NUM:
+            if time.monotonic() > last_s or (why := self.tend()):
+                raise NotStarted(why or f"not warm within {START_S_MAX:g} s")
+            time.sleep(0.05)
+            self.watch.look()
+
+    def launch_node(self, number: int) -> None:
+        self.spawn(f"torchrun-{number}", "-m", "torch.distributed.run", "--nnodes=2",
+                   f"--nproc-per-node={NUM_RANKS // 2}", f"--node-rank={number}",
+                   "--max-restarts=0", "--rdzv-backend=static",
+                   f"--master-addr={self.address}", f"--master-port={self.port}",
+                   "-m", "bench.recovery.loop")
+
+    def strike(self, case: str) -> Trial:
+        """The word comes from whose worker it is; of a lost node, from the other launcher."""
+        logs = [self.folder / "torchrun-1.log"]
+        if case in ("agent_killed", "network_cut"):
+            logs = [self.folder / "torchrun-0.log"]
+        at_s = self._struck(case)
+
+        def said() -> float | None:
+            return time.time() if any(SAID in log.read_bytes() for log in logs) else None
+
+        came_s = faults.wait(said, TOLD_S_MAX)
+        if came_s is None:
+            return Trial(case, self.name, None, f"nothing said within {TOLD_S_MAX:g} s: its only "
+                         f"limit is the collective's, {COLLECTIVE_S:g} s by default")
+        return Trial(case, self.name, came_s - at_s)
+
+    def _struck(self, case: str) -> float:
+        if case in faults.HELD:
+            return faults.inside(self.watch.folder, 1, VICTIM_NUM, case)
+        self.watch.look()
+        if case != "agent_killed":
+            pid = next(line["pid"] for line in self.watch.lines[::-1]
+                       if line["rank"] == VICTIM_NUM)
+            return faults.by_signal(pid, case)
+        launcher = self.processes["torchrun-1"].pid
+        lost = [launcher, *(proc.pid for proc in linux.descendants({launcher}, linux.table()))]
+        at_s = time.time()
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        return at_s

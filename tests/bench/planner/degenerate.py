@@ -1,0 +1,36 @@
+"""Inputs that tell the candidates apart by little, or not at all: what a decision takes on each.
+
+`PYTHONPATH=tests:.typing python -P -m bench.planner.degenerate [TASKS GPUS]`; else 1000 100000.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from planner_cases import FAMILIES, degenerate
+from unicron.control_plane.planner import explain, pending, planner
+
+
+def main() -> None:
+    """By family: the plan with what it beat, its explanation, and the prices of those that wait."""
+    num_tasks, num_gpus = (int(word) for word in sys.argv[1:3] or (1000, 100_000))
+    for family in FAMILIES:
+        asked = degenerate(family, num_tasks, num_gpus)
+        began_s = time.perf_counter()
+        choice = planner.choose(asked)
+        chosen_s = time.perf_counter()
+        others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+        most = {wish.task: wish.sizes[-1] for wish in asked.wishes}
+        explain.why(asked, choice, others, explain.binding(asked, choice, most)[0])
+        planner.ideal_waf(asked.wishes, num_gpus)
+        told_s = time.perf_counter()
+        pending.prices(asked, choice.plan)
+        print(f"{family:36} {sum(len(wish.sizes) for wish in asked.wishes):7} sizes  "
+              f"choice {1000 * (chosen_s - began_s):7.1f} ms  "
+              f"explained {1000 * (told_s - chosen_s):7.1f} ms  "
+              f"prices {1000 * (time.perf_counter() - told_s):7.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()

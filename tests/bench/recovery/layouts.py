@@ -1,0 +1,161 @@
+"""The cases of layouts: a rank of four is killed, the survivors take another layout, and grow back.
+
+Unicron alone is struck: no peer changes a layout. All strikes at a kind of task are in one launch,
+each at full strength; losses are held to an undisturbed twin's, which is data-parallel in bare
+Megatron, since the sum of a batch is the same in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.recovery import watch as eyes
+from bench.recovery.growth import resumed_s
+from bench.recovery.job import SAVE_EVERY_NUM, VICTIM_NUM, Parallel
+from bench.recovery.moved import Change, change, in_words, least_bytes
+from bench.recovery.rounds import rows_of, train_twin
+from bench.recovery.rows import Row, row
+from bench.recovery.trial import NotStarted, Trial, strike
+from bench.recovery.unicron import Unicron
+
+TWIN_NUM = 20
+"""Iterations of the twin for each strike: so many lie between one and the next, at most."""
+Say = Callable[[str], None]
+
+
+class Kind(NamedTuple):
+    """A task: in which layouts it may be, how many replicas it is on four ranks, and its model."""
+
+    parallel: Parallel
+    num_replicas: int
+    size: str = "1M"
+    copy_every: int = 0
+
+
+CASES = {
+    "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2)},
+    "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, "1M_even")},
+    # Who is set back to a copy has one as old as the checkpoints of those peers that go back.
+    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
+                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM)},
+}
+
+
+class Struck(NamedTuple):
+    """A strike, and the way back to full strength."""
+
+    trial: Trial
+    resumed_s: list[float]
+    changes: tuple[Change, ...]
+    """At the fault, and at growing back: as many as came about."""
+    grow_pause_s: float | None = None
+
+
+def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say
+            ) -> list[Row]:
+    """The rows of a case: `num` strikes at each of its kinds of task.
+
+    `twins`: losses of those that were trained by now, by the size of the model; gets those that
+    are trained here.
+    """
+    folder.mkdir(parents=True)
+    rows: list[Row] = []
+    for name, kind in CASES[case].items():
+        if kind.size not in twins:
+            say(f"{case}: the undisturbed twin")
+            twins[kind.size] = train_twin(folder / "twin", TWIN_NUM * num, kind.size)
+        rows += _rows_of(folder / name, case, name, kind, twins[kind.size], num, say)
+    return rows
+
+
+def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: list[float], num: int, say: Say
+             ) -> list[Row]:
+    made = Unicron(folder, size=kind.size, parallel=kind.parallel, copy_every=kind.copy_every,
+                   # More strikes than a task is forgiven otherwise.
+                   policy={"restarts_max": 10 * num})
+    made.name = name
+    found: list[Struck] = []
+    try:
+        made.start()
+        for number in range(1, num + 1):
+            found.append(_struck(made, case, kind, twin))
+            trial = found[-1].trial
+            say(f"{case} {number} of {num}: {name} " + (trial.why or (
+                f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of micro-batches, "
+                f"{trial.iterations_lost:.0f} iterations lost")))
+            if trial.step is None:
+                break
+    except NotStarted as error:
+        say(f"{case}: {name} {error}")
+        found.append(Struck(Trial(case, name, 0.0, 0, 0.0, why=str(error)), [], ()))
+    finally:
+        made.stop()
+    return [*rows_of(case, name, [one.trial for one in found]),
+            *_more_rows(case, name, found, made.spec)]
+
+
+def _struck(made: Unicron, case: str, kind: Kind, twin: list[float]) -> Struck:
+    trial = strike(made, case, twin, stays=True, victim=VICTIM_NUM,
+                   num_replicas=kind.num_replicas)
+    if trial.step is None:
+        return Struck(trial, [], ())
+    healed = trial.step["generation"]
+    lines, records = made.watch.lines, made.look()
+    # Who comes back to full strength is in the first generation with all that were struck.
+    grown = next((record["body"]["generation"] for record in records
+                  if record["kind"] == "Reconfigure" and record["body"]["generation"] > healed
+                  and len(record["body"]["members"]) == made.num_ranks), None)
+    changes = [change(records, one) for one in (healed, grown) if one is not None]
+    pause_s = None if grown is None else pause(lines, grown)
+    return Struck(trial, resumed_s(made, trial), tuple(changes), pause_s)
+
+
+def pause(lines: Sequence[eyes.Line], generation: int) -> float | None:
+    """From the last step before that generation to its first, less the micro-batches in between.
+
+    None where one of them is not there.
+    """
+    step_s = [line["t"] for line in lines if line["event"] == "done"
+              and line["generation"] < generation]
+    step = min((line for line in lines if line["event"] == "done"
+                and line["generation"] == generation), key=lambda line: float(line["t"]),
+               default=None)
+    if step is None or not step_s:
+        return None
+    began_s = max(step_s)
+    before = {line["pid"]: generation - 1 for line in lines}
+    return float(step["t"] - began_s - eyes.recompute_s(lines, step, before, began_s))
+
+
+def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, Any]) -> list[Row]:
+    """What only a change of layout has: its pauses, and bytes of state."""
+    rows = [row(case, name, "fault_to_resume_s", [value for one in found
+                                                  for value in one.resumed_s], "s"),
+            row(case, name, "grow_pause_s", [one.grow_pause_s for one in found], "s")]
+    for index, what in enumerate(("fault", "grow")):
+        changes = [one.changes[index] for one in found if len(one.changes) > index]
+        note = ", ".join(sorted({f"{what}: {in_words(one.before)} to {in_words(one.now)}"
+                                 for one in changes}))
+        least = least_bytes(spec, changes) if changes else []
+        rows += [row(case, name, f"{what}_settle_s", [one.settle_s for one in changes], "s"),
+                 row(case, name, f"{what}_moved_bytes", [one.moved_bytes for one in changes],
+                     "bytes", note),
+                 row(case, name, f"{what}_least_bytes", least, "bytes")]
+    return rows
+
+
+def reshaped(rows: Sequence[Row]) -> list[Row]:
+    """How many times as long a task stands for a change of shape as for one of its replicas.
+
+    The policy's `reshape_s` is `transition_s` that often. Of both, there and back: PP 2 x DP 2 to
+    PP 3 beside TP 2 x DP 2 to TP 2; the micro-batches are in neither.
+    """
+    found = {(one.case, one.metric): one.value for one in rows if one.system == "unicron"}
+    both_s = [[found.get((case, metric)) for metric in ("fault_to_resume_s", "grow_pause_s")]
+              for case in ("pp2dp2_sigkill", "tp2dp2_sigkill")]
+    shape_s, replicas_s = ([one for one in each if one is not None] for each in both_s)
+    if len(shape_s) < 2 or len(replicas_s) < 2:
+        return []
+    return [Row("reshape", "unicron", "pause_ratio", sum(shape_s) / sum(replicas_s), "ratio", 1)]

@@ -1,0 +1,53 @@
+"""One rank of the bench's loop in NVRx's in-process wrapper: `python -m bench.recovery.nvrx`.
+
+As its users have it: the wrapped function is called again in the processes that are left, builds
+its groups and its model anew, and goes on from the last checkpoint. Its intervals are set to a
+tenth of a second, where their defaults are one to five, and its limits for a rank that makes no
+progress to seconds, where they are minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import nvidia_resiliency_ext.inprocess as inprocess
+import torch.distributed as dist
+from bench.recovery.loop import BUILD, COLLECTIVE, Loop, groups
+
+# No `from __future__ import annotations`: the wrapper reads its function's as classes.
+
+PORT = int(os.environ["MASTER_PORT"])
+
+
+def _seconds(value: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=value)
+
+
+loop = Loop(int(os.environ["RANK"]))
+
+
+@inprocess.Wrapper(
+    store_kwargs={"port": PORT + 1},
+    **dict.fromkeys(("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval",
+                     "progress_watchdog_interval", "last_call_wait", "termination_grace_time"),
+                    _seconds(0.1)),
+    soft_timeout=COLLECTIVE, hard_timeout=2 * COLLECTIVE, heartbeat_timeout=2 * COLLECTIVE,
+)
+def main(call_wrapper: inprocess.CallWrapper = None) -> None:
+    """Train until ended, or until a rank is lost: then this is called again."""
+    loop.generation = call_wrapper.iteration
+    place, num_members = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
+                          is_master=place == 0, multi_tenant=True, wait_for_workers=True)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=num_members,
+                            timeout=BUILD)
+    groups.forget()
+    loop.iteration = 0
+    loop.build()
+    loop.load()
+    loop.run(place, num_members, call_wrapper.atomic)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What Unicron costs while nothing fails: its iteration over that of the loop in bare Megatron.
+
+All systems are up at once and all but one stand still (SIGSTOP, to every process of them): each
+has the machine to itself for a block of seconds, in turn. The mean iteration of a block is the
+time between the first and the last step that were told in it over the steps between them: so
+everything counts that happens between two steps. No trace is written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from bench.recovery.job import Parallel
+from bench.recovery.peers import Bare
+from bench.recovery.rows import Row, interval, row
+from bench.recovery.trial import START_S_MAX, NotStarted
+from bench.recovery.unicron import Unicron
+from unicron.events.spec.job import Train
+from unicron.workers.host import linux
+
+SPARE_NUM = 2
+"""Pairs more than are asked for: in a block or two, too few steps may be told."""
+BLOCK_S = 1.6
+BLOCK_NUM = 2
+"""A block lasts so long and so many iterations: rank 0 tells its steps once a second."""
+STANDS_S = 3600.0
+"""No stop of a block may look like a fault."""
+COPY_EVERY_NUM = 10
+"""As a job spec has it that says nothing."""
+COPIES = "copy_every"
+WARM_NUM = 8
+Say = Callable[[str], None]
+
+
+class Side(Protocol):
+    """One of those that take turns."""
+
+    name: str
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def pids(self) -> tuple[list[int], list[int]]:
+        """Who looks after the ranks, and the ranks."""
+        ...
+
+    def steps(self) -> list[tuple[float, int]]:
+        """When it was told, and how many steps had been taken by then."""
+        ...
+
+
+class BareSide:
+    """The loop by itself."""
+
+    name = "bare"
+
+    def __init__(self, folder: Path) -> None:
+        self._peer = Bare(folder, traced=False)
+
+    def start(self) -> None:
+        self._peer.start()
+
+    def stop(self) -> None:
+        self._peer.stop()
+
+    def pids(self) -> tuple[list[int], list[int]]:
+        return [], [process.pid for process in self._peer.processes.values()]
+
+    def steps(self) -> list[tuple[float, int]]:
+        self._peer.watch.look()
+        return [(line["at_s"], line["iteration"] + 1) for line in self._peer.watch.told]
+
+
+class UnicronSide:
+    """The whole of Unicron, agents, control plane and server included."""
+
+    def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron", *,
+                 watches: bool = True, parallel: Parallel | None = None) -> None:
+        self.name = name
+        self._made = Unicron(
+            folder, traced=False, copy_every=copy_every, watches=watches, parallel=parallel,
+            policy={name: STANDS_S for name in ("silence_s_max", "stopped_s_max", "suspect_s_max",
+                                                "hang_s_min") if has_limit(name)})
+
+    def start(self) -> None:
+        self._made.start()
+
+    def stop(self) -> None:
+        self._made.stop()
+
+    def pids(self) -> tuple[list[int], list[int]]:
+        """Ranks and zygotes are the agents' children."""
+        keepers = self._made.keepers()
+        below = [proc.pid for proc in linux.descendants(set(keepers), linux.table())]
+        return keepers, [pid for pid in below if pid not in keepers]
+
+    def steps(self) -> list[tuple[float, int]]:
+        self._made.look()
+        return [(record["occurred_s"],
+                 record["body"]["first_iteration"] + len(record["body"]["losses"]))
+                for record in self._made.all("TaskProgressed")]
+
+
+def has_limit(name: str) -> bool:
+    """Whether the policy of this version knows it."""
+    from unicron.events.spec.policy import Policy
+
+    return name in Policy.__struct_fields__
+
+
+def has_copies() -> bool:
+    """Whether this version copies a rank's state to a peer's memory."""
+    return COPIES in {field.name for field in msgspec.structs.fields(Train)}
+
+
+def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> list[Row]:
+    """The rows of `overhead`, and of `overhead_copies` if asked for."""
+    off = 0 if has_copies() else None
+    sides: list[Side] = [BareSide(folder / "bare")]
+    if "overhead" in cases:
+        sides.append(UnicronSide(folder / "overhead", off))
+    if "overhead_copies" in cases and has_copies():
+        sides.append(UnicronSide(folder / "copies", COPY_EVERY_NUM, "unicron_copies"))
+    blocks = in_turn(sides, num_pairs, say)
+    return _rows(blocks, cases, [side.name for side in sides], num_pairs)
+
+
+def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, float | None]]:
+    """The mean iteration of each side in each block; all are started, and stopped in the end."""
+    spans: list[dict[str, tuple[float, float]]] = []
+    steps: dict[str, list[tuple[float, int]]] = {}
+    try:
+        for side in sides:
+            say(f"overhead: {side.name} starts")
+            side.start()
+            _warm(side)
+            stand_still(side)
+        told = sides[0].steps()
+        usual_s = (told[-1][0] - told[0][0]) / (told[-1][1] - told[0][1])
+        block_s = BLOCK_S + BLOCK_NUM * usual_s
+        say(f"overhead: {num_pairs + SPARE_NUM} times {', '.join(one.name for one in sides)}")
+        for index in range(num_pairs + SPARE_NUM):
+            # Every other time the other way round: whoever comes second is not the same.
+            turn = sides[::1 if index % 2 else -1]
+            spans.append({side.name: block(side, block_s) for side in turn})
+        for side in sides:
+            go_on(side)
+            steps[side.name] = side.steps()
+            stand_still(side)
+    except NotStarted as error:
+        say(f"overhead: {error}")
+    finally:
+        for side in sides:
+            go_on(side)
+            side.stop()
+    return [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
+
+
+def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
+          there: Sequence[str], num_pairs: int) -> list[Row]:
+    rows: list[Row] = []
+    for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies")):
+        if case not in cases:
+            continue
+        if name not in there:
+            rows.append(Row(case, "unicron", "iteration_ratio", None, "ratio", 0,
+                            f"train.{COPIES} is not in this version"))
+            continue
+        rows += compared(case, "bare", [(one["bare"], one[name]) for one in blocks], num_pairs)
+    return rows
+
+
+def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],
+             num_pairs: int, system: str = "unicron") -> list[Row]:
+    """The iterations of the other and of ours, in pairs; the ratios' median and its interval."""
+    ratios = [ours / theirs for theirs, ours in pairs if theirs and ours]
+    few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
+    rows = [row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
+            row(case, system, "iteration_s", [ours for _, ours in pairs], "s"),
+            row(case, system, "iteration_ratio", ratios, "ratio", few)]
+    for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
+                            interval(ratios) if ratios else (None, None), strict=True):
+        rows.append(Row(case, system, metric, edge, "ratio", len(ratios),
+                        "95 % interval of the median"))
+    return rows
+
+
+def _warm(side: Side) -> None:
+    deadline_s = time.monotonic() + START_S_MAX
+    while max((num for _, num in side.steps()), default=0) < WARM_NUM:
+        if time.monotonic() > deadline_s:
+            raise NotStarted(f"{side.name} has not made {WARM_NUM} steps in {START_S_MAX:.0f} s")
+        time.sleep(0.2)
+
+
+def block(side: Side, block_s: float) -> tuple[float, float]:
+    """Let it run alone for a while: from when to when."""
+    go_on(side)
+    began_s = time.time()
+    time.sleep(block_s)
+    ended_s = time.time()
+    stand_still(side)
+    return began_s, ended_s
+
+
+def mean_s(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> float | None:
+    """Seconds per iteration between the first and the last step told in that time."""
+    told = sorted((at_s, num) for at_s, num in steps if from_s < at_s < to_s)
+    if len(told) < 2 or told[-1][1] <= told[0][1]:
+        return None
+    assert all(before[1] <= after[1] for before, after in pairwise(told)), "steps were lost"
+    return (told[-1][0] - told[0][0]) / (told[-1][1] - told[0][1])
+
+
+def stand_still(side: Side) -> None:
+    """Those who look after the ranks first: what they do not see is no fault to them."""
+    keepers, ranks = side.pids()
+    _signal([*keepers, *ranks], signal.SIGSTOP)
+
+
+def go_on(side: Side) -> None:
+    keepers, ranks = side.pids()
+    _signal([*ranks, *keepers], signal.SIGCONT)
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass

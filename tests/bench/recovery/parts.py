@@ -1,0 +1,71 @@
+"""What each member of a layout has: built by the ranks' own code, in a world that never answers.
+
+A program: on stdin `spec` and `layouts` (axes, as the log has them); on stdout, by layout and
+place, `pieces` of the state, each its key, kind, offset and shape, and the bytes that hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import convert
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from unicron.events.spec.job import Train, parse
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import num_places
+from unicron.workers.training import rank
+from unicron.workers.training.model import cpu_device
+
+with cpu_device.uncompiled():
+    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.model import trainee as model
+    from unicron.workers.training.recovery import state_shards
+
+LIMIT_S = 10.0
+
+
+def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
+    """One member: its pieces, and the bytes of its parameters, gradients and optimizer."""
+    # torch's own backend for such ends: collectives return at once, and nothing is sent.
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=num_places(axes))
+    try:
+        trainee = model.build(
+            train, cpu_device.stand_in(), process_groups.build(axes, LIMIT_S), axes, place
+        )
+        found = state_shards.of(trainee)
+        params = [param.data for _, param in trainee.named_parameters()]
+        # Masters of fp32 are the parameters themselves, and no pieces of their own.
+        others = [tensor for piece, tensor in found.items() if not piece.key.startswith("model.")]
+        return {"pieces": [[piece.key, piece.kind, *piece.box] for piece in found],
+                "param_bytes": num_bytes(params), "gradient_bytes": num_bytes(trainee.gradients),
+                "optimizer_bytes": num_bytes(others)}
+    finally:
+        process_groups.forget()
+        dist.destroy_process_group()
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory that they are in: what several are views of counts once."""
+    stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+              for tensor in tensors}
+    return sum(stores.values())
+
+
+def main() -> None:
+    """Build each place of each layout, one after the other."""
+    rank.quiet()
+    asked = json.load(sys.stdin)
+    train = parse(asked["spec"]).train
+    assert train is not None
+    layouts = [convert(axes, Axes) for axes in asked["layouts"]]
+    json.dump([[built(train, axes, place) for place in range(num_places(axes))]
+               for axes in layouts], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Rounds: in each, every system is launched anew and struck; then what all rounds say of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.recovery import environment
+from bench.recovery import phases as parts
+from bench.recovery.peers import KINDS, Bare
+from bench.recovery.rows import Row, row
+from bench.recovery.trial import RECOVER_S_MAX, NotStarted, System, Trial, strike
+from bench.recovery.unicron import Unicron
+
+TWIN_NUM = 70
+"""Iterations of the undisturbed twin; losses of later ones are held to nothing."""
+TWIN_S_MAX = 180.0
+METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "iterations"),
+           ("batch_kept", "0 or 1"), ("loss_equal", "0 or 1"), ("loss_rel", "ratio"),
+           ("processes_restarted", "processes"), ("iteration_s", "s"))
+
+
+class Taken(NamedTuple):
+    """The phases of one recovery of Unicron, and its usual reduction and step."""
+
+    phases: dict[str, float]
+    step_ms: float | None
+
+
+class Rounds:
+    """All strikes at all systems, in turn."""
+
+    def __init__(self, folder: Path, systems: Sequence[str], cases: Sequence[str],
+                 say: Callable[[str], None]) -> None:
+        self._folder, self._systems, self._cases, self._say = folder, systems, cases, say
+        self._trials: list[Trial] = []
+        self._taken: list[Taken] = []
+        self._twin: list[float] = []
+        self._absent = environment.absent()
+
+    def run(self, num: int, has_time: Callable[[str], bool]) -> None:
+        """`num` rounds, while there is time for another one."""
+        self._say("the undisturbed twin")
+        self._twin = train_twin(self._folder / "twin", TWIN_NUM)
+        for number in range(1, num + 1):
+            if not has_time(f"round {number} of {num}"):
+                break
+            # In another order each time: no system always comes after the same one.
+            turn = (number - 1) % len(self._systems)
+            for name in (*self._systems[turn:], *self._systems[:turn]):
+                if name not in self._absent:
+                    self._struck(name, number)
+
+    def _struck(self, name: str, number: int) -> None:
+        """All cases; in one launch where it comes back to full strength, else one launch each."""
+        waiting = list(self._cases)
+        while waiting:
+            system = self._made(name, f"{name}-{number}-{len(waiting)}")
+            try:
+                system.start()
+                while waiting:
+                    stays = system.comes_back(waiting[0])
+                    trial = strike(system, waiting[0], self._twin, stays=stays)
+                    waiting.pop(0)
+                    self._add(trial, system, number)
+                    if not stays or trial.step is None:
+                        break
+            except NotStarted as error:
+                self._say(f"round {number}: {name} {error}")
+                self._trials.append(Trial(waiting.pop(0), name, 0.0, 0, 0.0, why=str(error)))
+            finally:
+                system.stop()
+
+    def _made(self, name: str, folder: str) -> System:
+        if name == "unicron":
+            return Unicron(self._folder / folder)
+        return KINDS[name](self._folder / folder, name)
+
+    def _add(self, trial: Trial, system: System, number: int) -> None:
+        self._trials.append(trial)
+        took = (trial.why or f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of "
+                             f"micro-batches, {trial.iterations_lost:.0f} iterations lost")
+        self._say(f"round {number}: {trial.system} {trial.case} {took}")
+        if isinstance(system, Unicron) and trial.case == "dp4_sigkill" and trial.step:
+            lines = system.watch.lines
+            self._taken.append(Taken(parts.phases(system.look(), lines, trial),
+                                     parts.usual_step_ms(lines, trial.struck_s)))
+
+    # --- what came of it ------------------------------------------------------------------------
+    def rows(self, breakdown: bool, num: int) -> list[Row]:
+        """A system that is not here or does not recover has rows that say so."""
+        found: list[Row] = []
+        for case in self._cases:
+            for name in self._systems:
+                trials = [one for one in self._trials if (one.case, one.system) == (case, name)]
+                found += self._rows_of(case, name, trials)
+        if breakdown and self._taken:
+            self._say("breakdown: the floor, in bare torch")
+            found += parts.rows([one.phases for one in self._taken],
+                                [one.step_ms for one in self._taken], parts.floor(num))
+        return found
+
+    def _rows_of(self, case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
+        if name in self._absent:
+            return [Row(case, name, "recovered", None, "trials", 0,
+                        f"cannot be installed: {self._absent[name]}")]
+        return rows_of(case, name, trials)
+
+
+def train_twin(folder: Path, num: int, size: str = "1M") -> list[float]:
+    """The losses of at least `num` iterations of the loop in bare Megatron. Raises NotStarted."""
+    bare = Bare(folder, size=size, traced=False)
+    try:
+        bare.start()
+        deadline_s = time.monotonic() + TWIN_S_MAX
+        while len(bare.watch.told) < num and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            bare.watch.look()
+            if why := bare.tend():
+                raise NotStarted(f"the twin: {why}")
+    finally:
+        bare.stop()
+    losses = bare.losses()
+    return [losses[index] for index in sorted(losses)]
+
+
+def rows_of(case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
+    """How many of a system's trials recovered, and each metric."""
+    healed = [one for one in trials if one.step is not None]
+    whys = sorted({one.why for one in trials if one.why})
+    note = (f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s"
+            + (f": {'; '.join(whys)}" if whys else ""))
+    rows = [Row(case, name, "recovered", float(len(healed)), "trials", len(trials), note)]
+    for metric, unit in METRICS:
+        values = [getattr(one, metric) for one in trials if one.iteration_s]
+        rows.append(row(case, name, metric, values, unit))
+    return rows

@@ -1,0 +1,140 @@
+"""Unicron, as it is used: a private server, a control plane, agents, ranks; struck from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.recovery import watch as eyes
+from bench.recovery.job import NUM_RANKS, Parallel, spec
+from unicron.cli.cluster import local_cluster
+from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
+from unicron.cli.cluster.processes import Process
+from unicron.cli.cluster.state_dir import StateDir
+
+NUM_AGENTS = 2
+TRACE_DIR = "trace"
+
+
+class Unicron:
+    """Two nodes of two slots, one task on `num_ranks` of them, and the log."""
+
+    name = "unicron"
+
+    def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
+                 traced: bool = True, copy_every: int | None = None,
+                 by_exec: tuple[str, ...] = (), watches: bool = True,
+                 policy: Mapping[str, float] | None = None,
+                 parallel: Parallel | None = None) -> None:
+        """`by_exec`: nodes whose agents start ranks by exec, not out of a zygote."""
+        folder.mkdir(parents=True)
+        self.folder, self.num_ranks = folder, num_ranks
+        self.watch = eyes.Watch(folder / TRACE_DIR)
+        self.spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
+                          copy_every=copy_every, parallel=parallel)
+        self._by_exec = by_exec
+        self.state = StateDir(folder / "state")
+        self.state.create()
+        file = folder / "policy.yaml"
+        file.write_text(json.dumps({"quarantine_faults": 1000} | dict(policy or {})))
+        self._local = LocalCluster(self.state, Wanted(
+            num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
+            trace_dir=str(self.watch.folder) if traced else "", watch=watches,
+            policy=str(file)))
+        self._client: Client | None = None
+        self.records: list[dict[str, Any]] = []
+        self.task = 0
+
+    def start(self) -> None:
+        self._local.choose_port()
+        server = self._local.ensure_server()
+        assert server is not None
+        self.server_pid = server.pid
+        for name in self._local.names():
+            self.start_agent(name)
+        self._client = self._local.wait_control_plane()
+        self._local.wait_agents(self._client)
+        self.task = int(self._client.post("/v1/tasks", self.spec)["task"])
+
+    def start_agent(self, name: str) -> None:
+        """That, or the control plane, if it does not run."""
+        by_exec = any(name == local_cluster.agent_name(node) for node in self._by_exec)
+        if by_exec:
+            os.environ["UNICRON_ZYGOTE"] = "0"
+        try:
+            self._local.ensure(name)
+        finally:
+            os.environ.pop("UNICRON_ZYGOTE", None)
+
+    def stop(self) -> None:
+        local_cluster.stop_all(self.state, grace=False)
+
+    def tend(self) -> str:
+        return ""
+
+    def comes_back(self, case: str) -> bool:
+        return True
+
+    # --- the log --------------------------------------------------------------------------------
+    def look(self) -> list[dict[str, Any]]:
+        """All records until now."""
+        assert self._client is not None
+        last = self.records[-1]["seq"] if self.records else 0
+        try:
+            self.records += self._client.records(last, follow=False)
+        except (Interrupted, Refused, Unable, Unreachable):
+            pass
+        return self.records
+
+    def all(self, kind: str, **wanted: object) -> list[dict[str, Any]]:
+        """Records of a kind whose bodies say so, as last looked at."""
+        return [record for record in self.records if record["kind"] == kind
+                and all(record["body"].get(key) == value for key, value in wanted.items())]
+
+    def losses(self) -> dict[int, float]:
+        self.look()
+        return {record["body"]["first_iteration"] + offset: loss
+                for record in self.all("TaskProgressed", task=self.task)
+                for offset, loss in enumerate(record["body"]["losses"])}
+
+    def whole_batch(self, step: eyes.Line) -> bool | None:
+        """Whether what the replicas kept and ran is every micro-batch, once."""
+        self.look()
+        told = self.all("Reconfigured", task=self.task, generation=step["generation"])
+        order, = self.all("Reconfigure", task=self.task, generation=step["generation"])
+        axes = order["body"]["axes"] or {"tp": 1, "pp": 1}
+        parts = sorted(item for record in told for item in (*record["body"]["kept"],
+                                                             *record["body"]["todo"]))
+        train = self.spec["train"]
+        # All members of a replica tell the same.
+        return parts == [item for item in range(train["batch"]["global"] // train["batch"]["micro"])
+                         for _ in range(axes["tp"] * axes["pp"])]
+
+    # --- its processes --------------------------------------------------------------------------
+    def process(self, name: str) -> Process:
+        found = self._local.find(name)
+        assert found is not None, f"{name} is gone"
+        return found
+
+    def keepers(self) -> list[int]:
+        """Server, control plane and agents: all that is beside the ranks."""
+        return [self.server_pid, *(self.process(name).pid for name in self._local.names())]
+
+    def view(self) -> dict[str, Any]:
+        return next(task for task in self._state()["tasks"] if task["id"] == self.task)
+
+    def are_healthy(self) -> bool:
+        """Whether every node is there, and heard."""
+        return [node["contact"] for node in self._state()["nodes"]] == ["heard"] * NUM_AGENTS
+
+    def _state(self) -> dict[str, Any]:
+        assert self._client is not None
+        return dict(self._client.get("/v1/state"))
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank["rank"]: rank["pid"] for rank in self.view()["ranks"]}

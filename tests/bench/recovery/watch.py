@@ -1,0 +1,126 @@
+"""Eyes on a training: the trace that every system writes, and what can be read off it.
+
+Everything here but `Watch` is a pure function of the trace's lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from unicron.cli.demo.stage import Trace
+
+Line = dict[str, Any]
+LOOK_S = 0.002
+"""The same for all systems; by so much a strike may come late."""
+
+
+class Watch:
+    """Reads what is new in a folder of JSON lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[Line] = []
+        self.told: list[Line] = []
+        self._trace = Trace(folder)
+
+    def look(self) -> list[Line]:
+        """New lines of the trace."""
+        new: list[Line] = []
+        for line in self._trace.look():
+            (new if "t" in line else self.told).append(line)
+        self.lines += new
+        return new
+
+    def until(self, limit_s: float) -> Iterator[list[Line]]:
+        """New lines, again and again; ends after `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            yield self.look()
+            time.sleep(LOOK_S)
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration, as last told by a peer."""
+        return {line["iteration"]: line["loss"] for line in self.told}
+
+
+def generations(lines: Iterable[Line], until_s: float) -> dict[int, int]:
+    """The newest generation that each process trained in by then."""
+    found: dict[int, int] = {}
+    for line in lines:
+        if line["t"] <= until_s:
+            found[line["pid"]] = max(found.get(line["pid"], 0), line["generation"])
+    return found
+
+
+def is_new(line: Line, before: Mapping[int, int]) -> bool:
+    """Whether it is of a generation after `before`: a process's own count, a new one's all's.
+
+    Not every system numbers its worlds alike in all processes.
+    """
+    known = before.get(line["pid"], max(before.values(), default=0))
+    return bool(line["generation"] > known)
+
+
+def first_step(lines: Iterable[Line], before: Mapping[int, int], from_s: float) -> Line | None:
+    """The first step that was completed in a new generation, after `from_s`."""
+    fits = (line for line in lines if line["event"] == "done" and is_new(line, before)
+            and line["t"] > from_s)
+    return min(fits, key=lambda line: float(line["t"]), default=None)
+
+
+def micro_batches(lines: Iterable[Line]) -> Iterator[tuple[Line, float]]:
+    """Each micro-batch's first line, and how long it took: until its process's next phase."""
+    by_process: dict[int, list[Line]] = {}
+    for line in lines:
+        if line["event"] in ("micro_batch", "reduce"):
+            by_process.setdefault(line["pid"], []).append(line)
+    for mine in by_process.values():
+        mine.sort(key=lambda line: float(line["t"]))
+        for line, after in pairwise(mine):
+            if line["event"] == "micro_batch":
+                yield line, after["t"] - line["t"]
+
+
+def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], from_s: float
+                ) -> float:
+    """What the micro-batches took that the new world ran before that step: of whom it took most.
+
+    A member's step waits for the slowest; what others did meanwhile cost nothing.
+    """
+    spent: dict[int, float] = {}
+    for line, took_s in micro_batches(lines):
+        if is_new(line, before) and from_s < line["t"] and line["t"] + took_s <= step["t"]:
+            spent[line["pid"]] = spent.get(line["pid"], 0.0) + took_s
+    return max(spent.values(), default=0.0)
+
+
+def iterations_lost(lines: Iterable[Line], step: Line, before: Mapping[int, int]) -> int:
+    """Completed before, and done again: how far before the old world's end the new one begins."""
+    last = max((line["iteration"] for line in lines if line["event"] == "done"
+                and not is_new(line, before) and line["t"] < step["t"]), default=-1)
+    return max(0, last + 1 - step["iteration"])
+
+
+def iteration_s(lines: Iterable[Line], pid: int, until_s: float) -> list[float]:
+    """How long a process's iterations took, from step to step, up to then."""
+    done = sorted(line["t"] for line in lines if line["event"] == "done" and line["pid"] == pid
+                  and line["t"] <= until_s)
+    return [later - earlier for earlier, later in pairwise(done)]
+
+
+def pids(lines: Iterable[Line], until_s: float) -> dict[int, int]:
+    """The newest process of each rank by then."""
+    return {line["rank"]: line["pid"] for line in sorted(lines, key=lambda line: float(line["t"]))
+            if line["t"] <= until_s}
+
+
+def differs(losses: dict[int, float], twin: Sequence[float], first: int, num: int) -> float | None:
+    """The largest relative difference of `num` losses from `first` on; None if one is not there."""
+    wanted = range(first, first + num)
+    if any(index not in losses or index >= len(twin) for index in wanted):
+        return None
+    return max(abs(losses[index] - twin[index]) / abs(twin[index]) for index in wanted)

@@ -1,0 +1,38 @@
+"""One policy's life of one cluster, timed: `python -m bench.simulator.trial CASE POLICY` prints
+JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+from bench.simulator.cluster import scenario
+from unicron.control_plane.simulation import scenario as scenarios
+from unicron.control_plane.simulation.run import Run
+from unicron.control_plane.simulation.trace import generator
+
+
+def main(case: str, policy: str) -> None:
+    """An event is a record: a report, or what follows from one."""
+    told = scenarios.parse(scenario(case, [policy]))
+    assert not isinstance(told.trace, str)
+    told = scenarios.with_nodes(told, ())
+    happenings = generator.draw(told.trace.drawn, told.cluster.names, told.cluster.slots,
+                            told.horizon_s)
+    chosen = scenarios.policy(told, policy)
+    ground = scenarios.ground(told, chosen, happenings)
+    began_s = time.process_time()
+    run = Run(ground, chosen)
+    run.play()
+    cpu_s = time.process_time() - began_s
+    print(json.dumps({
+        "events": run.engine.num_records, "cpu_s": cpu_s,
+        "events_per_s": run.engine.num_records / cpu_s,
+        "faults": sum(one.event == "fault" for one in happenings),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The bench of detection: faults strike when it says they do, and rows say what was told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import network_namespaces
+import pytest
+from bench.detection import faults, main
+from bench.detection.faults import NotStruck, Trial
+from unicron.workers.training.process.trace import Struck, Trace
+
+MS = 0.001
+
+
+def test_a_rank_raises_when_it_was_told_to(tmp_path: Path) -> None:
+    """Held first, so that nothing but a look at the file lies between the word and the deed."""
+    trace, raised_s = Trace(str(tmp_path), 1, 2, 1), list[float]()
+    trace.note("start", 0, 0)
+
+    def train() -> None:
+        try:
+            for iteration in range(10_000):
+                trace.note("micro_batch", 1, iteration)
+                time.sleep(MS)
+        except Struck:
+            raised_s.append(time.time())
+
+    rank = threading.Thread(target=train)
+    rank.start()
+    told_s = faults.inside(tmp_path, 1, 2, "exception")
+    rank.join(30)
+    assert raised_s
+    assert told_s <= raised_s[0]
+    assert not (tmp_path / "hold" / "1-2").exists()
+
+
+def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "HELD_S_MAX", 0.05)
+    (tmp_path / "1-2.jsonl").touch()
+    with pytest.raises(NotStruck, match="rank 2 did not begin"):
+        faults.inside(tmp_path, 1, 2, "exception")
+    assert not (tmp_path / "hold" / "1-2").exists(), "it would be struck later"
+
+
+def test_a_system_that_says_nothing_is_not_waited_for_ever() -> None:
+    silent = Trial("rank_stopped", "torchrun", None, "nothing said")
+    assert not faults.never([silent] * 2)
+    assert faults.never([silent] * 3)
+    assert not faults.never([silent] * 5 + [Trial("rank_stopped", "torchrun", 0.2)])
+
+
+def test_rows_are_medians_of_what_was_told() -> None:
+    told = {"unicron": [Trial("rank_killed", "unicron", value) for value in (0.03, 0.02, 0.2)],
+            "torchrun": [Trial("rank_killed", "torchrun", None, "nothing said")]}
+    ours, theirs = main.rows_of("rank_killed", told)
+    assert (ours.value, ours.low, ours.high, ours.n, ours.unit) == (0.03, 0.02, 0.2, 3, "s")
+    assert (theirs.value, theirs.n, theirs.note) == (None, 0, "0 of 1 told: nothing said")
+    assert main.held_to([ours, theirs]) == [
+        "holds   rank_killed detect_s: 0.03, goal at most 0.1; the paper's: 1.8 s"]
+
+
+def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
+    if why := network_namespaces.why_not():
+        pytest.skip(why)
+    with network_namespaces.namespaces(f"unicron-test-{os.getpid()}") as (near, far):
+        def answers() -> bool:
+            return subprocess.run(["ip", "netns", "exec", near, "python3", "-c", (
+                "import socket; s = socket.socket(); s.settimeout(0.5);\n"
+                "try: s.connect(('10.231.7.2', 9))\n"
+                "except ConnectionRefusedError: pass")],  # it is there, and says so
+                capture_output=True, timeout=30, check=False).returncode == 0
+
+        assert answers()
+        network_namespaces.cut(far)
+        assert not answers()
+        network_namespaces.mend(far)
+        assert any(answers() for _ in range(20))

@@ -1,0 +1,52 @@
+"""The planner bench: its own solvers agree, and what it compares is compared rightly."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from bench.planner import main, trial
+from bench.recovery.rows import Row, row
+from planner_cases import case
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plain_dynamic_programming_finds_our_plan(seed: int) -> None:
+    asked = case(12, 256, seed)
+    assert trial.unicron(asked, 1.0) == trial.plain_dp(asked, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_case_is_a_cluster_that_could_be(seed: int) -> None:
+    asked = case(100, 4096, seed)
+    assert asked == case(100, 4096, seed)
+    assert sum(wish.now for wish in asked.wishes) <= asked.num_slots
+    assert any(wish.hurt for wish in asked.wishes)
+    assert any(wish.now == 0 for wish in asked.wishes)
+    for wish in asked.wishes:
+        assert wish.now in (0, *wish.sizes)
+        assert all(small < large for small, large in itertools.pairwise(wish.sizes))
+        assert not (wish.hurt and wish.now == 0)
+
+
+def test_a_plan_that_is_worth_more_than_ours_is_told() -> None:
+    assert main.compared([10**9, 5], [10**9, 5], "highs") == (
+        "objectives equal to ours, to the last digit")
+    assert main.compared([10**9], [10**9 - 1000], "highs") == "up to 0.0001 % below ours"
+    assert main.compared([10**9], [10**9 + 1], "highs").startswith("BROKEN")
+    assert main.compared([10**9], [10**8], "highs").startswith("BROKEN")
+
+
+def test_who_is_late_has_no_figure_and_goals_are_told() -> None:
+    told = {"unicron": [{"plan_ms": 4.0, "objective": 7, "table_ms": 90.0, "table_bytes": 1}],
+            "glpk_mi": [{"plan_ms": 100.0, "objective": 7}, {"late": True}],
+            "highs": [{"plan_ms": 50.0, "objective": 7}],
+            "plain_dp": [{"plan_ms": 6.0, "objective": 7}]}
+    rows = main.rows_of("100x4096", told, 60.0)
+    assert Row("100x4096", "glpk_mi", "plan_ms", None, "ms", 0, "not within 60 s") in rows
+    assert main.held_to(rows) == [
+        "holds   100x4096 plan_ms: 4, goal at most 10",
+        "holds   100x4096 highs, the fastest peer, over unicron: 12.5, goal at least 10",
+        "misses  100x4096 table over one plan by plain_dp: 15, goal at most 12"]
+    rows.append(row("100x4096", "cp_sat", "plan_ms", [1.0], "ms", "BROKEN: 3 % below ours"))
+    assert main.held_to(rows)[-1] == "100x4096 cp_sat BROKEN: 3 % below ours"

@@ -1,0 +1,170 @@
+"""Published throughput: the rows of tests/data/megatron_throughput.csv as models and layouts.
+
+What the table leaves out is taken from where its rows come from. Heads: Narayanan et al., SC'21,
+table 1, and Megatron-LM's images/tables.tex; 128 wide in Megatron-Core's own table. Vocabulary:
+51,200 and 131,072, Megatron-LM's README of the time. What it counted: SC'21 and before, FLOPs with
+full recomputation; Megatron-Core r0.8, the model's; llm-foundry, 6 for each parameter and token,
+those of learned positions too, and the scores. Before April 2021 there were no virtual pipeline
+stages. Shapes of MPT: llm-foundry's scripts/train/yamls; what its rows recompute: the column
+"Activation Checkpointing" of its benchmark's README.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+from unicron.control_plane.throughput import flops as model_flops
+from unicron.control_plane.throughput.layouts import (
+    CHUNKS_NUM_MAX,
+    Layout,
+    divisors,
+    recomputes,
+    refusal,
+)
+from unicron.control_plane.throughput.memory import fits
+from unicron.control_plane.throughput.step_time import Constants, iteration_s
+from unicron.events.spec.model import Gpu, MegatronModel
+
+FILE = Path(__file__).parents[2] / "data/megatron_throughput.csv"
+MPT = {"125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12),
+       "1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
+       "30b": (7168, 48, 56), "70b": (8192, 80, 64)}
+"""Width, layers, heads."""
+HEADS_2020 = {1920: 15, 2304: 18, 3072: 24, 4096: 32}
+HEADS_2021 = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 16384: 128,
+              20480: 128, 25600: 160}
+GPUS: dict[str, Gpu] = {
+    "V100 (DGX-2)": "V100-32", "A100-40GB (DGX-A100)": "A100-40", "A100-40GB": "A100-40",
+    "A100-80GB": "A100-80", "H100": "H100-80", "H100-80GB": "H100-80"}
+
+
+class Published(NamedTuple):
+    """One row: what was trained, how it may have been laid out, what was measured."""
+
+    line: int
+    name: str
+    source: str
+    model: MegatronModel
+    layouts: tuple[Layout, ...]
+    """All that agree with what the row says."""
+    counted: Literal["model", "executed", "parameters"]
+    num_gpus: int
+    rate_flops: float
+    """Of one GPU, counted as the row counts."""
+    params: float
+    oom: bool
+
+    @property
+    def kind(self) -> str:
+        """V100, A100, H100."""
+        return self.model.gpu.split("-")[0]
+
+
+def published() -> list[Published]:
+    """All rows, in their order."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        lines = [line for line in file if not line.startswith("#")]
+    return [_row(number, row) for number, row in enumerate(csv.DictReader(lines), 2)]
+
+
+def _row(number: int, row: dict[str, str]) -> Published:
+    fsdp = "FSDP" in row["framework"]
+    model = _mpt(row) if fsdp else _megatron(row)
+    layouts = tuple(_sharded(row, model) if fsdp else _laid_out(row, model))
+    name = f"{row['model']} {row['gpu']} x {row['gpus']}, sequence {row['seq']}"
+    where = {"llm-foundry (FSDP)": "llm-foundry", "Megatron-Core r0.8.0": "megatron-core 0.8",
+             "Megatron-LM": "megatron 2021-04", "Megatron-LM (Jan 2021)": "megatron 2021-01",
+             "Megatron-LM (2020)": "megatron 2020"}[row["framework"]]
+    return Published(
+        line=number, name=name, source=where, model=model, layouts=layouts,
+        counted=("parameters" if fsdp else "model" if "Core" in row["framework"] else "executed"),
+        num_gpus=int(row["gpus"]), rate_flops=float(row["tflops_per_gpu"]) * 1e12,
+        params=float(row["params_b"]) * 1e9, oom=row["oom"] == "yes")
+
+
+def _mpt(row: dict[str, str]) -> MegatronModel:
+    hidden, num_layers, num_heads = MPT[row["model"].split()[1]]
+    return MegatronModel(
+        num_layers=num_layers, hidden=hidden, num_heads=num_heads, sequence=int(row["seq"]),
+        vocabulary=50368, gpu=GPUS[row["gpu"]], global_batch=int(row["gbs"]),
+        precision="fp8" if "fp8" in row["precision"] else "bf16")
+
+
+def _megatron(row: dict[str, str]) -> MegatronModel:
+    hidden, gpu = int(row["hidden"]), GPUS[row["gpu"]]
+    model = MegatronModel(
+        num_layers=int(row["layers"]), hidden=hidden, num_heads=hidden // 128,
+        sequence=int(row["seq"]), vocabulary=131072, tie_embeddings=False, gpu=gpu,
+        global_batch=int(row["gbs"]))
+    if "Core" in row["framework"]:
+        return model
+    heads = HEADS_2020 if "2020" in row["framework"] else HEADS_2021
+    return replace(model, num_heads=heads[hidden], vocabulary=51200, tie_embeddings=True,
+                   dropout=0.1, flash_attention=False, precision="fp16", zero1=False,
+                   overlap=False, recompute="full", gpus_per_node=16 if gpu == "V100-32" else 8)
+
+
+def _sharded(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
+    """FSDP. The newest rows, on more than 64 H100, do not say what they recompute."""
+    told = _recomputed(row) if not (model.gpu == "H100-80" and int(row["gpus"]) > 64) else None
+    for recompute in recomputes(model):
+        if told is None or told == (recompute == "full"):
+            yield Layout(dp=int(row["gpus"]), micro=int(row["mbs"]), recompute=recompute,
+                         shards="all")
+
+
+def _recomputed(row: dict[str, str]) -> bool:
+    """The README's column, put shorter."""
+    size, sequence, micro = row["model"].split()[1], int(row["seq"]), int(row["mbs"])
+    if GPUS[row["gpu"]] == "A100-40":
+        least = {"3b": 16384, "1b": 32768, "760m": 32768}
+    else:
+        least = {"3b": 32768, "1b": 65536, "760m": 65536}
+        if (size, sequence) in (("13b", 2048), ("7b", 2048)):
+            return micro > 6
+    return size in ("70b", "30b", "13b", "7b") or sequence >= least.get(size, 1 << 30)
+
+
+def _laid_out(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
+    """Where a row gives the GPUs of a replica alone: tensor parallel as far as a node goes."""
+    if row["tp"]:
+        tp, pp = int(row["tp"]), int(row["pp"])
+    else:
+        replica = int(row["note"].split()[-1])
+        tp, pp = min(replica, 8), replica // min(replica, 8)
+    dp, modern = int(row["gpus"]) // (tp * pp), model.flash_attention
+    chunked = pp > 1 and "Jan" not in row["framework"]
+    for micro in divisors(model.global_batch // dp, model.global_batch):
+        for chunks in divisors(model.num_layers // pp, CHUNKS_NUM_MAX) if chunked else [1]:
+            for recompute in recomputes(model):
+                layout = Layout(tp=tp, pp=pp, dp=dp, micro=micro, chunks=chunks,
+                                recompute=recompute, sequence_parallel=modern,
+                                shards="optimizer" if modern else "none")
+                if not refusal(model, layout):
+                    yield layout
+
+
+def predicted(row: Published, constants: Constants) -> tuple[float, Layout]:
+    """(FLOP/s of one GPU, counted as the row counts; the layout): the best that agrees and fits.
+
+    Where none fits, the best that agrees.
+    """
+    open_to = [x for x in row.layouts if fits(row.model, x)] or row.layouts
+    best = min(open_to, key=lambda layout: iteration_s(row.model, layout, constants))
+    flops = counted_flops(row, best)
+    return flops / iteration_s(row.model, best, constants) / row.num_gpus, best
+
+
+def counted_flops(row: Published, layout: Layout) -> float:
+    """Of one iteration, as the row counts them."""
+    model = row.model
+    if row.counted == "executed":
+        return model_flops.executed_flops(model, layout.recompute)
+    if row.counted == "model":
+        return model_flops.iteration_flops(model)
+    scores = 12 * model.num_layers * model.hidden * model.sequence
+    return (6 * row.params + scores) * model.sequence * model.global_batch

@@ -1,0 +1,216 @@
+"""`unicron classify`: what it prints for people and for machines, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.cli.app import run_command
+from unicron.control_plane.incidents.severity import HANDLING
+
+DATA = Path(__file__).parents[1] / "data"
+UNICRON = Path(sys.executable).parent / "unicron"
+LIMIT_S = 60
+LOG = """\
+[1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=7, GPU has fallen off the bus.
+iteration 12/ 100 | lm loss: 2.1
+Traceback (most recent call last):
+  File "train.py", line 3, in step
+    raise RuntimeError("CUDA error: of source code")
+RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
+RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.13]:43185
+"""
+PAGE = """\
+7 lines: 3 of a fault, 4 that mean nothing
+
+SEVERITY  STATUS             RULE              LINES  FIRST
+SEV1      GPU driver errors  xid-79                1      1
+          [1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=7, GPU has fallen off the bus.
+          GPU 0000:4e:00
+SEV3      connection reset   connection-reset      2      6
+          (peer) RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
+
+SEV1       reconfigure: the slot, or the lost node, is taken out, and the plan is made anew
+SEV3       reattempt in place: the communicators are built again, every process lives; else the
+           processes are started again, as SEV2
+(peer)     tells of another's end, or of a wait for it: look for the cause where that one ran
+next       unicron drain NODE --reason xid-79: the node that wrote it, for GPU 0000:4e:00; one slot
+           cannot be drained alone
+"""
+Capture = pytest.CaptureFixture[str]
+
+
+def written(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "LOG"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def answers(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_log_is_told_by_meaning_the_gravest_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    written(tmp_path, LOG)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", "LOG"]) == 0
+    assert capsys.readouterr().out == PAGE
+
+
+def test_each_line_of_a_log_as_json(tmp_path: Path, capsys: Capture) -> None:
+    assert run_command(["classify", written(tmp_path, LOG), "-o", "json"]) == 0
+    told = answers(capsys)
+    assert [line["status"] for line in told] == [
+        "GPU driver errors", "none", "none", "none", "none", "connection reset",
+        "connection reset"]
+    assert told[0] == {"text": LOG.splitlines()[0], "status": "GPU driver errors",
+                       "severity": "SEV1", "rule": "xid-79", "line": LOG.splitlines()[0],
+                       "code": 79, "device": "0000:4e:00"}
+    assert told[1] == {"text": LOG.splitlines()[1], "status": "none", "severity": "NONE",
+                       "rule": "iteration", "line": LOG.splitlines()[1]}
+    assert told[5]["peer"] == "172.28.0.12:43185"
+    assert told[5]["second_hand"] is True
+
+
+@pytest.mark.parametrize("name", ["error_lines.jsonl", "error_lines_more.jsonl"])
+def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None:
+    asked = [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+    assert run_command(["classify", str(DATA / name), "-o", "json"]) == 0
+    told = answers(capsys)
+    for one, answer in zip(asked, told, strict=True):
+        assert answer["text"] == one["text"]
+        assert answer["status"] == (one["status"] or "none")
+        assert answer["severity"] == one["severity"]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (b"\x1f\x8b\x08\0", "packed by gzip"), ("CUDA".encode("utf-16"), "is UTF-16"),
+    (b"\x7fELF\0\0", "is not text"),
+])
+def test_what_cannot_be_read_is_one_line_with_a_hint(
+        content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
+    assert run_command(["classify", written(tmp_path, content), "-o", "json"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert words in error
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize("line", [
+    '{"body": "no"}', '{"level": "info", "event": "x"}', '{"msg": 3}', "{}", '{"text": NaN}',
+    '{"text": "cut}', '{"a": ' * 20_000 + "}", '{"text": ["CUDA"]}', "{", "{'text': 'x'}"])
+def test_a_json_line_without_text_stops_nothing(
+        line: str, tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, f'{line}\n{{"text": "CUDA error: x", "rate": Infinity}}\n')
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    first, second = answers(capsys)
+    assert (first["text"], first["status"]) == ("x" if '"event"' in line else line, "none")
+    assert (second["text"], second["status"]) == ("CUDA error: x", "CUDA errors")
+
+
+def test_a_json_line_that_names_no_text_is_judged_as_it_stands(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, '{"error": "CUDA error: an illegal memory access"}\n')
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["illegal memory access"]
+
+
+def test_of_xids_on_two_gpus_the_page_names_both_and_what_to_do_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    written(tmp_path, "".join(
+        f"NVRM: Xid (PCI:0000:{bus}:00): {xid}, pid=7\n" for bus in ("4e", "9b")
+        for xid in (79, 48, 31)) + "Watchdog caught collective operation timeout: WorkNCCL(1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", "LOG"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert page.count("          GPU 0000:4e:00, 0000:9b:00") == 3
+    at = next(index for index, line in enumerate(page) if line.startswith("next"))
+    assert page[at:] == [
+        "next       unicron drain NODE --reason 'xid-79 xid-48': the node that wrote it, for GPU "
+        "0000:4e:00,", "           0000:9b:00; one slot cannot be drained alone",
+        "           unicron locate DUMP...: whom they wait for"]
+
+
+def test_a_page_tells_of_a_severity_what_the_guide_does(tmp_path: Path, capsys: Capture) -> None:
+    run_command(["classify", written(tmp_path, LOG)])
+    told = " ".join(capsys.readouterr().out.split())
+    guide = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
+    for severity in ("SEV1", "SEV3"):
+        first = HANDLING[severity][0]
+        assert f"{severity} {first}" in told
+        assert f"| {severity} | {first} |" in guide
+
+
+@pytest.mark.parametrize("key", ["event", "msg", "message", "log", "error", "exception"])
+def test_the_text_of_a_json_line_has_several_names(
+        key: str, tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, json.dumps({"level": 3, key: "CUDA error: x"}) + "\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
+
+
+def test_a_json_line_of_a_log_is_judged_by_all_that_it_says(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, json.dumps({"event": "it ended", "msg": 1, "exception": (
+        "Traceback (most recent call last):\nRuntimeError: CUDA error: unknown error")}) + "\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
+
+
+def test_nothing_piped_in_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"")))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run_command(["classify", "-"]) == 0
+    assert capsys.readouterr().out == "0 lines: nothing was piped in?\n"
+
+
+def test_of_a_line_without_end_the_head_and_the_tail_are_judged(
+        tmp_path: Path, capsys: Capture) -> None:
+    path = written(tmp_path, "x" * (50 << 20) + " CUDA error: unknown error\nnext\n")
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    told = capsys.readouterr()
+    assert [json.loads(line)["status"] for line in told.out.splitlines()] == ["CUDA errors", "none"]
+    assert len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["none", ".", "none/inside"])
+def test_a_file_that_there_is_not(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["classify", name]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_standard_input_with_whatever_bytes(
+        monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    told = b"\xff\xfe CUDA error: x\r\n\n" + json.dumps({"text": "a\ud800\n"}).encode() + b"\nend"
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(told)))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run_command(["classify", "-o", "json"]) == 0
+    assert [line["status"] for line in answers(capsys)] == ["CUDA errors", "none", "none", "none"]
+
+
+def test_an_endless_log_is_streamed_to_a_reader_who_leaves() -> None:
+    source = subprocess.Popen(["yes", "CUDA error: unknown error"], stdout=subprocess.PIPE)
+    judge = subprocess.Popen([str(UNICRON), "classify", "-o", "json"], stdin=source.stdout,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert source.stdout is not None
+    assert judge.stdout is not None
+    assert judge.stderr is not None
+    source.stdout.close()
+    try:
+        assert json.loads(judge.stdout.readline())["status"] == "CUDA errors"
+        judge.stdout.close()
+        assert judge.wait(LIMIT_S) == 0
+        assert judge.stderr.read() == b""
+    finally:
+        for process in (source, judge):
+            process.kill()
+            process.wait(LIMIT_S)
+        judge.stderr.close()

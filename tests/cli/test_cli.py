@@ -1,0 +1,365 @@
+"""The face as a person types it: help, errors, exit codes, and what is not loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import LIMIT_S, refused, unicron
+from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
+from unicron.cli.cluster.processes import last_words
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands.up import Asked
+from unicron.cli.terminal.record_line import line
+from unicron.events.errors import UsageError
+from unicron.events.log import archive
+from unicron.events.records import codec
+from unicron.events.records import decisions as d
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+from unicron.events.records.reports import EpochStarted, PolicySet
+from unicron.events.spec.policy import Policy
+
+COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
+            "export", "demo", "doctor", "set-weight", "drain", "undrain", "lift",
+            "freeze", "unfreeze",
+            "inject", "incident", "plan", "locate", "classify")
+JOB = """\
+apiVersion: unicron/v1
+name: small
+train: {iterations: 3, output: out}
+"""
+
+
+def test_help_loads_nothing_heavy():
+    code = ("import sys; from unicron.cli.app import run_command; "
+            "assert run_command(['--help']) == 0; "
+            "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
+            "assert not bad, bad")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert told.returncode == 0, told.stderr
+    for command in COMMANDS:
+        assert f"  {command}" in told.stdout
+    assert "control-plane" not in told.stdout
+
+
+@pytest.mark.parametrize("module", ["typer", "unicron.cli.commands.doctor"])
+def test_ctrl_c_while_the_command_is_loaded_ends_it_in_silence(module):
+    code = ("import os, signal, sys\n"
+            "from unicron.cli.main import main\n"
+            "assert 'typer' not in sys.modules\n"
+            "class Finder:\n"
+            "    def find_spec(name, path=None, target=None):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "sys.argv = ['unicron', 'doctor']\n"
+            "main()")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "control-plane", "inject rank", "inject stop",
+                                     "inject node"])
+def test_every_command_has_help_of_a_hundred_columns(command):
+    told = unicron(*command.split(), "--help")
+    assert told.returncode == 0
+    assert told.stdout.startswith(f"Usage: unicron {command}")
+    assert max(map(len, told.stdout.splitlines())) <= 100
+
+
+def test_without_a_command_the_help_is_the_answer():
+    told = unicron()
+    assert told.returncode == 0
+    assert "Commands:" in told.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    told = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
+                          stdout=writing, stderr=subprocess.PIPE, check=False, timeout=LIMIT_S)
+    os.close(writing)
+    assert (told.returncode, told.stderr) == (0, b"")
+
+
+def test_version():
+    assert unicron("--version").stdout.startswith("unicron ")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("conquer",), "No such command"),
+    (("up", "--fast"), "No such option: --fast"),
+    (("submit",), "Missing argument 'JOB.yaml'"),
+    (("tail", "--after", "x"), "--after"),
+    (("tail", "--kind", "RankExploded"), "no record is of kind 'RankExploded'"),
+    (("tail", "--incident", "big"), "'big' is not an incident"),
+    (("incident", "big"), "'big' is not an incident"),
+    (("incident", "41", "--all"), "do not go together"),
+    (("incident",), "no cluster runs on"),
+    (("replay", "log.jsonl", "--incident", "3", "--verify"), "--incident goes with neither"),
+    (("status", "-o", "xml"), "'xml'"),
+    (("up", "--port", "99999"), "--port"),
+    (("up", "--agents", "-1"), "--agents"),
+    (("up", "--state", ""), "--state names no folder"),
+    (("status", "--state="), "--state names no folder"),
+    (("up", "--observe", "--act"), "do not go together"),
+    (("up", "--cluster", "a b"), "is not a cluster's name"),
+    (("status",), "no cluster runs on"),
+    (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),
+    (("status", "--url", "ftp://x"), "is not a control plane's address"),
+    (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
+    (("cancel", "alpha"), "no cluster runs on"),
+    (("logs", "alpha"), "no cluster runs on"),
+    (("freeze",), "no cluster runs on"),
+    (("plan",), "no cluster runs on"),
+    (("plan", "--without", "n1"), "no cluster runs on"),
+    (("plan", "--apply"), "--apply has nothing to apply"),
+    (("plan", "--weight", "a=2", "--apply"), "--apply needs --check INPUT"),
+    (("plan", "--with", "2", "--apply", "--check", "3"), "--with cannot be applied"),
+    (("plan", "--with", "0"), "'--with': must be at least 1"),
+    (("plan", "--with", "100001"), "'--with': must be at most 100000"),
+    (("plan", "--with", "2", "--with", "4"), "--with is given more than once"),
+    (("plan", "--without", "n1", "--reason", "why"), "--reason goes with --apply"),
+    (("plan", "--check", "now"), "'--check': not a whole number"),
+    (("plan", "-o", "yaml"), "'--output': 'yaml' is not one of 'text', 'json'"),
+    (("plan", "--offline", "plan.yaml", "--url", "x"), "--offline goes with --table and -o"),
+    (("plan", "--offline", "plan.yaml", "--state", "x"), "--offline goes with --table and -o"),
+    (("plan", "--submit", "/nowhere.yaml"), "/nowhere.yaml: no such file"),
+    (("plan", "--offline", "plan.yaml", "--without", "n1"), "--offline goes with --table and -o"),
+    (("plan", "--table"), "--table goes with --offline FILE"),
+    (("drain", "n1"), "no cluster runs on"),
+    (("drain",), "Missing argument 'NODE'"),
+    (("set-weight", "alpha"), "Missing argument 'WEIGHT'"),
+    (("set-weight", "alpha", "much"), "WEIGHT"),
+    (("set-weight", "alpha", "nan"), "nan is not a weight"),
+    (("set-weight", "alpha", "0"), "a weight is above 0"),
+    (("set-weight", "alpha", "-1"), "a weight is above 0"),
+    (("set-weight", "alpha", "-.5", "--reason", "x"), "a weight is above 0"),
+    (("set-weight", "alpha", "--", "-1"), "a weight is above 0"),
+    (("set-weight", "alpha", "2", "--reson", "x"), "No such option: --reson"),
+    (("set-weight", "alpha", "2", "-r"), "No such option: -r"),
+    (("inject",), "Missing command"),
+    (("inject", "disk"), "No such command 'disk'"),
+    (("inject", "rank", "alpha"), "no cluster runs on"),
+    (("inject", "stop", "alpha", "--for", "-1"), "--for"),
+    (("up", "--policy", "absent.yaml"), "absent.yaml"),
+    (("up", "--policy", "."), "directory"),
+    (("export", "log.jsonl"), "no cluster runs on"),
+    (("control-plane",), "no Redis is named"),
+    (("replay",), "name either an exported file or --live"),
+    (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
+    (("replay", "absent.jsonl"), "absent.jsonl"),
+    (("replay", "--live"), "no cluster runs on"),
+    (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
+    (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
+    (("submit", "absent.yaml"), "absent.yaml"),
+    (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
+    (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
+    (("up", "--label", "zone=a"), "'zone' is no label; there are rack and switch"),
+])
+def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
+    told = unicron(*arguments, folder=tmp_path)
+    refused(told, words)
+    if words == "no cluster runs on":
+        assert "hint: unicron up" in told.stderr
+
+
+def test_a_name_where_an_incident_is_asked_for_is_told_where_the_names_are(tmp_path):
+    assert unicron("incident", "alpha", folder=tmp_path).stderr.splitlines() == [
+        "error: 'alpha' is not an incident",
+        "hint: for example inc-41; all, and whose they are: unicron incident --all"]
+
+
+def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
+    for text in ("silence_s_may: 3", "observe: true", "allow_inject: true",
+                 f"moves_max: {10**20 - 1}", "mtbf_gpu_s: 1e300"):
+        (tmp_path / "policy.yaml").write_text(text)
+        word = "too large a number" if "999" in text else text.partition(":")[0]
+        refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), word)
+    os.mkfifo(tmp_path / "pipe")
+    refused(unicron("up", "--policy", "pipe", folder=tmp_path), "pipe is a pipe")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_bad_policy_that_the_folder_kept_is_told_with_how_to_give_another(tmp_path):
+    state = StateDir(tmp_path / "state")
+    state.create()
+    state.policy.write_text("mtbf_faults: 1e308")
+    LocalCluster(state, Asked(policy=tmp_path / "any").wanted(None, state)).save()
+    told = unicron("up", folder=tmp_path)
+    refused(told, "mtbf_faults: must be between 0 and 1e+09")
+    assert "hint: give another: unicron up --policy FILE --state" in told.stderr
+    assert not state.server.exists()
+
+
+def test_what_has_no_end_is_not_read_to_its_end(tmp_path):
+    for arguments in (("submit", "/dev/zero"), ("plan", "--submit", "/dev/zero"),
+                      ("up", "--policy", "/dev/zero")):
+        refused(unicron(*arguments, folder=tmp_path), "/dev/zero: larger than 1048576 bytes")
+
+
+def test_the_last_words_of_a_process_are_words(tmp_path):
+    state = StateDir(tmp_path)
+    state.create()
+    path = state.logs / "control-plane.log"
+    path.write_text("  | Traceback\n    | OverflowError: too big\n    +-------\n")
+    assert last_words(state, "control-plane") == "OverflowError: too big"
+    path.write_text("error: no\nhint: do\n")
+    assert last_words(state, "control-plane") == "no"
+    path.write_text("----\n")
+    assert last_words(state, "control-plane") == "it said nothing"
+
+
+def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", "iterations: 0"))
+    refused(unicron("submit", "job.yaml", folder=tmp_path), "job.yaml: train.iterations")
+
+
+def test_a_good_job_without_a_cluster(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    refused(unicron("submit", "job.yaml", folder=tmp_path), "no cluster runs on")
+
+
+def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
+    state = tmp_path / "a b"
+    told = unicron("status", "--state", str(state), folder=tmp_path)
+    assert told.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
+    state.mkdir()
+    with StateDir(state).lock():
+        told = unicron("up", "--state", str(state), folder=tmp_path)
+    assert "hint: stop it with unicron down --state 'a b', " in told.stderr
+    with pytest.raises(UsageError) as refusal:
+        Asked(slots=3).refuse_other(Wanted(), StateDir(state))
+    assert refusal.value.hint == f"unicron down --state '{state}', then up again"
+
+
+def test_a_state_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(unicron("up", "--state", str(tmp_path / "file"), folder=tmp_path), "file")
+
+
+def test_the_demo_touches_no_folder_that_is_not_its_own(tmp_path):
+    kept = tmp_path / "build" / "demo" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    refused(unicron("demo", folder=tmp_path), "exists and is not a demo's")
+    assert kept.read_text() == "mine"
+
+
+def test_down_where_nothing_runs(tmp_path):
+    told = unicron("down", folder=tmp_path)
+    assert told.returncode == 0
+    assert told.stdout.startswith("nothing runs on")
+
+
+def test_doctor_tells_as_text_and_as_json(tmp_path):
+    told = unicron("doctor", "-o", "json", folder=tmp_path)
+    grades = {one["what"]: one["grade"] for one in json.loads(told.stdout)}
+    assert grades["python"] == grades["server"] == grades["ports"] == "ok"
+    assert told.returncode == int("missing" in grades.values())
+
+
+# --- an exported log -----------------------------------------------------------------------------
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The shortest sound log: a leader that came."""
+    def record(seq: int, body: EpochStarted | PolicySet) -> Record:
+        return Record(seq=seq, epoch=1, at_s=1e9 + seq, occurred_s=1e9 + seq, source="leader/ab",
+                      source_seq=seq, cause=0, incident=0, body=body)
+
+    path = tmp_path / "log.jsonl"
+    archive.write(path, [record(1, EpochStarted(nonce="ab", code="0", heart=1)),
+                         record(2, PolicySet(policy=Policy()))], cluster="c", code="0")
+    return path
+
+
+def test_replay_folds_a_file_without_any_server(log):
+    told = unicron("replay", str(log))
+    assert told.returncode == 0
+    assert told.stdout.startswith("2 records folded, epoch 1: state unicron-state-")
+    assert json.loads(unicron("replay", str(log), "-o", "json").stdout)["cluster"]["seq"] == 2
+
+
+def test_replay_loads_no_server_client_and_no_torch(log):
+    code = (f"import sys; from unicron.cli.app import run_command; "
+            f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
+            "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
+    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+    assert told.returncode == 0, told.stderr
+    assert "VERIFIED" in told.stdout
+
+
+def test_replay_until_and_step(log):
+    assert unicron("replay", str(log), "--until", "1").stdout.startswith("1 records folded")
+    lines = unicron("replay", str(log), "--step").stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "2"]
+    assert "EpochStarted" in lines[0]
+    refused(unicron("replay", str(log), "--until", "3"), "the log ends at seq 2")
+
+
+@pytest.mark.parametrize("harm", ["cut", "edited", "dropped", "foreign", "empty", "binary"])
+def test_a_log_that_cannot_be_trusted_is_refused(log, harm):
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes({
+        "cut": b"".join(lines[:-1]), "edited": b"".join(lines).replace(b'"heart":1', b'"heart":2'),
+        "dropped": b"".join(lines[:1] + lines[2:]), "foreign": b'{"a": 1}\n', "empty": b"",
+        "binary": b"\xff\x00\n"}[harm])
+    for option in ((), ("--verify",), ("--step",)):
+        told = unicron("replay", str(log), *option)
+        assert told.returncode == 2
+        error, hint = told.stderr.splitlines()
+        assert error.startswith("error: ")
+        assert hint.startswith("hint: ")
+        assert str(log) in error
+
+
+def test_a_closed_pipe_is_no_error(log):
+    told = subprocess.run(
+        f"{sys.executable} -P -m unicron.cli.main replay {log} --step | head -c 1", shell=True,
+        text=True, capture_output=True, check=False, timeout=LIMIT_S)
+    assert told.stderr == ""
+
+
+# --- one record, one line ------------------------------------------------------------------------
+@pytest.mark.parametrize(("body", "told"), [
+    (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
+    (r.HealingFrozen(reason="by ana"), "healing is held: by ana"),
+    (r.HealingResumed(), "healing is held no longer"),
+    (r.NodeDrained(node="n3", reason="thermal"), "n3 shall be empty: thermal"),
+    (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
+    (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
+    (r.FaultRequested(what="node", node="n2", reason="to see"),
+     "kill the agent of n2 and its ranks: to see"),
+    (o.InjectFault(nodes=("n1",), what="stop", task=3, rank=1, attempt=2, incarnation=9,
+                   stop_s=2.5), "on purpose: stop task 3 rank 1.2 for 2.5 s"),
+    (d.OrderWithheld(task=3, what="start rank 1 on n1/0", why="observing"),
+     "task 3 start rank 1 on n1/0: observing"),
+    (o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
+     "task 3 generation 2 boundary, rank 0, saved first"),
+    (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
+    (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
+                  alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
+     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal"),
+])
+def test_what_operators_ask_for_is_told_in_a_line(body, told):
+    record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
+                    cause=0, incident=0, body=body)
+    assert line(codec.to_plain(record)).split(maxsplit=3)[3] == told
+
+
+def test_the_longest_line_of_every_day_fits_a_wide_terminal():
+    body = r.Reconfigured(task=12, rank=10, attempt=2, generation=13, step_version=10_041,
+                          kept=(1,) * 12, todo=(1,) * 16, dealt=(1, 2), source=3,
+                          received_bytes=11_234_567, down_s=0.0123, up_s=0.0854, settle_s=0.0141)
+    record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
+                    cause=4811, incident=4790, body=body)
+    assert len(line(codec.to_plain(record))) <= 160

@@ -1,0 +1,301 @@
+"""The demo's ruler and its tasks, without a run: transitions in a log, plans by the planner."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from two_tasks import gives, plain
+from unicron.cli.demo import acts, demo, proof
+from unicron.cli.demo import twins as demo_twins
+from unicron.cli.demo.stage import BrokenError, Stage
+from unicron.cli.history import history
+from unicron.cli.history.transitions import moves
+from unicron.cli.terminal import format as figures
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.throughput import table
+from unicron.control_plane.throughput.transition_cost import Transition
+from unicron.events.log import archive
+from unicron.events.records import codec
+
+PLAIN = [codec.to_plain(record) for record in
+         archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
+"""One task on four ranks, of which rank 2 is killed and comes back."""
+NAN = float("nan")
+ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
+
+
+def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
+    """What the planner gives the first tasks of the demo, which have `now` slots each."""
+    wishes: list[Wish] = []
+    for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
+        found = table.candidates(table.table(number, player.spec), have)
+        wishes.append(Wish(
+            task=number, name=player.name, now=have, hurt=hurt and number == 1,
+            transition=Transition.alike(10.0),
+            sizes=tuple(size for size, _ in found),
+            wafs=tuple(player.spec.weight * rate for _, rate in found)))
+    return planner.choose(PlanInput(wishes=tuple(wishes), num_slots=num_slots,
+                                    mtbf_gpu_s=7.2e6, gain_min=0.005))
+
+
+def test_the_examples_lead_to_the_plans_that_the_demo_promises():
+    assert plan(6, 0, 0).plan.slots == (ALPHA.num_slots, BETA.num_slots)
+    assert plan(6, 4, 2, 0).plan.slots == (3, 1, GAMMA.num_slots)
+    assert plan(6, 3, 1).plan.slots == (4, 2)
+
+
+def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
+    choice = plan(4, 4, 2, hurt=True)
+    assert choice.plan.slots == (3, 1)
+    beaten = {tuple(slots for _, slots in other.slots): other.waf for other in choice.alternatives}
+    assert {(4, 0), (2, 2)} <= set(beaten)
+    assert max(beaten.values()) < choice.plan.waf
+
+
+def test_transitions_are_read_from_the_log():
+    first, shrunk, grown = moves(PLAIN)
+    assert (first.num_before, first.num_after) == (0, 4)
+    assert (shrunk.num_before, shrunk.num_after, shrunk.newcomers) == (4, 3, ())
+    assert (grown.num_before, grown.num_after) == (3, 4)
+    assert [body["rank"] for body in grown.newcomers] == [2]
+    assert first.lost == shrunk.lost == grown.lost == 0
+    assert grown.step_s is not None
+    assert 0.0 < grown.still_s < grown.step_s
+    assert moves(PLAIN, after=shrunk.seq) == [grown]
+
+
+def test_an_iteration_that_is_done_again_counts_as_lost():
+    records = copy.deepcopy(PLAIN)
+    told = next(record for record in records if record["kind"] == "Quiesced")
+    told["body"]["step_version"] += 2
+    assert [move.lost for move in moves(records)] == [0, 2, 0]
+
+
+def grown_from(source: int) -> list[dict]:
+    """The log, but the rank that comes back has its state from there."""
+    records = copy.deepcopy(PLAIN)
+    told = next(record["body"] for record in records if record["kind"] == "Reconfigured"
+                and record["body"]["attempt"] == 2)
+    told["source"] = source
+    return records
+
+
+@pytest.mark.parametrize("source", [-1, 2, 0])
+def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
+    stage = Stage(tmp_path)
+    (body,) = moves(grown_from(source))[-1].newcomers
+    acts.promise_from_memory(stage, body)
+    assert (body["rank"], bool(stage.broken)) == (2, source != 0)
+
+
+def test_what_never_came_up_is_no_generation_to_compare_with():
+    """The newcomer got its state in a third generation that failed, and has it in the fourth."""
+    records: list[dict] = []
+    for record in copy.deepcopy(PLAIN):
+        third = record["body"].get("generation") == 3
+        if third and record["kind"] in ("Reconfigure", "Reconfigured"):
+            records.append(copy.deepcopy(record))
+            if record["kind"] == "Reconfigured":
+                record["body"] |= {"source": record["body"]["rank"], "received_bytes": 0}
+        if third:
+            record["body"]["generation"] = 4
+            record["seq"] += 100
+        records.append(record)
+    grown = moves(records)[-1]
+    assert (grown.generation, grown.num_before, grown.num_after) == (4, 3, 4)
+    assert [(body["rank"], body["source"]) for body in grown.newcomers] == [(2, 0)]
+    assert (grown.lost, grown.still_s) == (0, moves(PLAIN)[-1].still_s)
+
+
+def test_a_transition_counts_before_its_first_step_is_told():
+    until = next(at for at, record in enumerate(PLAIN) if record["kind"] == "Resume"
+                 and record["body"]["generation"] == 3)
+    grown = moves(PLAIN[:until + 1])[-1]
+    assert (grown.generation, grown.step_s) == (3, None)
+    assert grown.still_s > 0.0
+
+
+def test_a_task_is_full_only_when_it_steps_with_all_its_seats(tmp_path):
+    stage = Stage(tmp_path)
+    task = next(record["seq"] for record in PLAIN if record["kind"] == "TaskSubmitted")
+    full: list[bool] = []
+    for record in PLAIN:
+        stage.records.append(record)
+        if record["kind"] in ("Reconfigure", "TaskProgressed"):
+            full.append(stage.is_full(task, 4))
+    changes = [now for before, now in zip([False, *full], full, strict=False) if before != now]
+    assert changes == [True, False, True]
+    assert not stage.is_full(task, 3)
+    assert acts.nodes(stage, task) == "n1 n2"
+    assert stage.members(task) == stage.seats(task) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+
+
+def test_two_curves_with_one_top_can_be_compared():
+    assert figures.curve([0.0, 7.0], 2, 0.0) == "▁█"
+    assert figures.curve([0.0, 7.0], 2, 0.0, 14.0) == "▁▅"
+    assert figures.curve([0.0, 0.0], 2, 0.0, 0.0) == "▁▁"
+
+
+def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, capsys):
+    stage = Stage(tmp_path)
+    for record in PLAIN:
+        stage.told.add(record)
+    (one,) = stage.told.incidents.values()
+    stage.struck[one.id] = one.fault_s - 0.5
+    one.detected_s = one.fault_s + 0.25
+    proof.timeline(stage)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (told,) = [row for row in rows if row[0] == f"inc-{one.id}"]
+    (control,) = [row for row in rows if row[1:2] == ["control"]]
+    assert told[5:7] == ["750", "ms"]
+    assert control[-2:] == ["-", "-"]
+    assert not stage.broken
+
+
+class PlayedLog:
+    """A control plane of which the log is known: `told` records of it so far."""
+
+    def __init__(self, records: list[dict], told: int) -> None:
+        self.all, self.told = records, told
+
+    def records(self, after: int, *, follow: bool) -> list[dict]:
+        return [record for record in self.all[:self.told] if record["seq"] > after]
+
+    def post(self, path: str, body: object) -> dict:
+        """Everything happens; the request is the fifth record from the end."""
+        self.told = len(self.all)
+        return {"seq": self.all[-5]["seq"]}
+
+
+def test_a_cancelled_task_ended_so_long_after_it_was_asked_for(tmp_path, capsys):
+    """Not after whatever else came in before the request."""
+    records = copy.deepcopy(PLAIN)
+    for number, record in enumerate(records):
+        record["at_s"] = 1000.0 + number
+    ended = next(record for record in records if record["kind"] == "TaskEnded")
+    ended["body"]["outcome"] = "cancelled"
+    player = copy.deepcopy(ALPHA)
+    player.task = ended["body"]["task"]
+    stage = Stage(tmp_path)
+    stage._client = PlayedLog(records, len(records) - 20)
+    acts.cancel(stage, player)
+    assert f"ended {figures.ms(ended['at_s'] - records[-5]['at_s'])} later" in (
+        capsys.readouterr().out)
+    assert not stage.broken
+
+
+def figure(out: str, words: str) -> str:
+    """The figure before the line with these words."""
+    (line,) = [line for line in out.splitlines() if words in line]
+    return " ".join(line.split()[:2])
+
+
+def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
+    """What a rank's agent saw counts from when it was in the log, as DETECTED does."""
+    exited = next(record for record in PLAIN if record["kind"] == "RankExited")
+    killed = acts.Strike(at_s=exited["occurred_s"] - 0.25, event={
+        "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.trace = mock.Mock(iteration=lambda task: 99, of=lambda *wanted: [])
+    for name, what in (("_strike", lambda *given: killed), ("_healed", mock.Mock()),
+                       ("_return", mock.Mock())):
+        monkeypatch.setattr(acts, name, what)
+    player = copy.deepcopy(ALPHA)
+    player.task = exited["body"]["task"]
+    acts.kill_rank(stage, player)
+    told = figure(capsys.readouterr().out, "rank 2 exited, signal 9")
+    assert told == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
+    proof.timeline(stage)
+    assert f" {told} " in next(line for line in capsys.readouterr().out.splitlines()
+                               if "inc-" in line)
+
+
+def test_a_lost_node_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
+    d, alpha, _ = gives()
+    records = plain(d)
+    for record in records:
+        record["occurred_s"] = record["at_s"] - 0.25
+    failed = next(record for record in records if record["kind"] == "CollectiveFailed")
+    stage = played(tmp_path, monkeypatch, records)
+    player = copy.deepcopy(ALPHA)
+    player.task = alpha
+    acts._suspect_then_lost(stage, player, 0, failed["at_s"] - 1.5)
+    assert figure(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
+
+
+def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.look()
+    monkeypatch.setattr(acts, "_prepared", lambda stage, body: "")
+    acts.say_moves(stage, 0)
+    shrunk = moves(PLAIN)[1]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " 4 -> 3: " in line]
+    assert line.split(maxsplit=1)[1] == (
+        f"4 -> 3: stood for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its next "
+        f"step was done {figures.ms(shrunk.step_s)} after it stopped")
+
+
+def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys, monkeypatch):
+    stage = played(tmp_path, monkeypatch, PLAIN)
+    stage.look()
+    proof.waf(stage)
+    out = capsys.readouterr().out
+    told = history.waf(stage.told, proof.WAF_COLUMNS)
+    for what, values in (("achieved", told.achieved), ("plan", told.planned),
+                         ("ideal", told.ideal)):
+        (line,) = [line for line in out.splitlines() if line.split()[0] == what]
+        assert line.endswith(f"max {figures.scaled(max(values), 'FLOP/s')}")
+    assert "achieved up to its own max, plan and ideal up to the ideal's" in out
+
+
+def test_a_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(tmp_path, capsys):
+    """The demo's urgent task: 138 GFLOP/s beat 138 GFLOP/s."""
+    body = {"num_slots": 6, "trigger": "task gamma submitted", "waf": 138.2e9, "allocations": [],
+            "alternatives": [{"what": "the next best", "waf": 137.9e9, "slots": []},
+                             {"what": "keep as it is", "waf": 80.6e9, "slots": []}]}
+    acts.say_plan(Stage(tmp_path), {"body": body})
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["138", "GFLOP/s", "chosen"], ["138", "GFLOP/s", "the next best, 0.2 % less"],
+                     ["80.6", "GFLOP/s", "keep as it is"]]
+
+
+def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
+    """A stage of which the log is known; the processes that it names are left alone."""
+    monkeypatch.setattr(Stage, "_give_way", lambda stage, ready: None)
+    stage = Stage(path)
+    stage._client = PlayedLog(records, len(records))
+    return stage
+
+
+@pytest.mark.parametrize(("ours", "theirs", "gap"), [
+    ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
+    ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
+    ([4.0, NAN], [4.0, 2.0], float("inf")), ([4.0, 2.0], [NAN, 2.0], float("inf")),
+    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
+])
+def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
+    assert demo_twins._gap(ours, theirs) == gap
+
+
+@pytest.mark.parametrize("noise", [float("inf"), NAN])
+def test_where_no_noise_was_measured_nothing_is_equal(noise):
+    assert not any(gap <= demo_twins._tolerance(noise) for gap in (0.0, 1e-9, float("inf"), NAN))
+    assert demo_twins._tolerance(0.0) > 0.0
+
+
+def test_a_twin_that_fails_last_is_noticed(tmp_path, monkeypatch):
+    stage = Stage(tmp_path)
+    monkeypatch.setattr(stage, "losses", lambda task: {0: 1.0})
+    twins = demo_twins.Twins(stage, ALPHA, BETA)
+    for job in twins._jobs:
+        code = int(job is twins._jobs[-1])
+        job.process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+        job.process.wait()
+    with pytest.raises(BrokenError, match="the twin noise failed"):
+        twins.run()

@@ -1,0 +1,403 @@
+"""The page of an incident, and the list of all, from logs of faults that the heart healed.
+
+`UNICRON_SNAPSHOTS=write pytest tests/cli/test_incident.py` writes the pages anew; read the
+difference.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decider import Driver, failed
+from snapshots import PLAIN, check
+from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands import incident
+from unicron.cli.commands import replay as command
+from unicron.cli.history.history import History, history, slot_s, waf
+from unicron.cli.history.incident_records import story
+from unicron.cli.screens import nodes
+from unicron.cli.screens import task as task_screen
+from unicron.cli.screens.incident import bar, every, page
+from unicron.cli.screens.nodes import why_out
+from unicron.control_plane.api.view import view
+from unicron.events.errors import UsageError
+from unicron.events.log import archive
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.codec import to_plain
+from unicron.events.spec import policy
+
+Plain = dict[str, Any]
+
+
+# --- the page -----------------------------------------------------------------------------------
+def test_a_killed_rank() -> None:
+    told = facts(PLAIN)
+    check("incident-rank", page(told), columns_max=100)
+    assert told["left"] == []
+    assert [x["name"] for x in told["phases"]] == ["detect", "decide", "rebuild", "step", "full"]
+
+
+def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
+    d, _, _ = gives()
+    told = facts(plain(d))
+    check("incident-node", page(told), columns_max=100)
+    hurt, other = told["effects"]
+    assert (hurt["task"], hurt["slots_before"], hurt["slots"]) == ("alpha", 4, 3)
+    assert (other["task"], other["slots_before"], other["slots"]) == ("beta", 2, 1)
+    assert other["iterations_lost"] == 0
+    assert 0 < other["pause_s"] < 1
+    assert told["left"] == [
+        "n2 lost: repair it and start its agent, it is given tasks at once"]
+    (plan,) = told["plans"]
+    assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
+
+
+def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
+    """A peer's collective fails at once, and the node is silent long enough while that is waited
+    for: all of it is the decision's."""
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    lose(d, "n2", alpha, silent_last=True)
+    told = facts(plain(d))
+    assert "NodeSilenced" in [x["kind"] for x in told["evidence"]]
+    assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
+    spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
+    assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
+
+
+def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
+    """Neither that of a task without slots, nor what a table became later."""
+    d, alpha, beta = waits()
+    records = plain(d)
+    at = next(x["seq"] for x in records if x["kind"] == "PlanChosen"
+              and [one["slots"] for one in x["body"]["allocations"]] == [4, 0])
+    told = History()
+    for record in records:
+        if record["seq"] in (at, at + 1):  # beta's is measured before the plan, alpha's after it
+            told.add({**record, "seq": record["seq"] - 1, "kind": "ThroughputSet", "body": {
+                "task": beta if record["seq"] == at else alpha, "origin": "measured"}})
+        told.add(record)
+    one = incident.pick(told, "")
+    assert one is not None
+    (plan,) = incident.facts_of(told, story(one, records), view(d.state), now_s=d.now_s)["plans"]
+    assert plan["origins"] == ["declared"]
+    assert waf(told, 1).origins == ("declared",)
+
+
+def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
+    d, _, beta = gives()
+    records = plain(d)
+    before = [x["seq"] for x in facts(records)["timeline"]]
+    later = [{**records[-1], "seq": records[-1]["seq"] + n, "incident": 0,
+              "kind": "TaskProgressed", "body": {**records[-1]["body"], "task": beta}}
+             for n in range(1, 4)]
+    told = history(records)
+    one = incident.pick(told, "")
+    assert one is not None
+    assert [x["seq"] for x in story(one, [*records, *later]).records] == before
+
+
+def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
+    """It stands from when its last member has left to the order to train: the demo's ruler."""
+    d, _, beta = gives()
+    plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
+    own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
+    left = max(x.occurred_s for x in own if isinstance(x.body, r.Quiesced)
+               and x.body.generation == 1)
+    again = next(x.at_s for x in own if isinstance(x.body, o.Resume))
+    assert facts(plain(d))["effects"][1]["pause_s"] == pytest.approx(again - left)
+
+
+def test_a_task_that_gave_all_its_slots_waits() -> None:
+    d, _, _ = waits()
+    told = facts(plain(d))
+    check("incident-waits", page(told), columns_max=100)
+    assert told["effects"][1]["pause_s"] is None
+
+
+def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
+    d = Driver()
+    task = d.running()
+    told = d.exit(task, 2)  # 4 slots stop here
+    struck_s = d.now_s
+    d.obey(told, start=False)
+    d.progress(task)  # 3 step
+    stepped_s = d.now_s
+    d.now_s += 10
+    carry_out(d, [x for x in told if isinstance(x.body, o.StartRank)])
+    (one,) = history(plain(d)).incidents.values()
+    assert one.outcome == "healed"
+    assert one.pause_s == pytest.approx(stepped_s - struck_s)
+    at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
+                         and x.at_s > stepped_s) - stepped_s
+    again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s
+    assert one.slot_s == pytest.approx(
+        4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
+
+
+def struck_while_frozen() -> Driver:
+    """A task of four that has lost its rank 2, and holds."""
+    d = Driver()
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    d.exit(task, 2)
+    return d
+
+
+def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
+    d = struck_while_frozen()
+    told = history(plain(d))
+    one = incident.pick(told, "")
+    assert one is not None
+    before = slot_s(told, one, told.at_s)
+    now_s = told.at_s + 100.0
+    facts_ = incident.facts_of(told, story(one, plain(d)), view(d.state), now_s=now_s)
+    assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
+    figure = f"{before + 400:.1f}"
+    seen = view(d.state)
+    for screen in (every(told, now_s=now_s),
+                   task_screen.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
+        (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
+        assert row.endswith(f" {figure}")
+    assert slot_s(told, one, told.at_s) == before, "to ask changes nothing"
+
+
+def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
+    """A survivor may tell of the broken connection before the agent has reaped the process."""
+    d = Driver()
+    task = d.running()
+    told = failed(d, task, 0)
+    sign = told[0]
+    d.now_s += 0.5
+    carry_out(d, d.exit(task, 2))
+    page_ = facts(plain(d))
+    assert page_["timeline"][0]["seq"] == sign.seq
+    assert page_["timeline"][0]["after_s"] == pytest.approx(-0.52)
+    (one,) = history(plain(d)).incidents.values()
+    assert one.slot_s >= 4 * 0.52
+    assert one.detected_s - one.fault_s == pytest.approx(0.52)
+
+
+def test_a_long_error_takes_two_lines_of_the_page() -> None:
+    """Its first line says what it is; the log has the rest."""
+    d = Driver()
+    task = d.running()
+    why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
+    member = d.state.tasks[task].members[0]
+    d.tell(d.source(member.node), r.CollectiveFailed(
+        task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why))
+    d.now_s += 2.0
+    d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
+    told = page(facts(plain(d)))
+    at = next(index for index, line in enumerate(told) if line.startswith("evidence"))
+    assert "iteration 1: Connection closed by peer [::1]:4122." in told[at]
+    assert "..." in told[at + 1]
+    assert told[at + 2].startswith("evidence   leader: DeadlineReached")
+    assert "advice" not in " ".join(told)
+
+
+def test_one_that_got_worse_is_named_by_what_it_became() -> None:
+    """A peer's collective failed first; then an agent that started again tells the cause."""
+    d = Driver()
+    task = d.running()
+    failed(d, task, 0)
+    d.now_s += 2.0
+    d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
+    node = d.state.nodes["n2"]
+    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=node.incarnation + 1, host=node.host,
+                                num_slots=node.num_slots, pid=9, accelerator="cpu"))
+    told = page(facts(plain(d)))
+    assert "SEV2 exited abnormally  n2  alpha" in told[0]
+    assert any("SEV2: the agent of n2 started again" in line for line in told)
+
+
+def test_one_that_is_open_says_so() -> None:
+    d = struck_while_frozen()
+    told = facts(plain(d))
+    check("incident-frozen", page(told), columns_max=100)
+    assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
+    option = " --state /srv/clusters/the one of the third floor"
+    told = facts(plain(d), option=option)
+    assert told["left"] == [f"healing is frozen: a change of switches: unicron unfreeze{option}"]
+    assert any(line.endswith(f" unicron unfreeze{option}") for line in page(told))
+    d.now_s += 8.0
+    carry_out(d, d.tell("operator/unfreeze", r.HealingResumed(reason="done")))
+    lengths = {x["name"]: x["length_s"] for x in facts(plain(d))["phases"]}
+    assert lengths["held"] >= 8.0 > lengths["rebuild"]
+
+
+def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
+    d = Driver()
+    task = d.running()
+    for _ in range(5):
+        if 2 in d.state.tasks[task].ranks:
+            carry_out(d, d.exit(task, 2))
+    out = [node.slots_out for node in d.state.nodes.values()]
+    assert out == [[], [0]]
+    words = why_out(view(d.state)["nodes"][1])
+    assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
+    assert facts(plain(d))["left"] == [f"n2 {words}"]
+    told = nodes.nodes(view(d.state), now_s=d.now_s)
+    assert f"n2 {words}" in " ".join(" ".join(told).split())
+
+
+# --- on purpose ---------------------------------------------------------------------------------
+def asked(d: Driver, **what: Any) -> int:
+    """A fault that is asked for, and ordered; the request's seq."""
+    d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
+    told = d.tell("operator/c", r.FaultRequested(reason="by ops", **what))
+    assert any(isinstance(x.body, o.InjectFault) for x in told)
+    return told[0].seq
+
+
+def on_purpose(d: Driver, which: str = "") -> list[str]:
+    return [line for line in page(facts(plain(d), which)) if line.startswith("on purpose")]
+
+
+def test_a_rank_that_was_killed_on_purpose() -> None:
+    d = Driver()
+    task = d.running()
+    seq = asked(d, what="rank", task=task, rank=2)
+    carry_out(d, d.exit(task, 2))
+    told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
+    assert on_purpose(d) == told
+    first = max(history(plain(d)).incidents)
+    d.now_s += 60
+    carry_out(d, d.exit(task, 2))
+    assert on_purpose(d) == [], "its next process ended by itself"
+    assert on_purpose(d, str(first)) == told
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_a_rank_that_was_stopped(asked_for: bool) -> None:
+    """Its time to go on is a phase of its own, and training stood from its begin on."""
+    d = Driver()
+    task = d.running()
+    seq = asked(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
+    (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.progress(task)  # of the iteration before, told late
+    carry_out(d, d.due(f"stopped/{task}/2/1"))
+    told = facts(plain(d))
+    assert on_purpose(d) == [
+        f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
+    names = [x["name"] for x in told["phases"]]
+    assert names == ["detect", "stopped", "decide", "rebuild", "step", "full"]
+    lengths_s = {x["name"]: x["length_s"] for x in told["phases"]}
+    assert lengths_s["stopped"] == pytest.approx(2.0, abs=0.05)
+    assert lengths_s["decide"] == pytest.approx(0.0, abs=1e-6)
+    assert told["timeline"][0]["seq"] == sign.seq
+    (one,) = history(plain(d)).incidents.values()
+    # The survivors step before it is whole again, and stand once more to let the newcomer in.
+    assert one.pause_s == pytest.approx(one.closed_s - sign.at_s - lengths_s["full"])
+    assert one.slot_s == pytest.approx(4 * (one.closed_s - sign.at_s), abs=0.1)
+    if not asked_for:
+        check("incident-stopped", page(told), columns_max=100)
+
+
+def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
+    d = Driver()
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.due(f"stopped/{task}/2/1")
+    d.now_s += 30
+    d.tell("n2/1", r.RankContinued(task=task, rank=2, attempt=1, pid=d.pid - 1))
+    d.progress(task)
+    d.now_s += 50
+    d.progress(task)
+    told = facts(plain(d))
+    assert told["outcome"] == "healed"
+    assert told["cost"]["pause_s"] == pytest.approx(32.0, abs=0.2)
+    assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
+
+
+def test_a_stop_that_went_by_explains_nothing_later() -> None:
+    d = Driver()
+    task = d.running()
+    asked(d, what="stop", task=task, rank=2, stop_s=2.0)
+    d.now_s += 5
+    d.progress(task)
+    carry_out(d, d.exit(task, 2))
+    assert on_purpose(d) == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_node_that_was_broken_on_purpose(again: bool) -> None:
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    seq = asked(d, what="node", node="n2")
+    if again:
+        carry_out(d, d.join("n2", incarnation=2))
+    else:
+        lose(d, "n2", alpha)
+    assert on_purpose(d) == [f"on purpose kill the agent of n2 and its ranks: by ops (seq {seq})"]
+
+
+# --- other pages --------------------------------------------------------------------------------
+def test_the_bar_is_in_proportion() -> None:
+    (line,) = bar([{"name": "detect", "length_s": 0.1, "bound": ""},
+                   {"name": "step", "length_s": 0.2, "bound": ""}])
+    assert line == f"detect 100 ms {'█' * 10}▏step 200 ms {'█' * 20}"
+    assert bar([]) == []
+
+
+# --- the commands -------------------------------------------------------------------------------
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    archive.write(path, gives()[0].log, cluster="test", code="1")
+    return path
+
+
+def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) -> None:
+    command.replay(StateDir(path.parent), None, path, live=False, until=None, verify=verify,
+                   step=False, as_json=as_json, incident=which)
+
+
+def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
+    (number,) = [x["seq"] for x in plain_of(exported) if x["kind"] == "IncidentOpened"]
+    ask(exported, f"inc-{number}")
+    told = capsys.readouterr().out
+    assert told.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
+    assert f"unicron replay {exported} --until " in told
+    ask(exported, str(number), as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert data["id"] == number
+    assert data["phases"][0]["name"] == "silent"
+
+
+def plain_of(path: Path) -> list[Plain]:
+    return [to_plain(record) for record in archive.read(path)]
+
+
+def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:
+    (number,) = history(plain_of(exported)).incidents
+    with pytest.raises(UsageError, match="no incident '7'") as error:
+        ask(exported, "7")
+    assert error.value.hint == f"the newest: inc-{number}"
+    with pytest.raises(UsageError, match="is not an incident"):
+        ask(exported, "big")
+    with pytest.raises(UsageError, match="neither"):
+        ask(exported, "7", verify=True)
+
+
+def test_a_log_without_incidents() -> None:
+    assert incident.pick(History(), "") is None
+    assert every(History(), now_s=0.0) == ["no incidents: nothing has failed so far"]
+    with pytest.raises(UsageError, match="no incident '3'"):
+        incident.pick(History(), "3")
+
+
+def test_the_list() -> None:
+    d, _, _ = gives()
+    told = history(plain(d))
+    check("incident-all", every(told, now_s=d.now_s), columns_max=100)
+    for task in told.tasks.values():
+        task.name = "alpha"
+    (one,) = told.incidents.values()
+    assert f"  alpha ({one.task})  " in every(told, now_s=d.now_s)[1]

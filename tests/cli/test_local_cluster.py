@@ -1,0 +1,369 @@
+"""`up` and `down` on real processes: refused twice, adopted after SIGKILL, watched over, stopped.
+
+Every process that a test starts has its pid file in the test's own state folder; what a failed
+test leaves is ended by those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from unicron.cli.cluster import local_cluster, processes
+from unicron.cli.cluster.local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
+from unicron.cli.cluster.processes import Process
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands import up as command
+from unicron.events.log import embedded_server
+
+LIMIT_S = 90
+ALL = (UP, CONTROL_PLANE, agent_name("n1"))
+
+
+class Cluster:
+    """The commands on one state folder, in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = StateDir(folder)
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.argv(*arguments), text=True, capture_output=True, check=False,
+                              timeout=LIMIT_S, env=self.environment())
+
+    def argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
+        return {**clean, "UNICRON_STATE": str(self.state.path)}
+
+    def up(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self("up", "--detach", "--agents", "1", "--slots", "1", *options)
+
+    def pids(self) -> dict[str, int]:
+        """What runs, by name; the server too."""
+        found = {name: process.pid for name in ALL
+                 if (process := processes.find(self.state, name)) is not None}
+        server = embedded_server.adopt(self.state.server)
+        return found if server is None else {**found, "server": server.pid}
+
+    def process(self, name: str) -> Process:
+        found = processes.find(self.state, name)
+        assert found is not None, name
+        return found
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, until it is gone."""
+        process = self.process(name)
+        os.kill(process.pid, signal.SIGKILL)
+        assert processes.wait_gone(process, 10.0)
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self("tail", "-o", "jsonl").stdout.splitlines()]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path / "state")
+    yield made
+    watching = processes.find(made.state, UP)
+    if watching is not None:
+        processes.stop_together(made.state, [watching], 0.0)
+    local_cluster.stop_all(made.state, grace=False)
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "too late"
+        time.sleep(0.1)
+
+
+def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
+    first = cluster.up()
+    assert first.returncode == 0, first.stderr
+    pids = cluster.pids()
+    assert set(pids) == {*ALL, "server"}
+    assert all(str(pid) in first.stdout for name, pid in pids.items() if name != UP)
+
+    for second in (cluster.up(), cluster("up")):
+        assert second.returncode == 2
+        assert f"is held by unicron up, pid {pids[UP]}" in second.stderr
+        assert second.stderr.splitlines()[1].startswith("hint: ")
+    assert cluster.pids() == pids
+
+    cluster.kill(UP)
+    assert cluster("status", "-o", "json").returncode == 0  # the rest goes on
+    num_records = len(cluster.records())
+    for other in (("--slots", "2"), ("--redis", "redis://127.0.0.1:1"), ("--cluster", "other")):
+        refused = cluster("up", "--detach", *other)
+        assert refused.returncode == 2
+        assert "when what runs on" in refused.stderr
+    again = cluster("up", "--detach")  # asked for nothing: the same as before
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("adopted") == 3
+    adopted = cluster.pids()
+    assert adopted.pop(UP) != pids.pop(UP)
+    assert adopted == pids
+    assert len(cluster.records()) == num_records  # nobody joined or led anew
+
+    down = cluster("down")
+    assert down.returncode == 0
+    assert cluster.pids() == {}
+    assert not any(embedded_server.start_time(pid) for pid in adopted.values())
+    assert "nothing runs on" in cluster("down").stdout
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_what_is_unfinished_is_told_before_anything_is_stopped(
+        tmp_path, monkeypatch, capsys, by_signal):
+    state = StateDir(tmp_path / "state")
+    state.create()
+    agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
+    task = {"state": "running", "tier": "train", "iterations": 60, "checkpoint": "",
+            "iteration": 40, "unpublished": 40}
+    tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"},
+             {**task, "name": "gamma", "tier": "command"}]
+
+    class Asked:
+        def get(self, path: str) -> dict[str, Any]:
+            assert processes.alive(agent), f"{path} is asked too late"
+            return {"tasks": tasks}
+
+    monkeypatch.setattr(command, "connect", lambda state: Asked())
+    if by_signal:
+        stop = mock.Mock(asked=1)
+        command._Watch(LocalCluster(state, Wanted(num_agents=1))).run(stop)
+    else:
+        command.down(state)
+    assert not processes.alive(agent)
+    told = capsys.readouterr()
+    lines = (told.err if by_signal else told.out).splitlines()
+    assert lines[:2] == [
+        "unfinished alpha, 40 of 60 iterations; the next up starts it again from iteration 0",
+        "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
+        "the next up"]
+    assert lines[2].startswith("stopp")
+    tasks[:1] = [{**tasks[0], "unpublished": 0}]
+    agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
+    command.down(state)
+    assert "to lose nothing" not in capsys.readouterr().out
+
+
+def test_what_dies_is_started_again_and_down_works_without_up(cluster):
+    assert cluster.up().returncode == 0
+    before = cluster.pids()
+    url = json.loads(cluster.state.control_plane.read_text())["url"]
+    cluster.kill(CONTROL_PLANE)
+    until(lambda: cluster("status").returncode == 0)
+    cluster.kill(agent_name("n1"))
+    until(lambda: processes.find(cluster.state, agent_name("n1")) is not None)
+    after = cluster.pids()
+    assert after[CONTROL_PLANE] != before[CONTROL_PLANE]
+    assert after[agent_name("n1")] != before[agent_name("n1")]
+    assert after["server"] == before["server"]
+    assert json.loads(cluster.state.control_plane.read_text())["url"] == url
+    until(lambda: [record["kind"] for record in cluster.records()].count("NodeJoined") == 2)
+    assert [record["kind"] for record in cluster.records()].count("EpochStarted") == 2
+
+    cluster.kill(UP)
+    down = cluster("down")
+    assert down.returncode == 0
+    assert "agent-n1, control-plane, server" in down.stdout
+    assert cluster.pids() == {}
+
+
+def test_a_port_in_use_is_one_line_and_leaves_nothing(cluster):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        told = cluster.up("--port", str(port))
+    assert told.returncode == 2
+    assert told.stderr.splitlines() == [f"error: port {port} is in use",
+                                        "hint: give another --port, or none"]
+    assert cluster.pids() == {}
+
+
+def test_ctrl_c_stops_all_that_a_foreground_up_started(cluster):
+    child = subprocess.Popen(cluster.argv("up", "--agents", "1", "--slots", "1"), text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             env=cluster.environment())
+    try:
+        assert child.stdout is not None
+        lines = [line for line in iter(child.stdout.readline, "") if not line.startswith("stop ")
+                 or child.send_signal(signal.SIGINT)]
+        assert child.wait(LIMIT_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+    assert lines[0].startswith("cluster  default on ")
+    assert cluster.pids() == {}
+
+
+def test_the_commands_of_a_second_terminal(cluster, tmp_path):
+    cluster.state.path.mkdir()
+    cluster.state.path.chmod(0o755)
+    assert cluster.up().returncode == 0
+    assert "1 node, 1 slot" in cluster("status", "nodes").stdout
+    assert "no tasks yet" in cluster("status").stdout
+    (tmp_path / "job.yaml").write_text(
+        "apiVersion: unicron/v1\nname: waits\ncommand: [sleep, '600']\n")
+    submitted = cluster("submit", str(tmp_path / "job.yaml"), "-o", "json")
+    assert submitted.returncode == 0, submitted.stderr
+    task = json.loads(submitted.stdout)["task"]
+    until(lambda: "RankStarted" in cluster("tail", "--task", "waits").stdout)
+    assert "waits  RUNNING" in cluster("status", "waits").stdout
+    assert [record["kind"] for record in cluster.records() if record["seq"] == task] == [
+        "TaskSubmitted"]
+    unknown = cluster("status", "nobody")
+    assert unknown.returncode == 2
+    assert "hint: there is waits" in unknown.stderr
+    assert cluster("logs", "waits").returncode == 0
+
+    cancelled = cluster("cancel", "waits", "--reason", "enough")
+    assert cancelled.stdout.startswith(f"task {task}  waits cancelled (seq ")
+    until(lambda: "waits  CANCELLED" in cluster("status", "waits").stdout)
+    assert "has ended" in cluster("cancel", "waits").stderr
+    assert cluster("logs", "waits", "-f").returncode == 0  # nothing more can come
+    log = tmp_path / "log.jsonl"
+    assert cluster("export", str(log)).returncode == 0
+    assert "exists" in cluster("export", str(log)).stderr
+    assert cluster("replay", str(log), "--verify").stdout.startswith("VERIFIED")
+    assert cluster("replay", "--live").returncode == 0
+    tail = cluster("tail", "--kind", "taskended", "-o", "jsonl")
+    assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
+
+    modes = {path.name: path.stat().st_mode & 0o777 for path in cluster.state.path.iterdir()}
+    assert cluster.state.path.stat().st_mode & 0o777 == 0o755  # it is not ours
+    assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
+
+
+def test_policy_and_switches_of_a_folder(cluster, tmp_path):
+    """The file and --observe are remembered, --allow-inject is not; what runs is not changed."""
+    def policy() -> dict[str, Any]:
+        told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
+        return told[-1]["policy"]
+
+    def refused(*options: str) -> str:
+        told = cluster("up", "--detach", *options)
+        assert told.returncode == 2, told.stdout
+        error, hint = told.stderr.splitlines()
+        assert "unicron down" in hint
+        return error
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("silence_s_max: 7")
+    first = cluster.up("--observe", "--policy", str(file))
+    assert first.returncode == 0, first.stderr
+    assert "healing  OBSERVING" in first.stdout
+    assert (policy()["observe"], policy()["silence_s_max"]) == (True, 7)
+    file.write_text("silence_s_max: 8")
+    cluster.kill(CONTROL_PLANE)  # started again by `up`, as it was
+    until(lambda: [one["kind"] for one in cluster.records()].count("EpochStarted") == 2)
+    cluster.kill(UP)
+    assert "--act" in refused("--act")
+    assert "--allow-inject" in refused("--allow-inject")
+    assert "--policy" in refused("--policy", str(file))
+    file.write_text("silence_s_max: 7.0  # the same\n")
+    again = cluster("up", "--detach", "--policy", str(file))
+    assert again.stdout.count("adopted") == 3, again.stderr
+    assert "healing  OBSERVING" in again.stdout
+    assert cluster("down").returncode == 0
+
+    file.unlink()
+    second = cluster.up("--act", "--allow-inject")
+    assert "healing  on\nfaults   allowed" in second.stdout, second.stderr
+    assert (policy()["observe"], policy()["allow_inject"], policy()["silence_s_max"]) == (
+        False, True, 7)
+    cluster.kill(UP)
+    assert "allows faults" in refused()
+    assert "--observe" in refused("--observe", "--allow-inject")
+    assert cluster("down").returncode == 0
+    third = cluster.up("--policy", os.devnull)
+    assert "healing  on\nagent" in third.stdout, third.stderr
+    assert (policy()["allow_inject"], policy()["silence_s_max"]) == (False, 5)
+    assert cluster("freeze", "--reason", "switches").returncode == 0
+    cluster.kill(UP)
+    assert "healing  FROZEN: switches; unicron unfreeze\n" in cluster("up", "--detach").stdout
+
+
+def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
+    """Each answer: what was asked, the plan that followed, who moves where, what to type next."""
+    assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
+                   "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
+    nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]
+    assert [node["labels"]["rack"] for node in nodes] == ["r1", "r2"]
+    for name, weight in (("alpha", 2), ("beta", 1)):
+        (tmp_path / "job.yaml").write_text(
+            f"apiVersion: unicron/v1\nname: {name}\nweight: {weight}\n"
+            "throughput: {1: 1.0e9}\ncommand: [sleep, '600']\n")
+        assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
+    until(lambda: cluster("tail", "--kind", "RankStarted").stdout.count("RankStarted") == 2)
+    until(lambda: "0 idle" in cluster("status").stdout)
+    home = {task["name"]: task["ranks"][0]["node"]
+            for task in json.loads(cluster("status", "-o", "json").stdout)["tasks"]}
+
+    drained = cluster("drain", home["alpha"], "--reason", "thermal")
+    assert drained.returncode == 0, drained.stderr
+    lines, left = drained.stdout.splitlines(), home["alpha"]
+    assert lines[0].startswith(f"{home['alpha']}  drained; alpha shall leave it (seq ")
+    assert lines[1] == "plan     1 slot, WAF 3 GFLOP/s -> 2 GFLOP/s"
+    assert f"alpha    1 -> 1 slot: {home['beta']}/0, leaves {left}; it starts again" in lines
+    assert "\nbeta     1 -> 0 slots: stopped; then it waits, needs " in drained.stdout
+    assert lines[-2:] == ["look     unicron status -w", f"undo     unicron undrain {left}"]
+    twice = cluster("drain", home["alpha"])
+    assert (twice.returncode, "already: thermal" in twice.stderr) == (2, True)
+    assert "hint: there is n1, n2" in cluster("drain", "n9").stderr
+
+    heavy = cluster("set-weight", "beta", "9", "-o", "json", "--reason", "deadline")
+    told = json.loads(heavy.stdout)
+    assert told["plan"]["waf"] == 9e9
+    assert [len(one["seats"]) for one in told["placed"]] == [0, 1]
+    assert "frozen: " in cluster("freeze").stdout
+    held = cluster("undrain", home["alpha"]).stdout
+    assert "held     frozen: by " in held
+    assert "alpha    0 -> 1 slot\n" in held, "planned, and not placed"
+    on = cluster("unfreeze", "--reason", "done").stdout
+    assert on.startswith("healing is on (seq ")
+    assert f"alpha    0 -> 1 slot: {home['alpha']}/0" in on
+
+    until(lambda: "2 train, 0 idle" in cluster("status").stdout)
+    broken = cluster("inject", "rank", "beta", "--reason", "to see")
+    assert "rank 0 on " in broken.stdout, broken.stderr
+    assert "will be killed on purpose (seq " in broken.stdout
+    asked = [one for one in cluster.records() if one["kind"] == "FaultRequested"]
+    assert [(one["body"]["what"], one["body"]["reason"]) for one in asked] == [("rank", "to see")]
+    assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
+
+
+def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):
+    server = embedded_server.ensure(tmp_path / "own")
+    try:
+        where = f"127.0.0.1:{server.port}"
+        for wrong in (f"redis://{where}", f"redis://:wrong@{where}"):
+            told = cluster.up("--redis", wrong)
+            assert (told.returncode, told.stdout) == (2, "")
+            assert where in told.stderr
+            assert told.stderr.splitlines()[1].startswith("hint: ")
+        assert not cluster.state.cluster.exists()  # a later `up` does not repeat the mistake
+
+        assert cluster.up("--redis", server.url).returncode == 0
+        password = server.url.partition("@")[0].rpartition(":")[2].encode()
+        for name, pid in cluster.pids().items():
+            assert password not in Path(f"/proc/{pid}/cmdline").read_bytes(), name
+        agent = cluster.pids()[agent_name("n1")]
+        assert password not in Path(f"/proc/{agent}/environ").read_bytes()  # the ranks inherit it
+        assert "server" not in cluster("down").stdout
+    finally:
+        server.stop()

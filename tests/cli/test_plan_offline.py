@@ -1,0 +1,254 @@
+"""`unicron plan --offline`: the paper's maximum of what a file says, in numbers and in words."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import refused, unicron
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unicron.cli.commands import plan_offline
+from unicron.cli.files import plan_file
+from unicron.cli.files.job_file import read_yaml
+from unicron.control_plane.planner import planner
+
+GOOD = """\
+gpus: 120                 # n'
+mtbf_gpu_s: 7.2e7
+tasks:
+  - name: a
+    weight: 1.0
+    current: 32
+    faulted: true
+    transition_s: 60
+    flops: {8: 1.0e15, 16: 1.9e15, 24: 2.7e15, 32: 3.4e15}
+  - {name: b, weight: 2, current: 96, transition_s: 60, flops: {64: 6e15, 88: 8e15, 96: 8.6e15}}
+  - {name: c, flops: {0: 0, 8: 1e14, 16: 2e14}}
+"""
+
+
+def answer(folder: Path, text: str) -> dict[str, Any]:
+    path = folder / "plan.yaml"
+    path.write_text(text)
+    told = unicron("plan", "--offline", str(path), "-o", "json", folder=folder)
+    assert told.returncode == 0, told.stderr
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+def test_what_is_chosen_in_numbers(tmp_path: Path) -> None:
+    found = answer(tmp_path, GOOD)
+    assert found["allocation"] == {"a": 24, "b": 96, "c": 0}
+    assert found["running_s"] == 7.2e7 / 120
+    earned = (2.7e15 + 2 * 8.6e15) * found["running_s"]
+    assert math.isclose(found["objective"], earned - 3.4e15 * 60, rel_tol=1e-15)
+    assert found["tasks"]["a"]["transition"] == 3.4e15 * 60
+    assert found["tasks"]["b"]["transition"] == 0.0
+    assert found["reason"] == (
+        "a 32 -> 24; 120 GPUs bind: 8 more would earn 700 TFLOP/s; the runner-up (the next best) "
+        "loses 301 EFLOP (2.5 %)")
+    best, second = found["alternatives"]
+    assert best["instead"] == {"a": 32, "b": 88}
+    assert best["loses"] == found["objective"] - best["objective"]
+    assert second["loses"] >= best["loses"]
+
+
+@st.composite
+def files(draw: st.DrawFn) -> dict[str, Any]:
+    rate = st.floats(0, 1e16, allow_nan=False) | st.sampled_from([1e15, 2e15])
+    tasks: list[dict[str, Any]] = []
+    for i in range(draw(st.integers(0, 4))):
+        flops = draw(st.dictionaries(st.integers(1, 9), rate, max_size=4))
+        tasks.append({"name": f"t{i}", "weight": draw(st.sampled_from([0.5, 1.0, 3.0])),
+                      "current": draw(st.integers(0, 9)), "faulted": draw(st.booleans()),
+                      "transition_s": draw(st.sampled_from([0.0, 60.0, 1e5])), "flops": flops})
+    return {"gpus": draw(st.integers(0, 12)), "mtbf_gpu_s": draw(st.sampled_from([100.0, 7.2e7])),
+            "tasks": tasks}
+
+
+def worth(file: dict[str, Any], slots: tuple[int, ...]) -> float:
+    """G of the paper, from the file as it stands."""
+    running_s = file["mtbf_gpu_s"] / max(file["gpus"], 1)
+    terms: list[float] = []
+    for task, x in zip(file["tasks"], slots, strict=True):
+        terms.append(task["weight"] * task["flops"].get(x, 0.0) * running_s)
+        if task["faulted"] or x != task["current"]:
+            now = task["weight"] * task["flops"].get(task["current"], 0.0)
+            terms.append(-now * task["transition_s"])
+    return math.fsum(terms)
+
+
+@given(files())
+@example({"gpus": 2, "mtbf_gpu_s": 100.0, "tasks": [
+    {"name": "t0", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
+     "flops": {1: 1.0, 2: 0.0, 3: 2.88e15}}]})
+@settings(max_examples=300, deadline=None)
+def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
+    offline = plan_file.parse(file)
+    found = plan_offline.told(offline.asked, planner.choose(offline.asked), more=1)
+    slots = tuple(found["allocation"].values())
+    every = [worth(file, plan)
+             for plan in itertools.product(*([0, *task["flops"]] for task in file["tasks"]))
+             if sum(plan) <= file["gpus"]]
+    assert sum(slots) <= file["gpus"]
+    assert math.isclose(found["objective"], worth(file, slots), rel_tol=1e-12, abs_tol=1e-3)
+    scale = max(map(abs, every))
+    assert found["objective"] >= max(every) - 1e-12 * scale
+    for other in found["alternatives"]:
+        assert other["objective"] <= found["objective"] + 1e-12 * scale
+        assert other["instead"]
+    assert max(map(len, plan_offline.screen(found, 0.001))) <= 100
+
+
+def test_one_task_on_one_gpu_is_told_as_one() -> None:
+    offline = plan_file.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
+        {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
+         "flops": {1: 1.0}}]})
+    found = plan_offline.told(offline.asked, planner.choose(offline.asked), more=1)
+    assert plan_offline.screen(found, 0.001)[0].startswith("1 GPU, 1 task, exact, ")
+
+
+def test_the_screen_says_what_moves_what_is_paid_and_what_was_beaten(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(GOOD)
+    told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
+    head, *lines = told.stdout.splitlines()
+    assert head.startswith("120 GPUs, 3 tasks, exact, ")
+    assert lines == """\
+a 32 -> 24: -700 TFLOP/s of WAF
+
+TASK         GPUs        WAF                           PAYS
+a            32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    204 PFLOP  hurt
+2 unchanged  96
+all          128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s  204 PFLOP
+
+   PLAN                        WORTH  DISTANCE
+1  this one               11.9 ZFLOP  chosen
+2  the next best          11.6 ZFLOP  loses 301 EFLOP (2.5 %)
+3  the best with a on 16  11.5 ZFLOP  loses 420 EFLOP (3.5 %)
+
+bound by   120 GPUs (8 more: +700 TFLOP/s), 0 idle; b at the largest size named
+horizon    6.9 d: so long nothing fails; a change costs 204 PFLOP in all
+next       unicron plan --offline plan.yaml --table""".splitlines()
+
+
+def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
+    """Each as if its own file had been asked."""
+    (tmp_path / "plan.yaml").write_text(GOOD)
+    told = unicron("plan", "--offline", "plan.yaml", "--table", "-o", "json", folder=tmp_path)
+    found = json.loads(told.stdout)
+    file = read_yaml(GOOD)
+    seen: list[tuple[str, str]] = []
+    for row in found["table"]:
+        seen.append((row["event"], row["task"]))
+        then = json.loads(json.dumps(file))
+        then["gpus"] = file["gpus"] + {"gpu lost": -1, "node lost": -8, "node joined": 8,
+                                       "task ended": 0}[row["event"]]
+        for task in then["tasks"]:
+            if task["name"] == row["task"]:
+                task["faulted"] = True
+        if row["event"] == "task ended":
+            then["tasks"] = [task for task in then["tasks"] if task["name"] != row["task"]]
+        asked = answer(tmp_path, json.dumps(then))
+        assert row["gpus"] == asked["gpus"]
+        assert row["allocation"] == asked["allocation"]
+        assert row["objective"] == asked["objective"]
+    assert seen == [("gpu lost", "a"), ("gpu lost", "b"), ("node lost", "a"), ("node lost", "b"),
+                    ("task ended", "a"), ("task ended", "b"), ("task ended", "c"),
+                    ("node joined", "")]
+    assert found["table_bytes"] > 0
+
+
+def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(GOOD)
+    told = unicron("plan", "--offline", "plan.yaml", "--table", folder=tmp_path)
+    lines = told.stdout.splitlines()
+    assert "IF           OF  GPUs       WORTH  THEN" in lines
+    assert "task ended   b    120  2.16 ZFLOP  c 0 -> 16" in lines
+    assert not [line for line in lines if line.startswith("next")]
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_slip_of_yaml_is_told_with_the_page_of_plans(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("gpus: [")
+    told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
+    assert told.returncode == 2
+    assert "hint: see docs/guides/plan-offline.md" in told.stderr
+
+
+def test_standard_input_is_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(GOOD.encode())))
+    told = unicron("plan", "--offline", "-", "-o", "json", folder=tmp_path)
+    assert json.loads(told.stdout)["allocation"] == {"a": 24, "b": 96, "c": 0}
+
+
+def test_json_is_yaml_too(tmp_path: Path) -> None:
+    text = json.dumps(read_yaml(GOOD))
+    assert '"32"' in text
+    assert answer(tmp_path, text)["allocation"] == {"a": 24, "b": 96, "c": 0}
+
+
+def test_without_tasks_there_is_a_plan_too(tmp_path: Path) -> None:
+    found = answer(tmp_path, "{gpus: 0, mtbf_gpu_s: 1.0, tasks: []}")
+    assert (found["allocation"], found["objective"], found["alternatives"]) == ({}, 0.0, [])
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("gpus: 120", "gpus: -1", "gpus: must be between 0 and"),
+    ("gpus: 120", "gpus: 12.5", "gpus: expected a whole number"),
+    ("gpus: 120", "gpu: 120", "gpu: is not a field"),
+    ("gpus: 120   ", "gpus: 99999999999999999999", "too large a number"),
+    ("mtbf_gpu_s: 7.2e7\n", "", "mtbf_gpu_s: is missing"),
+    ("mtbf_gpu_s: 7.2e7", "mtbf_gpu_s: 0", "mtbf_gpu_s: must be between"),
+    ("mtbf_gpu_s: 7.2e7", "mtbf_gpu_s: 5e-324", "mtbf_gpu_s: must be between"),
+    ("mtbf_gpu_s: 7.2e7", "mtbf_gpu_s: .nan", "mtbf_gpu_s: must be between"),
+    ("mtbf_gpu_s: 7.2e7", "mtbf_gpu_s: 7.2e7\ngpus_per_node: 0", "gpus_per_node: must be between"),
+    ("name: b", "name: a", "tasks[1].name: 'a' is that of tasks[0] too"),
+    ("name: a", "name: 7", "tasks[0].name: expected text, got a whole number"),
+    ("name: a", "name: ''", "tasks[0].name: must be 1 to 100 printable characters"),
+    ("weight: 2", "weight: 0", "tasks[1].weight: must be between"),
+    ("weight: 2", "wieght: 2", "tasks[1].wieght: is not a field"),
+    ("current: 96", "current: -8", "tasks[1].current: must be between"),
+    ("current: 96, transition_s: 60", "current: 96", "tasks[1].transition_s: is missing"),
+    ("transition_s: 60\n", "transition_s: -1\n", "tasks[0].transition_s: must be between 0"),
+    ("faulted: true", "faulted: yes", "tasks[0].faulted: expected true or false, got text"),
+    ("8: 1.0e15, 16", "8: .inf, 16", "tasks[0].flops[8]: must be between 0 and 1e+24 FLOP/s"),
+    ("8: 1.0e15, 16", "-8: 1.0, 16", "tasks[0].flops[-8]: must be between 1 and"),
+    ("0: 0", "0: 1", "tasks[2].flops[0]: must be between 1 and"),
+    ("8: 1.0e15, 16", "8.5: 1.0, 16", "tasks[0].flops"),
+    ("8: 1.0e15, 16", "8: 1.0, 8: 2.0, 16", "line 9: duplicate key 8"),
+    ("8: 1.0e15, 16", "8: 1.0, '8': 2.0, 16", "tasks[0].flops: names a size twice"),
+    ("tasks:\n", "tasks: &t\n", ""),
+    ("weight: 2", "weight: *t", "an alias (*) is not supported"),
+    ("tasks:\n", "tasks: [\n", "line"),
+])
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, old: str, new: str, words: str) -> None:
+    assert old in GOOD
+    (tmp_path / "plan.yaml").write_text(GOOD.replace(old, new))
+    told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
+    if words:
+        refused(told, words)
+        assert told.stderr.startswith("error: plan.yaml: ")
+    else:
+        assert told.returncode == 0
+
+
+@pytest.mark.parametrize("make", ["absent", "folder", "binary", "huge", "list"])
+def test_what_is_no_file_is_said_in_one_line(tmp_path: Path, make: str,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.yaml"
+    if make == "folder":
+        path.mkdir()
+    elif make == "binary":
+        path.write_bytes(b"\xff\xfe")
+    elif make == "huge":
+        monkeypatch.setattr(plan_file, "FILE_BYTES_MAX", 100)
+        path.write_text("#" * 101)
+    elif make == "list":
+        path.write_text("- 1\n")
+    refused(unicron("plan", "--offline", "plan.yaml", folder=tmp_path), "plan.yaml")

@@ -1,0 +1,58 @@
+"""The ends of ranks as lines of `tail`: the cause before the last line that was printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unicron.cli.terminal.record_line import essentials
+
+EXITED: dict[str, Any] = {"task": 1, "rank": 2, "attempt": 3, "pid": 4, "exit_code": 1,
+                          "signal": None, "tail": "Traceback\n  frame\nValueError: no batch\n"}
+WHO = "task 1 rank 2.3 pid 4"
+
+
+@pytest.mark.parametrize(("changes", "line"), [
+    ({}, f"{WHO} exit code 1: ValueError: no batch"),  # as an older Unicron has told it
+    ({"exit_code": 0}, f"{WHO} exit code 0"),
+    ({"cause": "Connection refused", "status": "connection refused", "rule": "refused"},
+     f"{WHO} exit code 1 (connection refused): Connection refused"),
+    ({"cause": "closed by peer", "status": "connection reset", "rule": "reset",
+      "second_hand": True},
+     f"{WHO} exit code 1 (connection reset, second-hand): closed by peer"),
+    ({"exit_code": None, "signal": 9, "cause": "signal 9 (SIGKILL): killed from outside"},
+     f"{WHO}: signal 9 (SIGKILL): killed from outside"),
+    ({"exit_code": None, "signal": 9}, f"{WHO} signal 9")])
+def test_an_end_is_told_with_its_cause(changes: dict[str, Any], line: str) -> None:
+    assert essentials("RankExited", EXITED | changes) == line
+
+
+def test_an_error_is_told_with_its_row() -> None:
+    body = {"task": 1, "rank": 2, "attempt": 3, "iteration": 7, "error": "ValueError",
+            "text": "a\nValueError: no batch\n", "status": "NCCL timeout", "rule": "timeout"}
+    assert essentials("RankErrored", body) == (
+        "task 1 rank 2.3 iteration 7: ValueError (collective timeout): "
+        "ValueError: no batch")
+    failed = body | {"error": "closed by peer\nadvice", "status": "", "peer": ""}
+    assert essentials("CollectiveFailed", failed) == "task 1 rank 2.3 iteration 7: closed by peer"
+
+
+GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"error": GLOO + "Connection closed by peer [127.0.0.1]:1234", "peer": "127.0.0.1:1234"},
+     "Connection closed by peer [127.0.0.1]:1234 (connection reset)"),
+    ({"error": GLOO + "Connection closed by peer [::1]:1234. advice", "peer": "[::1]:1234"},
+     "Connection closed by peer [::1]:1234. advice (connection reset)"),
+    ({"error": GLOO + "Broken pipe\nadvice", "peer": "n2:1234"},
+     "Broken pipe (connection reset), peer n2:1234"),
+    ({"error": "DistBackendError: [rank 3] reset", "peer": ""},
+     "DistBackendError: [rank 3] reset (connection reset)"),
+])
+def test_a_failed_collective_is_told_by_the_librarys_words_to_their_end(
+        changes: dict[str, Any], words: str) -> None:
+    body = {"task": 1, "rank": 3, "attempt": 1, "iteration": 12, "status": "connection reset",
+            "rule": "connection-reset"}
+    told = essentials("CollectiveFailed", body | changes)
+    assert told == f"task 1 rank 3.1 iteration 12: {words}"

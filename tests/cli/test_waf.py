@@ -1,0 +1,104 @@
+"""WAF over time from the log: what was earned, and what the plans were to earn."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from decider import Driver, finish, spec
+from unicron.cli.history.history import History, history, waf
+from unicron.events.records import decisions
+from unicron.events.records import reports as r
+from unicron.events.records.codec import to_plain
+
+
+def earned(d: Driver, num_buckets: int = 10) -> float:
+    told = waf(history(map(to_plain, d.log)), num_buckets)
+    return math.fsum(told.achieved) * told.bucket_s
+
+
+def train(d: Driver, task: int, num_seconds: int) -> None:
+    """Five iterations a second: what `Driver.progress` says of its times."""
+    for _ in range(num_seconds):
+        d.now_s += 0.99
+        d.progress(task, 5)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 7, 1000])
+def test_buckets_hold_what_the_state_has_summed(num_buckets):
+    d = Driver()
+    train(d, d.running(), 9)
+    assert earned(d, num_buckets) == pytest.approx(math.fsum(d.state.earned.values()))
+    assert earned(d, num_buckets) == pytest.approx(46e9)
+
+
+def test_a_pause_is_seen_where_it_was():
+    d = Driver()
+    task = d.running()
+    train(d, task, 10)
+    d.now_s += 10
+    train(d, task, 10)
+    rates = waf(history(map(to_plain, d.log)), 30).achieved
+    assert min(rates[:9]) > 4e9
+    assert max(rates[11:19]) == 0
+    assert min(rates[21:]) > 4e9
+
+
+def test_what_is_trained_again_is_no_work():
+    d = Driver()
+    task = d.running()
+    train(d, task, 4)
+    before = earned(d)
+    d.steps[task] = 0
+    train(d, task, 4)
+    assert earned(d) == pytest.approx(before)
+    train(d, task, 1)
+    assert earned(d) == pytest.approx(before + 4e9), "one iteration of five was told before"
+
+
+def test_the_weight_counts_from_when_it_is_set():
+    d = Driver()
+    task = d.running()
+    train(d, task, 5)
+    before = earned(d)
+    d.tell("operator/w", r.TaskWeightSet(task=task, weight=3.0))
+    train(d, task, 5)
+    assert earned(d) == pytest.approx(before + 3 * 25e9)
+    assert earned(d) == pytest.approx(math.fsum(d.state.earned.values()))
+
+
+def test_a_loss_that_is_no_number_was_an_iteration_all_the_same():
+    d = Driver()
+    task = d.running()
+    train(d, task, 2)
+    before = earned(d)
+    members = d.state.tasks[task].members
+    d.tell(d.source(members[0].node), r.LossNotFinite(
+        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task],
+        text="nan"))
+    assert earned(d) == pytest.approx(before + 1e9)
+
+
+def test_plans_are_steps_and_end_with_the_last_task():
+    d = Driver()
+    task = d.running(spec(throughput={1: 4.0, 2: 7.0, 4: 9.0}))
+    train(d, task, 10)
+    d.obey(d.tell("operator/drain", r.NodeDrained(node="n2")))
+    train(d, task, 10)
+    plans = [x.body.waf for x in d.log if isinstance(x.body, decisions.PlanChosen)]
+    assert plans == [9.0, 7.0]
+    told = waf(history(map(to_plain, d.log)), 20)
+    assert told.origins == ("declared",)
+    assert told.planned[1:9] == pytest.approx((9.0,) * 8)
+    assert told.planned[11:] == pytest.approx((7.0,) * 9)
+    finish(d, task)
+    d.now_s += 20
+    d.join("n3")
+    assert waf(history(map(to_plain, d.log)), 40).planned[-10:] == pytest.approx((0.0,) * 10)
+
+
+def test_an_empty_log_earns_nothing():
+    told = waf(History(), 3)
+    assert (told.achieved, told.planned, told.origins) == ((0, 0, 0), (0, 0, 0), ())
+    with pytest.raises(ValueError, match="bucket"):
+        waf(History(), 0)

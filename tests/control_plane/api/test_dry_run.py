@@ -1,0 +1,289 @@
+"""A dry run is what the heart then decides, and an operator's write may be held to its input."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from decider import Driver
+from dry_run_jobs import Plain, job
+from http_site import JOB, Site, real
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from two_tasks import carry_out, gives, two_tasks
+from unicron.cli.screens import plan as plan_screen
+from unicron.control_plane.api import dry_run
+from unicron.control_plane.api.dry_run import Change, Tried
+from unicron.control_plane.api.requests import Refusal, unchanged
+from unicron.control_plane.state.cluster import ClusterState, encode_state, state_hash
+from unicron.events.errors import SpecError
+from unicron.events.records import reports as r
+from unicron.events.records import types as t
+from unicron.events.records.decisions import PlanChosen, TaskPlaced, TaskWaiting
+from unicron.events.records.envelope import Record, Report
+from unicron.events.spec.job import parse
+
+RATES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
+    return st.builds(job, st.just(name), st.sampled_from([0.5, 1.0, 2.0, 7.0]),
+                     st.integers(1, low_max), RATES, command=st.sampled_from([False, False, True]))
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> Driver:
+    """A small cluster somewhere in its life: some tasks train, some are hurt, some only placed."""
+    d = Driver(nodes=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)))
+    for number in range(draw(st.integers(1, 3))):
+        begin = len(d.log)
+        d.submit(parse(draw(jobs(f"t{number}", 3))))
+        if draw(st.booleans()):
+            carry_out(d, d.log[begin:])
+    if draw(st.integers(0, 3)) == 0:
+        node = draw(st.sampled_from(sorted(d.state.nodes)))
+        d.tell("operator/before", r.NodeDrained(node=node))
+    running = [(task.id, rank) for task in d.state.tasks.values() for rank in task.ranks
+               if task.phase != "ended"]
+    if running and draw(st.integers(0, 2)) == 0:
+        d.exit(*draw(st.sampled_from(running)))  # nobody has healed it yet
+    if draw(st.integers(0, 3)) == 0:
+        d.tell("operator/frozen", r.HealingFrozen(reason="a test"))
+    return d
+
+
+@st.composite
+def changes(draw: st.DrawFn, d: Driver) -> tuple[Change, list[t.Body]]:
+    """A change, and what is told when it really happens."""
+    kind = draw(st.sampled_from(["without", "slots", "weights", "submit", "all"]))
+    told: list[t.Body] = []
+    found: Plain = {}
+    if kind in ("slots", "all"):
+        each = max(node.num_slots for node in d.state.nodes.values())
+        found["slots"] = num = draw(st.integers(1, each))
+        told.append(r.NodeJoined(node="new-1", incarnation=1, host="", pid=0, num_slots=num))
+    if kind in ("without", "all"):
+        free = sorted(name for name, node in d.state.nodes.items() if not node.drained)
+        some = draw(st.lists(st.sampled_from(free), unique=True, max_size=2)) if free else []
+        found["without"] = tuple(some)
+        told += [r.NodeDrained(node=name) for name in some]
+    if kind in ("weights", "all"):
+        task = draw(st.sampled_from(sorted(d.state.tasks)))
+        weight = draw(st.sampled_from([0.01, 1.0, 3.0, 100.0]))
+        found["weights"] = {str(task): weight}
+        told.append(r.TaskWeightSet(task=task, weight=weight))
+    if kind in ("submit", "all"):
+        found["submit"] = plain = draw(jobs("later", min(d.state.num_slots_max, 3)))
+        told.append(r.TaskSubmitted(spec=parse(plain)))
+    return Change(**found), told
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
+    d = data.draw(lives())
+    change, told = data.draw(changes(d))
+    before = state_hash(d.state)
+    tried = dry_run.attempt(encode_state(d.state), change)
+    assert state_hash(d.state) == before
+    assert tried.input == d.state.num_inputs
+    if not change.slots:
+        bodies = dry_run.bodies(encode_state(d.state), change, "") if told else []
+        assert bodies == told
+    records: list[Record] = []
+    for number, body in enumerate(told):
+        joins = isinstance(body, r.NodeJoined)
+        records += d.tell("new-1/1" if joins else f"operator/asked-{number}", body)
+    _agree(tried, records, d.state)
+
+
+def _agree(tried: Tried, records: list[Record], state: ClusterState) -> None:
+    """The outcome against what was decided."""
+    plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
+    assert tried.planned == bool(plans)
+    assert tried.plan == (plans[-1] if plans else state.plan)
+    assert tried.num_plans == len(plans)
+    if len(plans) < 2:
+        assert tried.transition_flop == pytest.approx(sum(x.transition_flop for x in plans))
+        paid = {x.task: x.transition_s for plan in plans for x in plan.allocations}
+        assert [x.pause_s for x in tried.tasks] == [
+            paid.get(x.task or max(state.tasks), 0.0) for x in tried.tasks]
+    assert not any(one.pause_s for one in tried.tasks if not one.slots_before)
+    seats = {task.id: task.target for task in state.tasks.values()}
+    placed = [record.body for record in records if isinstance(record.body, TaskPlaced)]
+    waiting = {record.body.task for record in records if isinstance(record.body, TaskWaiting)}
+    new = max(state.tasks)
+    for one in tried.tasks:
+        assert one.seats == seats[one.task or new]
+        assert (one.seats != one.seats_before) <= any(
+            body.task == (one.task or new) for body in placed)
+        assert one.weight == state.tasks[one.task or new].weight
+        if not one.slots and (one.task or new) in waiting:
+            assert one.waits
+    if not state.held and plans:
+        assert {one.task or new: one.slots for one in tried.tasks} == {
+            task.id: len(task.target) for task in state.tasks.values()}
+        assert sum(one.waf for one in tried.tasks) == pytest.approx(plans[-1].waf)
+
+
+def test_the_present_plan_is_the_last_one() -> None:
+    d, alpha, beta = gives()
+    found = dry_run.present(encode_state(d.state))
+    assert (found.tried, found.planned, found.plan) == (False, False, d.state.plan)
+    assert (found.plan_seq, found.input) == (d.state.plan_seq, d.state.num_inputs)
+    assert [(one.task, one.slots) for one in found.tasks] == [(alpha, 3), (beta, 1)]
+    assert found.more_slots == 2
+    assert found.more_waf == pytest.approx(2.0 * 0.1e12 + 0.9e12)
+
+
+def test_what_is_wrong_is_refused_as_the_request_would_be() -> None:
+    d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    data = encode_state(d.state)
+    for change, told in [
+        (Change(without=("n9",)), "there is no node 'n9'"),
+        (Change(without=("n1", "n1")), "node n1 is drained already"),
+        (Change(weights={"99": 2.0}), "there is no task 99"),
+        (Change(weights={str(alpha): 0.0}), "weight: 0 is not between 1e-06 and 1e+06"),
+        (Change(slots=-1), "slots: -1 is not from 1 to 100,000"),
+        (Change(submit=job("alpha", 1.0, 1, [1])), "name: alpha is live, by task"),
+    ]:
+        with pytest.raises(Refusal) as refused:
+            dry_run.attempt(data, change)
+        assert str(refused.value).startswith(told)
+    with pytest.raises(SpecError):
+        dry_run.attempt(data, Change(submit={"name": "x"}))
+    with pytest.raises(Refusal, match="slots that are not there"):
+        dry_run.bodies(data, Change(slots=2), "")
+    with pytest.raises(Refusal, match="nothing to apply"):
+        dry_run.bodies(data, Change(), "")
+
+
+def test_many_slots_come_in_nodes_as_large_as_most() -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    tried = dry_run.attempt(encode_state(d.state), Change(slots=5, submit=job(
+        "wide", 1.0, 1, [1] * 5)))
+    assert tried.plan is not None
+    assert tried.plan.num_slots == 11
+    took = {seat.slot.node for one in tried.tasks for seat in one.seats} - set(d.state.nodes)
+    assert took <= {"new-1", "new-2", "new-3"}
+    assert took
+
+
+def test_each_change_of_several_steps_counts_once() -> None:
+    """alpha goes 4 -> 3 -> 2 -> 0 in three plans told in one append: it stops once. beta goes
+    2 -> 1 -> 0 -> 2: it has what it had, and is interrupted on the way, once."""
+    d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
+    change = Change(without=("n1", "n2"), weights={str(beta): 100.0})
+    tried = dry_run.attempt(encode_state(d.state), change)
+    assert tried.num_plans == 3
+    stop_s = d.state.policy.transition_s
+    assert [(x.task, x.slots_before, x.slots, x.pause_s) for x in tried.tasks] == [
+        (alpha, 4, 0, stop_s), (beta, 2, 2, stop_s)]
+    assert tried.transition_flop == pytest.approx((2.0 * 2.7e12 + 100.0 * 2.4e12) * stop_s)
+    plain = msgspec.to_builtins(tried, str_keys=True) | {"took_s": 0.1}
+    why = plan_screen.dry_run(plain, "x")[1:3]
+    assert why[0].split()[:5] == ["why", "alpha", "4", "->", "0:"]
+    assert "of the last of 3 plans, one for each step" in " ".join(why)
+
+
+# --- over HTTP, with the check at the moment of the write ---------------------------------------
+async def _two_nodes(site: Site) -> int:
+    """n1 and n2 of two slots each, and a task; its id."""
+    for node in ("n1", "n2"):
+        joined = r.NodeJoined(node=node, incarnation=9, host="", pid=1, num_slots=2)
+        await site.log.send([Report(source=f"{node}/9", source_seq=1, occurred_s=1.0, body=joined)])
+    while len((await site.coordinator.settled()).nodes) < 2:
+        await asyncio.sleep(0.01)
+    _, answer = await site.ask("POST", "/v1/tasks", JOB | {"slots": {"min": 1, "max": 4}})
+    return int(answer["task"])
+
+
+@real
+async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
+    task = await _two_nodes(site)
+    change = {"without": ["n2"], "weights": {str(task): 3.0}, "submit": JOB | {
+        "name": "later", "train": {"iterations": 3, "output": "/later"}}}
+    status, tried = await site.ask("POST", "/v1/plan/dry-run", change)
+    assert (status, tried["tried"], tried["planned"]) == (200, True, True)
+    assert tried["took_s"] > 0
+    before = site.coordinator.seq
+    body = {"change": change, "check": tried["input"], "reason": " a\ntest "}
+    for _ in range(2):  # under one key it is written once
+        status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply")
+        assert (status, answer) == (200, {"seq": before + 1})
+    records = await site.log.read(after=before, num_max=999)
+    asked = [record for record in records if record.source == "operator/apply"]
+    assert [(record.kind, record.source_seq) for record in asked] == [
+        ("NodeDrained", 1), ("TaskWeightSet", 2), ("TaskSubmitted", 3)]
+    assert {record.body.reason for record in asked[:2]} == {"a test"}
+    plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
+    assert plans[-1] == msgspec.convert(tried["plan"], PlanChosen)
+    seqs = {record.seq for record in asked}
+    assert all(record.seq in seqs or record.cause in seqs for record in records)
+
+
+@real
+async def test_what_has_changed_since_refuses_it(site: Site) -> None:
+    task = await _two_nodes(site)
+    _, tried = await site.ask("POST", "/v1/plan/dry-run", {"without": ["n2"]})
+    await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
+    before = site.coordinator.seq
+    told, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
+        "change": {"without": ["n2"]}, "check": tried["input"]})
+    assert told == (f"the plan's input is {tried['input'] + 1} now, not {tried['input']}: what the "
+                    "plan follows from has changed since; nothing was done")
+    assert hint.startswith("run it again without --apply")
+    assert site.coordinator.seq == before
+
+
+@real
+async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
+    """What another asks at the same moment is in the append before it: the check sees it."""
+    task = await _two_nodes(site)
+    coordinator = site.coordinator
+    known = (await coordinator.settled()).num_inputs
+    written, refused = await asyncio.gather(
+        coordinator.write("other", r.TaskWeightSet(task=task, weight=9.0)),
+        coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(known)),
+        return_exceptions=True)
+    state = await coordinator.settled()
+    assert state.tasks[task].weight == 9.0
+    assert written == coordinator.answer("other")
+    assert isinstance(refused, Refusal)
+    assert str(refused).startswith(f"the plan's input is {known + 1} now, not {known}")
+    assert coordinator.answer("held") is None
+    assert not state.nodes["n1"].drained
+    await coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(state.num_inputs))
+    assert (await coordinator.settled()).nodes["n1"].drained
+
+
+@real
+async def test_nonsense_over_http_is_refused(site: Site) -> None:
+    await _two_nodes(site)
+    for path, body, status, told in [
+        ("/v1/plan/dry-run", {"without": ["n9"]}, 404, "there is no node 'n9'"),
+        ("/v1/plan/dry-run", {"with": 3}, 400, "Object contains unknown field `with`"),
+        ("/v1/plan/dry-run", {"submit": {"name": "x"}}, 422, ""),
+        ("/v1/plan/apply", {"change": {}}, 400, "Object missing required field `check`"),
+        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 0}, 412, "the plan's input is"),
+        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 999}, 412,
+         "the plan's input is 5 now, and never was 999: nothing was done"),
+    ]:
+        assert (await site.refused(status, "POST", path, body)).startswith(told)
+    status, found = await site.ask("GET", "/v1/plan")
+    assert (status, found["tried"]) == (200, False)
+    told = await site.refused(422, "POST", "/v1/plan/apply", {
+        "change": {}, "check": found["input"]})
+    assert told == "there is nothing to apply"
+
+
+@real
+async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
+    """It could be written neither to the log nor into an answer."""
+    half = b'"\\ud800"'
+    for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
+                       ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),
+                       ("/v1/plan/apply", b'{"change": %s, "check": 0}'), ("/v1/join", b"%s")):
+        assert "surrogates" in await site.refused(400, "POST", path, body % half)
+    assert (await site.ask("GET", "/v1/plan"))[0] == 200

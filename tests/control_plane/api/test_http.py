@@ -1,0 +1,300 @@
+"""The HTTP port: every call over a real socket, every refusal one line with a hint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from decider import Driver
+from http_site import JOB, Site, Test, real, serving
+from unicron.control_plane.api import requests
+from unicron.events.records import codec
+from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
+from unicron.events.spec import job
+from unicron.events.spec.policy import Policy
+
+TWO: dict[str, Any] = JOB | {"name": "two", "train": {"iterations": 3, "output": "/two"}}
+
+
+def under(**policy: Any) -> Callable[[Test], Callable[[], None]]:
+    return lambda test: real(test, Policy(**policy))
+
+
+N1 = NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=2)
+COMMAND: dict[str, Any] = {"apiVersion": job.API_VERSION, "name": "sleeps",
+                           "command": ["sleep", "600"]}
+
+
+@real
+async def test_health_needs_no_token(site: Site) -> None:
+    async with site.client.get(site.url + "/v1/health") as reply:
+        answer = await reply.json()
+    assert answer["ok"] is answer["leader"] is True
+    assert (answer["cluster"], answer["epoch"], answer["seq"]) == ("test", 1, 2)
+
+
+@real
+async def test_everything_else_needs_the_token(site: Site) -> None:
+    for token in ("", "Bearer wrong", "secret", "Bearer secret\x80"):
+        assert "token" in await site.refused(401, "GET", "/v1/state", Authorization=token)
+    await site.refused(401, "POST", "/v1/tasks", JOB, Authorization="Bearer wrong")
+    assert site.coordinator.seq == 2
+
+
+@real
+async def test_submit_state_cancel(site: Site) -> None:
+    status, answer = await site.ask("POST", "/v1/tasks", JOB, Idempotency_Key="k1")
+    assert (status, answer) == (200, {"seq": 3, "task": 3})
+    assert (await site.ask("POST", "/v1/tasks", JOB, Idempotency_Key="k1"))[1] == answer
+    _, state = await site.ask("GET", "/v1/state")
+    assert [task["id"] for task in state["tasks"]] == [3]
+    cancel = "/v1/tasks/3/cancel"
+    _, first = await site.ask("POST", cancel, {"reason": "why not"}, Idempotency_Key="k2")
+    _, again = await site.ask("POST", cancel, {"reason": "why not"}, Idempotency_Key="k2")
+    assert first == again, "repeated after the task's end, it is answered as before"
+    assert "has ended" in await site.refused(409, "POST", cancel, {})
+    assert "no task 99" in await site.refused(404, "POST", "/v1/tasks/99/cancel", {})
+    assert "no task x" in await site.refused(404, "POST", "/v1/tasks/x/cancel", {})
+
+
+# --- what operators ask for ----------------------------------------------------------------------
+@real
+async def test_a_weight_is_set(site: Site) -> None:
+    await site.ask("POST", "/v1/tasks", JOB)
+    body = await site.written_once("TaskWeightSet", "/v1/tasks/3/weight",
+                                   {"weight": 2.5, "reason": " dead\nline "})
+    assert (body.task, body.weight, body.reason) == (3, 2.5, "dead line")
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["tasks"][0]["weight"] == 2.5
+    path, seq = "/v1/tasks/3/weight", site.coordinator.seq
+    for weight in (0, -1, 2e6, 1e-9):
+        assert f"{weight:g}" in await site.refused(422, "POST", path, {"weight": weight})
+    await site.refused(422, "POST", path, b'{"weight": 1e999}')
+    await site.refused(400, "POST", path, {"weight": "2"})
+    await site.refused(400, "POST", path, {})
+    assert await site.refusal(404, "POST", "/v1/tasks/9/weight", {"weight": 2}) == (
+        "there is no task 9", "there is 3 (job)")
+    assert site.coordinator.seq == seq, "nothing was written"
+    await site.ask("POST", "/v1/tasks/3/cancel", {})
+    assert "has ended" in await site.refused(409, "POST", path, {"weight": 2})
+
+
+@real
+async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
+    assert "not frozen" in await site.refused(409, "POST", "/v1/unfreeze", {})
+    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": "switches change"})
+    assert body.reason == "switches change"
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["cluster"]["healing"] == "frozen: switches change"
+    told, hint = await site.refusal(409, "POST", "/v1/freeze", {"reason": "me too"})
+    assert told == "healing is frozen already: switches change"
+    assert hint.startswith("unicron unfreeze")
+    await site.written_once("HealingResumed", "/v1/unfreeze", {"reason": "done"})
+    assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
+
+
+@under(allow_inject=True)
+async def test_a_reason_that_is_too_long_is_refused_wherever_one_is_given(site: Site) -> None:
+    await site.tell(N1)
+    task = (await site.ask("POST", "/v1/tasks", COMMAND))[1]["task"]
+    await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
+    seq, most = site.coordinator.seq, " ".join(["x" * 99] * 2) + "\nx"
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (f"/v1/tasks/{task}/cancel", {}), (f"/v1/tasks/{task}/weight", {"weight": 2}),
+        ("/v1/freeze", {}), ("/v1/nodes/n1/drain", {}), ("/v1/inject", {"what": "node",
+                                                                        "node": "n1"})]
+    for path, body in asked:
+        told = await site.refused(422, "POST", path, body | {"reason": most})
+        assert told == "reason: 201 characters, and at most 200 fit"
+    assert site.coordinator.seq == seq, "nothing was written"
+    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": most[:-2]})
+    assert body.reason == most[:-2]
+    told = await site.refused(422, "POST", "/v1/unfreeze", {"reason": most})
+    assert told.startswith("reason: ")
+
+
+@real
+async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
+    """Each is held against the one before it."""
+    both = await asyncio.gather(*(site.ask("POST", "/v1/freeze", {"reason": f"{n}"})
+                                  for n in range(2)))
+    assert sorted(status for status, _ in both) == [200, 409]
+    first = next(n for n, (status, _) in enumerate(both) if status == 200)
+    _, state = await site.ask("GET", "/v1/state")
+    assert state["cluster"]["healing"] == f"frozen: {first}"
+
+
+@under(observe=True)
+async def test_who_only_observes_is_not_frozen(site: Site) -> None:
+    told, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
+    assert "--observe" in told
+    assert "--act" in hint
+
+
+@real
+async def test_a_node_is_drained_and_undrained(site: Site) -> None:
+    assert await site.refusal(404, "POST", "/v1/nodes/n1/drain", {}) == (
+        "there is no node 'n1'", "there is no node")
+    await site.tell(N1)
+    assert "is not drained" in await site.refused(409, "POST", "/v1/nodes/n1/undrain", {})
+    body = await site.written_once("NodeDrained", "/v1/nodes/n1/drain", {"reason": "thermal"})
+    assert (body.node, body.reason) == ("n1", "thermal")
+    _, state = await site.ask("GET", "/v1/state")
+    assert (state["nodes"][0]["drained"], state["nodes"][0]["drain_reason"]) == (True, "thermal")
+    assert await site.refusal(409, "POST", "/v1/nodes/n1/drain", {}) == (
+        "node n1 is drained already: thermal", "unicron undrain n1")
+    assert await site.refusal(404, "POST", "/v1/nodes/n7/undrain", {}) == (
+        "there is no node 'n7'", "there is n1")
+    await site.written_once("NodeUndrained", "/v1/nodes/n1/undrain", {})
+
+
+@real
+async def test_no_fault_on_purpose_where_that_is_not_allowed(site: Site) -> None:
+    await site.tell(N1)
+    told, hint = await site.refusal(403, "POST", "/v1/inject", {"what": "node", "node": "n1"})
+    assert "does not allow" in told
+    assert "up --allow-inject" in hint
+    assert site.coordinator.seq == 3
+
+
+@under(allow_inject=True)
+async def test_a_fault_on_purpose(site: Site) -> None:
+    await site.tell(N1)
+    await site.ask("POST", "/v1/tasks", COMMAND)
+    task = (await site.ask("GET", "/v1/state"))[1]["tasks"][0]["id"]
+    rank = {"what": "rank", "task": task, "rank": 0}
+    assert await site.refusal(404, "POST", "/v1/inject", rank) == (
+        f"task {task} (sleeps) runs no rank 0", "there is no running rank")
+    await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
+    told, hint = await site.refusal(404, "POST", "/v1/inject", rank | {"rank": 5})
+    assert (told, hint) == (f"task {task} (sleeps) runs no rank 5", "there is 0")
+    await site.refused(404, "POST", "/v1/inject", rank | {"task": 99})
+    await site.refused(404, "POST", "/v1/inject", {"what": "node", "node": "n7"})
+    await site.refused(400, "POST", "/v1/inject", rank | {"what": "disk"})
+    stop = rank | {"what": "stop", "reason": "to see"}
+    await site.refused(422, "POST", "/v1/inject", stop | {"stop_s": -1})
+    await site.refused(422, "POST", "/v1/inject", json.dumps(stop)[:-1].encode()
+                       + b', "stop_s": 1e999}')
+    body = await site.written_once("FaultRequested", "/v1/inject", stop | {"stop_s": 2.5})
+    assert (body.what, body.task, body.rank, body.stop_s) == ("stop", task, 0, 2.5)
+    order = [r.body for r in await site.log.read(after=0, num_max=99) if r.kind == "InjectFault"]
+    assert [(one.what, one.rank, one.stop_s) for one in order] == [("stop", 0, 2.5)]
+    await site.tell(NodeLeft(node="n1", incarnation=9, reason="told to"))
+    assert "has left" in await site.refused(409, "POST", "/v1/inject",
+                                            {"what": "node", "node": "n1"})
+
+
+def test_the_ranks_there_are_come_in_order() -> None:
+    """Not in the order in which they were started."""
+    d = Driver()
+    task = d.state.tasks[d.running()]
+    task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
+    d.state.policy = Policy(allow_inject=True)
+    with pytest.raises(requests.Refusal) as refused:
+        requests.inject(d.state, {"what": "rank", "task": task.id, "rank": 17}, "")
+    assert refused.value.hint == "there are 0, 1, 2, 3"
+
+
+@real
+async def test_a_task_in_anothers_way_is_refused(site: Site) -> None:
+    at_once = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
+    assert sorted([status for status, _ in await asyncio.gather(*at_once)]) == [200, 409, 409]
+    seq = site.coordinator.seq
+    told = await site.refused(409, "POST", "/v1/tasks", TWO | {"name": "job"})
+    assert told == "name: job is live, by task 3 (job)"
+    told = await site.refused(409, "POST", "/v1/tasks",
+                              TWO | {"train": {"iterations": 3, "output": "/two/../out/"}})
+    assert told == "train.output: /two/../out/ is being written, by task 3 (job)"
+    assert site.coordinator.seq == seq, "nothing was written"
+    await site.ask("POST", "/v1/tasks/3/cancel", {})
+    assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "an ended task is in nobody's way"
+
+
+@real
+async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> None:
+    large = JOB | {"slots": {"min": 4, "max": 4}}
+    assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "nobody has joined yet"
+    await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3))
+    told = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
+    assert told == "slots.min: 4, but the cluster has had at most 3 slots"
+
+
+@pytest.mark.parametrize(("change", "status", "where"), [
+    ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
+    ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
+    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight"),
+])
+def test_a_bad_spec_is_refused(change: dict[str, Any], status: int, where: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), serving() as site:
+            assert where in await site.refused(status, "POST", "/v1/tasks", JOB | change)
+            assert site.coordinator.seq == 2, "nothing was written"
+
+    asyncio.run(main())
+
+
+@real
+async def test_bad_bodies_are_refused(site: Site) -> None:
+    for body in (b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[" * 100_000):
+        status, answer = await site.ask("POST", "/v1/tasks", body)
+        assert status in (400, 422), body
+        assert answer["error"]
+        assert "\n" not in answer["error"]
+    await site.refused(413, "POST", "/v1/tasks", b" " * (2 << 20))
+    await site.refused(400, "POST", "/v1/tasks", JOB, Idempotency_Key="no spaces")
+    await site.refused(400, "POST", "/v1/tasks/3/cancel", {"raeson": "a typo"}, )
+    await site.refused(404, "GET", "/v1/nothing")
+    await site.refused(405, "GET", "/v1/tasks")
+    await site.refused(400, "GET", "/v1/log?after=-1")
+    await site.refused(400, "GET", "/v1/log?after=x")
+    await site.refused(400, "GET", "/v1/log?follow=2")
+    assert site.coordinator.seq == 2
+
+
+@real
+async def test_the_log_is_streamed(site: Site) -> None:
+    await site.ask("POST", "/v1/tasks", JOB)
+    headers = {"Authorization": "Bearer secret"}
+    async with site.client.get(site.url + "/v1/log?after=1", headers=headers) as reply:
+        lines = [json.loads(line) async for line in reply.content]
+    records = [codec.from_plain(line) for line in lines]
+    assert records == await site.log.read(after=1, num_max=99)
+    async with site.client.get(site.url + "/v1/log?after=0&follow=1", headers=headers) as reply:
+        seqs = [json.loads(await reply.content.readline())["seq"] for _ in records]
+        write = asyncio.create_task(site.ask("POST", "/v1/tasks", TWO))
+        while seqs[-1] < (await site.log.last_seq()) or not write.done():
+            seqs.append(json.loads(await reply.content.readline())["seq"])
+            await asyncio.sleep(0.01)
+        assert seqs == list(range(1, len(seqs) + 1))
+
+
+@real
+async def test_an_agent_joins(site: Site) -> None:
+    body = {"node": "n1", "host": "127.0.0.1", "incarnation": 7}
+    assert (await site.ask("POST", "/v1/join", body))[1] == {
+        "redis_url": "unix:///run/x", "cluster": "test", "node": "n1", "epoch": 1}
+    await site.refused(400, "POST", "/v1/join", body | {"node": "No Name"})
+    assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
+    assert (await site.ask("POST", "/v1/join", body | {"labels": {"rack": "r1"}}))[0] == 200
+    for wrong in ({"rack": "r 1"}, {"rack": ""}, {"zone": "a"}, {"rack": 1}):
+        assert "abels" in await site.refused(400, "POST", "/v1/join", body | {"labels": wrong})
+    await site.tell(N1)
+    assert "newer agent" in await site.refused(409, "POST", "/v1/join", body)
+
+
+@real
+async def test_an_unreachable_log_is_503(site: Site) -> None:
+    site.log.fault = lambda call: "unavailable"
+    assert await site.refused(503, "POST", "/v1/tasks", JOB, Idempotency_Key="k")
+    assert "cannot be reached" in await site.refused(503, "GET", "/v1/state")
+    async with site.client.get(site.url + "/v1/health") as reply:
+        assert reply.status == 200
+    site.log.fault = lambda call: "done"
+    while (await site.ask("GET", "/v1/state"))[0] != 200:
+        await asyncio.sleep(0.05)
+    _, answer = await site.ask("POST", "/v1/tasks", JOB, Idempotency_Key="k")
+    written = [r for r in await site.log.read(after=0, num_max=99) if r.kind == "TaskSubmitted"]
+    assert [r.seq for r in written] == [answer["seq"]], "asked twice, written once"

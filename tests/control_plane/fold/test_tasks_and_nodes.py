@@ -1,0 +1,382 @@
+"""Nodes that come and go, several tasks, their ends, and the command tier: decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from decider import Driver, at_rest, failed, finish, kinds, only, spec, task_of, the
+from unicron.control_plane.api.view import view
+from unicron.control_plane.state.cluster import open_orders
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+# --- nodes --------------------------------------------------------------------------------------
+def test_a_silent_node_is_not_a_lost_one(d: Driver) -> None:
+    task = d.running()
+    leader = f"leader/{d.state.nonce}"
+    silenced = d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    assert kinds(silenced) == []
+    assert kinds(d.progress(task)) == []
+    assert kinds(d.due("replace/n2")) == [], "the task is not wholly there"
+    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
+    assert [x for x in kinds(heard) if x not in ("PlanChosen",)] == []
+    assert d.state.nodes["n2"].health == "healthy"
+
+
+@pytest.mark.parametrize("first", ["silence", "collective"])
+def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
+    task = d.running()
+    leader = f"leader/{d.state.nonce}"
+
+    def silence() -> list[Record]:
+        return d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+
+    records = silence() if first == "silence" else failed(d, task, 0)
+    records += failed(d, task, 0) if first == "silence" else silence()
+    opened = the(decisions.IncidentOpened, records)
+    assert (opened.severity, opened.status, opened.node) == ("SEV1", "lost connection", "n2")
+    assert opened.ranks == (2, 3)
+    assert [x for x in kinds(records) if x != "Reconfigure"] == [
+        "IncidentOpened", "Quiesce", "PlanChosen", "TaskPlaced"]
+    assert d.state.nodes["n2"].health == "lost"
+    d.quiesced(task, 0)
+    more = d.quiesced(task, 1)
+    assert [x.rank for x in the(o.Reconfigure, more).members] == [0, 1]
+    d.obey(more)
+    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+    # reached again: what it still runs is stopped before its slots are used
+    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
+    assert kinds(heard) == ["StopRank", "StopRank", "KeepCopies", "PlanChosen", "TaskPlaced"]
+    records = d.obey(heard)
+    d.progress(task)
+    assert len(task_of(d, task).living_members()) == 4
+
+
+def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
+    task = d.submit(spec(slots={"min": 1, "max": 1}))
+    d.obey(d.log[-1:])
+    d.progress(task)
+    home = task_of(d, task).target[0].slot.node
+    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node=home, incarnation=1, silence_s=5.0))
+    new = d.due(f"replace/{home}")
+    assert kinds(new) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "StartRank"]
+    assert the(o.StartRank, new).slot.node != home
+
+
+def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver) -> None:
+    task = d.running()
+    new = d.join("n2", incarnation=2)
+    assert kinds(new) == ["IncidentOpened", "Quiesce", "StartRank", "StartRank", "PlanChosen"]
+    opened = the(decisions.IncidentOpened, new)
+    assert (opened.severity, opened.ranks) == ("SEV2", (2, 3))
+    assert {x.body.incarnation for x in only(o.StartRank, new)} == {2}
+    d.obey(new)
+    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+
+
+def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
+    task = d.running()
+    new = d.tell("n2/1", r.NodeLeft(node="n2", incarnation=1, reason="stopped"))
+    assert kinds(new) == ["Quiesce", "PlanChosen", "TaskPlaced"]
+    d.obey(new)
+    d.progress(task)
+    assert d.state.incidents == {}
+    assert len(task_of(d, task).members) == 2
+    back = d.join("n2", incarnation=2)
+    assert kinds(back) == ["KeepCopies", "PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
+    d.obey(back)
+    assert len(task_of(d, task).members) == 4
+
+
+def test_waiting_says_for_what(d: Driver) -> None:
+    task = d.submit(spec(slots={"min": 9, "max": 9}))
+    waiting = the(decisions.TaskWaiting, d.log[-3:])
+    assert waiting.needs == "9 slots; the cluster has had at most 4"
+    assert view(d.state)["tasks"][0]["state"] == "waiting"
+    d.join("n3", slots=5)
+    assert len(task_of(d, task).target) == 9
+
+
+def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
+    """One slot is allowed, but earns nothing; four do."""
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
+    d.submit(spec(throughput={4: 30.0}))
+    assert the(decisions.TaskWaiting, d.log[-3:]).needs == (
+        "4 slots; there are 2 (n2 drained: unicron status nodes)")
+    d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
+    d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
+    assert d.state.tasks[d.log[-4].seq].needs.startswith("1 slot; there are 0 (n1 n2 ")
+
+
+def test_waiting_names_its_price(d: Driver) -> None:
+    """From the told weight on it gets slots, below it none; and it says who holds them."""
+    first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
+    second = d.submit(beta)
+    told = the(decisions.TaskWaiting, d.log[-1:])
+    assert (told.why, told.needs) == ("alpha earns more with the slots",
+                                      "more slots, or weight 1.27")
+    assert told.cost_waf == 2.0
+    assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
+    assert view(d.state)["tasks"][1]["weight_from"] == told.weight_from
+    below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=told.weight_from * 0.999))
+    assert "TaskPlaced" not in kinds(below)
+    above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=told.weight_from * 1.001))
+    assert len(task_of(d, second).target) == len(task_of(d, first).target) == 2
+    d.obey(above)
+    assert task_of(d, second).phase == "training"
+
+
+def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d: Driver) -> None:
+    """Four slots more: alpha is given one of them, and the task of four waits on."""
+    d.tell("operator/quiet", r.NodeDrained(node="n2", reason=""))
+    d.join("n3", slots=4)
+    first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
+    d.submit(spec(name="beta", slots={"min": 3, "max": 3}, throughput={3: 90.0}))
+    hold = d.submit(spec(name="hold", slots={"sizes": [4]}, throughput={4: 1.0}))
+    assert task_of(d, hold).needs.startswith("more slots, or weight ")
+    d.join("n4", slots=4)
+    assert len(task_of(d, first).target) == 4
+    assert not task_of(d, hold).target
+
+
+def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
+    d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
+    assert task_of(d, task).cost_waf == 2.0
+    d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    it = task_of(d, task)
+    assert (it.outcome, it.needs, it.cost_waf, it.weight_from) == ("cancelled", "", 0.0, 0.0)
+
+
+def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:
+    task = d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    drained = d.tell("operator/drain", r.NodeDrained(node="n2"))
+    plan = the(decisions.PlanChosen, drained)
+    assert (plan.num_slots, plan.waf, plan.ideal_waf) == (2, 20.0, 30.0)
+    d.obey(drained)
+    d.progress(task)
+    left = d.tell("n2/1", r.NodeLeft(node="n2", incarnation=1, reason="stopped"))
+    assert the(decisions.PlanChosen, left).ideal_waf == 20.0
+
+
+# --- several tasks ------------------------------------------------------------------------------
+def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
+    first = d.running(spec(throughput={2: 2e9, 4: 2.1e9}))
+    second = d.submit(spec(name="beta", throughput={2: 2e9}, slots={"min": 2, "max": 2}))
+    batch = [x for x in d.log if x.cause == second]
+    assert kinds(batch) == ["ThroughputSet", "PlanChosen", "TaskPlaced", "TaskPlaced", "Quiesce"]
+    for it in (first, second):
+        assert len({seat.slot.node for seat in task_of(d, it).target}) == 2
+    d.obey(batch)
+    assert task_of(d, second).phase == "training"
+    d.progress(first)
+    d.progress(second)
+    assert d.state.incidents == {}
+    done = finish(d, second)
+    assert "TaskPlaced" in kinds(done)
+    d.obey(done)
+    assert len(task_of(d, first).members) == 4
+
+
+# --- the end ------------------------------------------------------------------------------------
+def test_a_task_finishes(d: Driver) -> None:
+    task = d.running()
+    done = finish(d, task)
+    assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropCopies"]
+    assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
+    assert the(decisions.TaskEnded, done).outcome == "finished"
+    assert [order.kind for order in open_orders(d.state)] == ["DropCopies"]
+    d.obey(done)
+    assert open_orders(d.state) == []
+    assert d.state.deadlines == {}
+
+
+def test_who_missed_that_all_was_done_is_let_go_at_once(d: Driver) -> None:
+    """Its last meeting failed when the others' was complete: it holds, and nobody needs it."""
+    task = d.running()
+    d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
+    for rank in (0, 1, 2):
+        d.tell(d.source(task_of(d, task).ranks[rank].slot.node), r.RankFinished(
+            task=task, rank=rank, attempt=1, generation=1, step_version=50, forward_calls=1))
+    d.tell(d.source("n2"), r.CollectiveFailed(
+        task=task, rank=3, attempt=1, generation=1, iteration=50, error="connection reset"))
+    held = d.quiesced(task, 3)
+    assert [x.body.rank for x in only(o.StopRank, held)] == [3]
+    d.obey(held)
+    for rank in (0, 1, 2):
+        last = d.exit(task, rank, code=0)
+    assert the(decisions.TaskEnded, last).outcome == "finished"
+
+
+def test_publication_after_the_last_exit(d: Driver) -> None:
+    task = d.running()
+    saved = d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="/tmp/out/gen-1/iter-50", ckpt_bytes=9,
+        final=True))
+    assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
+    assert kinds(finish(d, task, save=False)) == []
+    assert kinds(d.obey(saved)) == ["TaskEnded", "DropCopies"]
+
+
+def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
+    task = d.running()
+    saved = d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
+    assert the(o.PublishCheckpoint, saved).nodes == ("n1",)
+    finish(d, task, save=False)
+    left = d.tell("n1/1", r.NodeLeft(node="n1", incarnation=1, reason="stopped"))
+    assert the(o.PublishCheckpoint, left).nodes == ("n2",)
+    assert the(decisions.TaskEnded, d.obey(left)).outcome == "finished"
+
+
+def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver) -> None:
+    """n1 was slow to publish the first; a fault came, and another generation saved anew."""
+    task = d.running()
+
+    def save(node: str) -> int:
+        generation = task_of(d, task).generation
+        told = d.tell(d.source(node), r.CheckpointSaved(
+            task=task, generation=generation, step_version=50,
+            path=f"gen-{generation}/iter-50", ckpt_bytes=9, final=True))
+        return next(x.seq for x in told if isinstance(x.body, o.PublishCheckpoint))
+
+    first = save("n1")
+    d.obey(d.exit(task, 2))
+    second = save("n1")
+    assert second > first
+    d.tell("n1/1", r.OrderRefused(node="n1", order=first, why="published another since"))
+    assert task_of(d, task).ending == ""
+    d.tell("n1/1", r.OrderRefused(node="n1", order=second, why="the disk is full"))
+    assert task_of(d, task).ending == "failed"
+
+
+def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver) -> None:
+    task = d.running()
+    done = finish(d, task, save=False)
+    assert kinds(done)[:1] == ["IncidentOpened"]
+    assert kinds(done).count("StartRank") == 4
+    assert task_of(d, task).phase == "starting"
+
+
+def test_a_stale_generation_publishes_nothing(d: Driver) -> None:
+    task = d.running()
+    d.obey(d.exit(task, 2))
+    told = d.tell(d.source("n1"), r.CheckpointSaved(
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
+    assert kinds(told) == []
+    d.progress(task)
+
+
+def test_cancel(d: Driver) -> None:
+    task = d.running()
+    new = d.tell("operator/x", r.TaskCancelRequested(task=task, reason="enough"))
+    assert kinds(new) == ["StopRank"] * 4
+    assert the(decisions.TaskEnded, d.obey(new)).why == "cancelled: enough"
+    assert task_of(d, task).outcome == "cancelled"
+    assert kinds(d.tell("operator/y", r.TaskCancelRequested(task=task))) == []
+
+
+def test_cancel_in_the_middle_of_healing(d: Driver) -> None:
+    task = d.running()
+    d.exit(task, 2)
+    new = d.tell("operator/x", r.TaskCancelRequested(task=task))
+    done = d.obey(new)
+    assert the(decisions.IncidentClosed, done).outcome == "ended"
+    assert the(decisions.TaskEnded, done).outcome == "cancelled"
+
+
+# --- the command tier ---------------------------------------------------------------------------
+@pytest.fixture
+def command(d: Driver) -> int:
+    task = d.submit(spec(train=None, command=["true"], slots={"min": 2, "max": 2}))
+    d.obey(d.log[-2:])
+    assert task_of(d, task).phase == "training"
+    return task
+
+
+def test_command_start(d: Driver, command: int) -> None:
+    starts = [x.body for x in only(o.StartRank, d.log)]
+    assert [(x.rank, x.num_seats, x.host) for x in starts] == [
+        (0, 2, "127.0.0.1"), (1, 2, "127.0.0.1")]
+    assert starts[0].port == starts[1].port > 0
+
+
+def test_command_finishes(d: Driver, command: int) -> None:
+    assert kinds(d.exit(command, 0, code=0)) == []
+    assert kinds(d.exit(command, 1, code=0)) == ["TaskEnded"]
+    assert task_of(d, command).outcome == "finished"
+
+
+def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
+    new = d.exit(command, 0, code=1)
+    assert kinds(new) == ["IncidentOpened", "StopRank"]
+    assert the(o.StopRank, new).why == "another process of the task failed"
+    again = d.obey(new)
+    assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"]
+    assert {x.body.port for x in only(o.StartRank, again)} != {
+        x.body.port for x in only(o.StartRank, d.log[:12])}
+
+
+def test_command_that_grows_is_not_told_of_a_failure(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["true"], slots={"min": 1, "max": 6}))
+    d.obey(d.log[-4:])
+    stops = [x.body for x in only(o.StopRank, d.join("n3"))]
+    assert {x.why for x in stops} == {"the plan has other seats"}
+    assert len(stops) == len(task_of(d, task).ranks) == 4
+
+
+def test_command_fails_for_good(d: Driver, command: int) -> None:
+    for _ in range(3):
+        d.obey(d.exit(command, 0, code=3))
+    last = d.exit(command, 0, code=3)
+    assert kinds(last) == ["IncidentOpened", "IncidentEscalated", "IncidentClosed", "StopRank"]
+    assert the(decisions.TaskEnded, d.obey(last)).outcome == "failed"
+
+
+def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
+    task = d.submit(spec())
+    told = d.tell(d.source("n1"), r.RankErrored(
+        task=task, rank=0, attempt=1, generation=0, iteration=0, error="UsageError",
+        text="train.data: /x: No such file or directory"))
+    assert "IncidentClosed" in kinds(told)
+    assert the(decisions.IncidentClosed, told).why.startswith(
+        "it cannot start: rank 0: train.data: /x"
+    )
+    assert d.state.tasks[task].ending == "failed"
+
+
+def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver) -> None:
+    task = d.running()
+    lost = d.exit(task, 2)
+    d.obey(lost, start=False)
+    d.progress(task, 2)
+    told = d.tell(d.source("n2"), r.RankErrored(
+        task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"))
+    assert "IncidentClosed" not in kinds(told)
+    assert d.state.tasks[task].ending == ""
+
+
+def test_an_incident_is_called_by_the_gravest_that_was_told(d: Driver) -> None:
+    task = d.running()
+    failed(d, task, 0)
+    d.due(f"evidence/{task}/1")
+    incident = d.state.incidents[task_of(d, task).incident]
+    assert incident.severity == "SEV3"
+    node = d.state.nodes["n2"]
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=node.incarnation, silence_s=6.0))
+    assert (incident.severity, incident.status, incident.node) == (
+        "SEV1", "lost connection", "n2")
+    assert "n2 is silent" in incident.why

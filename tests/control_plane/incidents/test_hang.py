@@ -1,0 +1,356 @@
+"""A task that stands: who keeps it waiting, and what is done about it, decision by decision."""
+
+from __future__ import annotations
+
+import pytest
+from decider import Driver, kinds, only, spec, task_of, the
+from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
+from unicron.control_plane.api.view import view
+from unicron.control_plane.incidents.hangs import located
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+
+
+def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(d: Driver) -> None:
+    task = d.running()
+    seqs = hung(d, task, VICTIM)
+    held = d.state.deadlines[deadline(d, task)]
+    assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "three times, and once more"
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
+    assert opened.why == ("rank 2 on n2 stands still after backward in iteration 1, collective 1 "
+                          "not entered; 3 others wait")
+    assert opened.evidence == (*seqs, late[0].seq), "each that was asked"
+    assert the(o.Quiesce, late).mode == "now"
+    stop = the(o.StopRank, late)
+    assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it stands still")
+    new = d.obey(late)
+    assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
+        [0, 1, 3], [0, 1, 3, VICTIM]]
+    assert not task_of(d, task).stalls
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
+    assert closed.pause_s > 1.6, "since it stood, not since that was found"
+
+
+def test_one_that_is_not_told_may_still_go_on(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1, VICTIM):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
+    assert not d.state.deadlines
+    assert located(d.state, task_of(d, task)) is None
+    stalled(d, task, 3, in_s=60.0)
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2
+
+
+@pytest.mark.parametrize("rank", [VICTIM, 0])
+def test_one_that_goes_on_ends_the_matter(d: Driver, rank: int) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    assert kinds(went_on(d, task, rank)) == []
+    assert not d.state.deadlines
+    assert kinds(went_on(d, task, rank)) == [], "twice"
+    assert not d.state.incidents
+
+
+def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
+                collective=int(rank != VICTIM))
+    d.progress(task, 3)
+    assert deadline(d, task) in d.state.deadlines, "the last of these may have an end for some only"
+    d.progress(task)
+    assert not task_of(d, task).stalls
+
+
+def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(d: Driver) -> None:
+    """Its iteration is told as done by one whose collective ended; it tells that it stands once."""
+    task = d.running()
+    stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
+    d.progress(task)
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=d.steps[task])
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_a_boundary_finds_it_too(d: Driver) -> None:
+    """A task is to leave its slots at the iteration's end, which never comes."""
+    task = d.running()
+    told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert the(o.Quiesce, told).mode == "boundary"
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (VICTIM,)
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
+
+
+def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    d.progress(task)
+
+
+def test_two_that_are_behind_are_both_started_again(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, 1, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (1, VICTIM)
+    d.obey(late)
+    d.progress(task)
+    assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 2, 2: 2, 3: 1}
+    assert task_of(d, task).healed == 1
+
+
+def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=2)
+    stalled(d, task, VICTIM, "own", iteration=1, collective=3)
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_each_waits_for_three_times_its_own_iteration(d: Driver) -> None:
+    task = d.running()
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
+                normal_s=10.0, in_s=5.0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(25.0, abs=0.1)
+    d.obey(d.due(deadline(d, task)))
+
+
+def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver) -> None:
+    """A machine stood still: what its agent tells then is long over."""
+    task = d.running()
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
+                in_s=900.0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(NORMAL_S)
+    went_on(d, task, 0)
+    assert not d.state.deadlines
+
+
+def test_a_network_that_stands_is_tried_again_in_place(d: Driver) -> None:
+    """All are in the same collective: nobody is behind, nobody is started again."""
+    task = d.running()
+    hung(d, task)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status) == ("SEV3", "NCCL timeout")
+    assert opened.why == "all 4 members entered collective 1 of iteration 1, and it does not end"
+    assert len(opened.evidence) == 5
+    assert not only(o.StopRank, late)
+    d.obey(late)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    assert all(m.attempt == 1 for m in task_of(d, task).members)
+
+
+def test_a_network_that_stands_at_a_boundary(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    hung(d, task)
+    late = d.due(deadline(d, task))
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 2
+
+
+def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver) -> None:
+    task = d.running()
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task)
+        d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).severity == "SEV3"
+    assert [x.body.severity for x in only(decisions.IncidentEscalated, d.log)][-1] == "SEV2"
+    d.progress(task)
+
+
+def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver) -> None:
+    """A file system that stands: to start all again would cost their state, and would not help."""
+    task = d.running()
+    hung(d, task, 0, 1, 2, 3)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    told = view(d.state)["tasks"][0]
+    assert (told["state"], told["stands"]) == ("running", (
+        "all 4 members stand in work of their own in iteration 1: a file system, a machine, or "
+        "what all of them read"))
+    went_on(d, task, 1)
+    assert not d.state.deadlines
+    stalled(d, task, 1, "own", collective=0)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), (
+        "as a collective's timeout would"
+    )
+    d.obey(late)
+
+
+def test_where_most_are_in_their_own_work_the_reason_is_shared(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, 0, 1, 2)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
+    assert not d.state.incidents
+
+
+def test_one_that_came_out_of_the_collective_of_the_others_waits_for_nobody(d: Driver) -> None:
+    task = d.running()
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN)
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
+    task = d.running(spec(slots={"sizes": [1]}))
+    hung(d, task, 0)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+
+
+def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
+    task = d.running()
+    there = task_of(d, task).ranks[VICTIM].slot.node
+    d.tell("leader/abc", r.NodeSilenced(node=there, incarnation=1, silence_s=6.0))
+    heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
+    for rank in heard:
+        stalled(d, task, rank, in_s=60.0)
+    waits = located(d.state, task_of(d, task))
+    assert waits is not None
+    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "they wait for those not heard"
+    stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (heard[0],), "it waits for nobody"
+    d.obey(late)
+
+
+def test_a_node_that_is_heard_again_is_asked(d: Driver) -> None:
+    task = d.running()
+    for rank in (0, 1):
+        stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
+    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    assert deadline(d, task) in d.state.deadlines
+    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
+
+
+def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver) -> None:
+    """One incident, whichever of the two is told first."""
+    task = d.running()
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    assert [name.partition("/")[0] for name in d.state.deadlines] == ["stopped"]
+    late = d.due(f"stopped/{task}/{VICTIM}/1")
+    assert the(decisions.IncidentOpened, late).why == "rank 2 on n2 is stopped (SIGSTOP)"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(late)
+    d.progress(task)
+    assert len(only(decisions.IncidentOpened, d.log)) == 1
+
+
+def test_one_that_continues_and_still_stands_hangs(d: Driver) -> None:
+    task = d.running()
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.tell(d.source(it.slot.node), r.RankContinued(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).status == "task hang"
+
+
+def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    opened = the(decisions.IncidentOpened, told := d.exit(task, VICTIM))
+    assert opened.status == "exited abnormally"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).healed == 1
+
+
+def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert kinds(late) == ["IncidentOpened", "OrderWithheld"]
+    for rank in range(4):
+        went_on(d, task, rank)
+    assert kinds(d.progress(task))[0] == "IncidentClosed"
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.StopRank, d.log)
+    assert not only(o.Quiesce, d.log)
+
+
+def test_held_it_is_ended_when_healing_goes_on(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    told = d.tell("operator/unfreeze", r.HealingResumed())
+    assert the(o.StopRank, told).rank == VICTIM
+    d.obey(told)
+    d.progress(task)
+    assert len(only(decisions.IncidentOpened, d.log)) == 1
+
+
+def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task)
+    assert "IncidentOpened" in kinds(d.due(deadline(d, task)))
+    for rank in range(4):
+        went_on(d, task, rank)
+    d.progress(task)
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.Quiesce, d.log)
+    assert task_of(d, task).failed_s < 0
+
+
+def test_what_is_stale_is_nothing(d: Driver) -> None:
+    task = d.running()
+    for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}):
+        assert kinds(stalled(d, task, 0, **wrong)) == []
+    assert not task_of(d, task).stalls
+    hung(d, task, VICTIM)
+    d.obey(d.exit(task, 3))
+    assert not task_of(d, task).stalls, "of the generation before"
+
+
+def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver) -> None:
+    task = d.running()
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task, VICTIM)
+        late = d.due(deadline(d, task))
+        d.obey(late)
+    severities = [x.body.severity for x in only(decisions.IncidentEscalated, d.log)]
+    assert severities[-1] == "SEV1"
+    assert [node.slots_out for node in d.state.nodes.values()] == [[], [0]]
+
+
+def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:
+    task = d.running()
+    hung(d, task, VICTIM)
+    length_s = d.state.deadlines[deadline(d, task)].length_s
+    d.now_s += 60.0
+    d.epoch = 2
+    d.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=8), epoch=2)
+    assert d.state.deadlines[deadline(d, task)].due_s == pytest.approx(d.now_s + length_s)
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2

@@ -1,0 +1,277 @@
+"""Quarantine: a node that fails again and again gets no tasks; a person may lift it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, only, spec, task_of, the
+from two_tasks import facts, plain, seen
+from unicron.cli.screens import cluster, nodes
+from unicron.cli.screens.incident import page
+from unicron.control_plane.api import requests
+from unicron.control_plane.api.requests import Refusal
+from unicron.events.records import decisions, orders, reports, statuses
+from unicron.events.records.decisions import NodeQuarantined
+from unicron.events.records.envelope import Record
+from unicron.events.spec import policy as r
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3, slots=2)
+    yield made
+    at_rest(made)
+
+
+def xid(d: Driver, node: str, slot: int) -> list[Record]:
+    """A device errs alone; what was decided when its time was over."""
+    told = d.tell(d.source(node), reports.DeviceErred(
+        node=node, incarnation=d.state.nodes[node].incarnation, origin="kernel",
+        status=statuses.GPU_DRIVER_ERRORS, rule="xid-79", text="fallen off the bus",
+        devices=(slot,), code=79))
+    if told[0].seq in [x.seq for x in d.state.nodes[node].erred if x.incident]:
+        return told
+    return d.due(f"device/{node}/{told[0].seq}")
+
+
+def repaired(d: Driver, node: str) -> list[Record]:
+    return d.join(node, incarnation=d.state.nodes[node].incarnation + 1)
+
+
+def twice(d: Driver, node: str = "n3") -> list[Record]:
+    xid(d, node, 0)
+    d.now_s += 3600
+    repaired(d, node)
+    return xid(d, node, 1)
+
+
+def test_the_second_fault_quarantines(d: Driver) -> None:
+    xid(d, "n3", 0)
+    assert d.state.nodes["n3"].quarantine is None
+    d.now_s += 3600
+    repaired(d, "n3")
+    told = xid(d, "n3", 1)
+    kept = the(NodeQuarantined, told)
+    first, second = (x.seq for x in only(decisions.IncidentOpened, d.log))
+    assert (kept.node, kept.incidents) == ("n3", (first, second))
+    assert kept.until_s == pytest.approx(d.state.at_s + 86400)
+    assert kept.why.startswith("2 faults in 30 days, the last: n3/1 GPU driver errors (xid-79)")
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
+
+
+def test_it_stays_so_when_its_agent_joins_again_and_ends_in_time(d: Driver) -> None:
+    twice(d)
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    d.obey(repaired(d, "n3"))
+    assert len(task_of(d, task).ranks) == 4
+    d.tell("n3/3", reports.NodeLeft(node="n3", incarnation=3, reason="to be repaired"))
+    d.obey(d.join("n3", incarnation=4))
+    assert len(task_of(d, task).ranks) == 4
+    d.tell("leader/new", reports.EpochStarted(nonce="new", code="1", heart=8), epoch=2)
+    d.epoch = 2
+    left_s = d.state.deadlines["quarantine/n3"].due_s - d.state.at_s
+    assert left_s < 86400, "a leader that begins does not prolong it"
+    d.obey(d.due("quarantine/n3"))
+    d.progress(task)
+    assert len(task_of(d, task).ranks) == 6
+    again = xid(d, "n3", 0)
+    assert "NodeQuarantined" in kinds(again), "one more within the window is enough"
+    d.obey(again)
+
+
+def test_who_trains_there_leaves_in_order(d: Driver) -> None:
+    task = d.running()
+    d.progress(task, 3)
+    assert "n2" in {x.slot.node for x in task_of(d, task).ranks.values()}
+    d.obey(xid(d, "n2", 0))
+    d.progress(task)
+    d.now_s += 100
+    d.obey(repaired(d, "n2"))
+    d.progress(task)
+    told = xid(d, "n2", 1)
+    assert "NodeQuarantined" in kinds(told)
+    assert "StopRank" not in kinds(told)
+    d.obey(told)
+    d.progress(task)
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_old_faults_count_no_more(d: Driver) -> None:
+    xid(d, "n3", 0)
+    d.now_s += 31 * 86400
+    repaired(d, "n3")
+    assert "NodeQuarantined" not in kinds(xid(d, "n3", 1))
+
+
+def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
+    """A fault of each: the second of one of them is what comes to pass. Its fifth is not."""
+    for node in ("n1", "n2", "n3"):
+        xid(d, node, 0)
+        d.now_s += 3600
+        repaired(d, node)
+    for num in (2, 3, 4):
+        assert not only(NodeQuarantined, xid(d, "n3", 0)), num
+        d.now_s += 3600
+        repaired(d, "n3")
+    assert the(NodeQuarantined, xid(d, "n3", 0)).why.startswith("5 faults in 30 days")
+
+
+def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
+    one = d.running(spec(slots={"min": 1, "max": 3}))
+    other = d.running(spec(name="beta", slots={"min": 1, "max": 3}, train={
+        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    shared = next(name for name, node in d.state.nodes.items()
+                  if {x.task for x in node.occupants.values()} == {one, other})
+    for slot in (0, 1):
+        d.tell(d.source(shared), reports.DeviceErred(
+            node=shared, incarnation=1, origin="kernel", status=statuses.NVLINK_ERRORS,
+            rule="xid-74", text="NVLink", devices=(slot,), code=74))
+    told: list[Record] = []
+    for task in (one, other):
+        for rank in [x.rank for x in task_of(d, task).ranks.values() if x.slot.node == shared]:
+            told += d.exit(task, rank)
+    assert len(only(decisions.IncidentOpened, d.log)) == 2
+    assert len(d.state.nodes[shared].offences) == 1
+    d.obey(told)
+
+
+def lost(d: Driver, task: int, node: str) -> list[Record]:
+    """Its agent is killed: collectives fail without a root cause, then it is silent."""
+    num, generation = len(d.log), task_of(d, task).generation
+    there = [x for x in task_of(d, task).living_members() if x.slot.node != node]
+    for rank in there:
+        d.tell(d.source(rank.slot.node), reports.CollectiveFailed(
+            task=task, rank=rank.rank, attempt=rank.attempt, generation=generation,
+            iteration=1, error="closed by peer"))
+    d.due(f"evidence/{task}/{generation}")
+    for rank in there:
+        d.quiesced(task, rank.rank)
+    d.tell("leader/abc", reports.NodeSilenced(
+        node=node, incarnation=d.state.nodes[node].incarnation, silence_s=5.0))
+    d.obey([x for x in d.log[num:] if isinstance(x.body, orders.Reconfigure)])
+    d.progress(task, 3)
+    return d.log[num:]
+
+
+def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon() -> None:
+    d = Driver()
+    task = d.running()
+    told = lost(d, task, "n1")
+    assert the(decisions.IncidentOpened, told).severity == "SEV3", "nobody knew why"
+    assert the(decisions.IncidentEscalated, told).severity == "SEV1"
+    d.now_s += 10
+    d.obey(repaired(d, "n1"))
+    d.progress(task, 3)
+    assert d.state.nodes["n1"].quarantine is None
+    assert "NodeQuarantined" in kinds(lost(d, task, "n1"))
+    assert d.state.at_s - d.state.nodes["n1"].offences[0].at_s < d.state.policy.replace_after_s
+    at_rest(d)
+
+
+def test_a_link_that_is_cut_again_at_once_counts_once() -> None:
+    """No agent was started in between: it is one bad cable until a minute has passed."""
+    d = Driver()
+    task = d.running()
+    lost(d, task, "n1")
+    d.obey(d.tell("leader/abc", reports.NodeHeard(node="n1", incarnation=1)))
+    d.progress(task, 3)
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
+    assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
+    at_rest(d)
+
+
+def test_what_was_asked_for_does_not_count(d: Driver) -> None:
+    d.tell("leader/abc", reports.PolicySet(policy=r.Policy(allow_inject=True, quarantine_faults=1)))
+    task = d.running()
+    d.tell("operator/break", reports.FaultRequested(what="node", node="n2"))
+    d.tell("leader/abc", reports.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    process = task_of(d, task).ranks[0]
+    told = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
+        task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
+    assert the(decisions.IncidentOpened, told).severity == "SEV1"
+    assert not d.state.nodes["n2"].offences
+    d.obey(told)
+
+
+def test_a_bug_of_the_task_is_not_the_nodes(d: Driver) -> None:
+    """Processes that end by themselves say nothing of where they ran."""
+    task = d.running()
+    for _ in range(3):
+        d.obey(d.exit(task, 2, signal=None, code=1))
+        d.progress(task, 11)
+    assert not d.state.nodes["n2"].offences
+
+
+def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
+    d = Driver(nodes=6, slots=1)
+    d.tell("leader/abc", reports.PolicySet(policy=r.Policy(quarantine_faults=1)))
+    task = d.running(spec(slots={"min": 1, "max": 6}, train={
+        "iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}}))
+    for node in ("n4", "n5", "n6"):
+        d.tell("leader/abc", reports.NodeSilenced(node=node, incarnation=1, silence_s=5.0))
+    process = task_of(d, task).ranks[0]
+    told = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
+        task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
+    d.obey(told)
+    for name in list(d.state.deadlines):
+        if name.startswith("silent/"):
+            d.obey(d.due(name))
+    assert len(only(NodeQuarantined, d.log)) <= 1, "the first one came before it was known"
+
+
+# --- people ---------------------------------------------------------------------------------------
+def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
+    return d.tell(f"operator/{len(d.log)}", requests.lift(d.state, {"reason": reason}, node))
+
+
+def test_an_operator_lifts_it(d: Driver) -> None:
+    twice(d)
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    d.obey(repaired(d, "n3"))
+    d.obey(lift(d, "n3"))
+    d.progress(task)
+    assert len(task_of(d, task).ranks) == 6
+    assert "quarantine/n3" not in d.state.deadlines
+    assert "NodeQuarantined" not in kinds(xid(d, "n3", 0)), "it begins anew"
+    d.obey(d.log[-8:])
+
+
+@pytest.mark.parametrize(("node", "body", "status", "why"), [
+    ("n1", {}, 409, "node n1 is not quarantined"), ("n9", {}, 404, "there is no node 'n9'"),
+    ("n1", {"why": "x"}, 400, "unknown field")])
+def test_what_cannot_be_lifted_is_refused(d: Driver, node: str, body: Any, status: int,
+                                          why: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        requests.lift(d.state, body, node)
+    assert refused.value.status == status
+    assert why in str(refused.value)
+
+
+def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
+    twice(d)
+    d.running(spec(slots={"min": 1, "max": 6}))
+    for screen in (nodes.nodes(seen(d), now_s=d.now_s),
+                   cluster.status(seen(d), cluster="test", now_s=d.now_s)):
+        words = " ".join(" ".join(screen).split())
+        assert "quarantined to 1970-01-02" in words
+        assert "2 faults in 30 days" in words
+        assert "unicron lift n3" in words
+    (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s)
+              if x.startswith("n3 ") and "/2" in x]
+    assert "quarantined to" in row
+    told = " ".join(" ".join(page(facts(plain(d)))).split())
+    assert "SEV1 GPU driver errors" in told
+    assert "n3: " in told
+
+
+def test_a_task_that_it_leaves_without_room_waits_and_says_why(d: Driver) -> None:
+    """It is not used in spite of that: what fails again and again would lose more."""
+    twice(d)
+    task = d.submit(spec(slots={"min": 5, "max": 6}))
+    assert "n3 quarantined" in task_of(d, task).needs
+    d.obey(repaired(d, "n3"))
+    assert task_of(d, task).phase == "idle"

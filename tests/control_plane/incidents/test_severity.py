@@ -1,0 +1,128 @@
+"""What a fault is called: the row of the table by what was said, the ranks that it struck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from decider import Driver, at_rest, failed, spec, the
+from two_tasks import facts, plain, seen
+from unicron.cli.history.history import history
+from unicron.cli.screens import cluster
+from unicron.cli.screens.incident import every, page
+from unicron.cli.terminal.record_line import line
+from unicron.control_plane.incidents.lifecycle import open_incidents
+from unicron.control_plane.incidents.severity import HANDLING, TABLE, exit_in_words, network_status
+from unicron.control_plane.state.incident import Fault
+from unicron.events.records import decisions
+from unicron.events.records import reports as r
+
+CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+          "[127.0.0.1]:41022")
+
+
+@pytest.mark.parametrize(("said", "status"), [
+    (CLOSED, "connection reset"),
+    ("RuntimeError: readv [::1]:34: Connection reset by peer", "connection reset"),
+    ("RuntimeError: writev [::1]:34: Broken pipe", "connection reset"),
+    ("DistNetworkError: connect() to [n1]:29: Connection refused", "connection refused"),
+    ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
+    ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
+    ("RuntimeError: unexpected size of a message", "other network errors"),
+])
+def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
+    assert network_status(said) == status
+    assert TABLE[status] == "SEV3"
+
+
+def started_again(d: Driver) -> None:
+    """An agent was killed with its ranks, and the next one says so."""
+    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
+
+
+def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known() -> None:
+    d = Driver()
+    task = d.running()
+    for rank in (0, 1):
+        failed(d, task, rank, CLOSED)
+    opened = the(decisions.IncidentOpened, d.due(f"evidence/{task}/1"))
+    assert (opened.status, opened.ranks) == ("connection reset", (0, 1))
+    started_again(d)
+    (known,) = d.state.incidents.values()
+    assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
+    told = history(plain(d))
+    (one,) = told.incidents.values()
+    assert one.ranks == (2, 3)
+    for screen in (page(facts(plain(d)))[:1], every(told, now_s=d.now_s),
+                   cluster.status(seen(d), cluster="test", now_s=d.now_s)):
+        assert any("ranks 2 3" in x for x in screen), screen
+        assert not any("0-3" in x or "NCCL" in x for x in screen), screen
+    at_rest(d)
+
+
+def test_nor_where_both_are_decided_upon_at_once() -> None:
+    d = Driver()
+    it = d.state.tasks[d.running()]
+    it.faults = [
+        Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",
+              evidence=(5,), at_s=d.now_s, hurts=True, ended=False),
+        Fault(ranks=(3,), node="n2", status="exited abnormally", why="rank 3 on n2: signal 9",
+              evidence=(6,), at_s=d.now_s, hurts=True, ended=True)]
+    (opened,) = open_incidents(d.state, it)
+    assert isinstance(opened, decisions.IncidentOpened)
+    assert (opened.severity, opened.status, opened.node, opened.ranks, opened.evidence) == (
+        "SEV2", "exited abnormally", "n2", (3,), (5, 6))
+
+
+def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
+    d = Driver()
+    task = d.running()
+    for rank in range(4):
+        failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
+    d.due(f"evidence/{task}/1")
+    told = history(plain(d))
+    tail = [line(x) for x in plain(d) if x["kind"] == "IncidentOpened"]
+    assert "SEV3 collective timeout, task" in tail[0]
+    for screen in (page(facts(plain(d))), every(told, now_s=d.now_s), tail,
+                   cluster.status(seen(d), cluster="test", now_s=d.now_s)):
+        words = "\n".join(screen)
+        assert "collective" in words
+        assert "NCCL" not in words
+
+
+def test_the_guide_has_the_table_of_handling() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/detection.md").read_text(encoding="utf-8")
+    for severity, steps in HANDLING.items():
+        assert f"| {severity} | {' | '.join(steps)} |" in guide
+
+
+@pytest.mark.parametrize(("signal", "code", "cause", "words"), [
+    (None, 1, "KeyError: 'learning_rate'", "exit code 1: KeyError: 'learning_rate'"),
+    (None, 1, "", "exit code 1"), (None, 0, "", "exit code 0 before it had finished"),
+    (11, None, "", "signal 11"), (40, None, "no name", "signal 40: no name"),
+    (11, None, "a libcuda frame", "signal 11 (SIGSEGV): a libcuda frame"),
+    (9, None, "signal 9 (SIGKILL): killed from outside", "signal 9 (SIGKILL): killed from outside"),
+    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "..."),
+])
+def test_an_end_is_told_with_its_cause(signal: int | None, code: int | None, cause: str,
+                                       words: str) -> None:
+    assert exit_in_words(r.RankExited(task=1, rank=0, attempt=1, pid=2, exit_code=code,
+                                      signal=signal, cause=cause)) == words
+
+
+def test_a_task_that_fails_again_and_again_says_why() -> None:
+    """A command of one rank: the reason of its end holds the cause that the agent told."""
+    d = Driver()
+    task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
+    d.obey(d.log[-20:])
+    for _ in range(4):
+        rank = d.state.tasks[task].ranks[0]
+        d.obey(d.tell(d.source(rank.slot.node), r.RankExited(
+            task=task, rank=0, attempt=rank.attempt, pid=rank.pid, exit_code=1, signal=None,
+            status="other software errors", cause="KeyError: 'learning_rate'")))
+    view = seen(d)
+    (failed_,) = view["tasks"]
+    assert failed_["why"] == ("failed 4 times without 10 new iterations in between: "
+                              "rank 0 on n1: exit code 1: KeyError: 'learning_rate'")
+    page_ = " ".join(" ".join(cluster.status(view, cluster="test", now_s=d.now_s)).split())
+    assert f"NEEDS YOU alpha failed: {failed_['why']}: unicron logs" in page_

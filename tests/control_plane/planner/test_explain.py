@@ -1,0 +1,235 @@
+"""Why a plan: figures that agree with the planner's, what binds it, and one sentence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from decider import Driver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from planner_problems import TRANSITION_S, asking, wishes
+from two_tasks import gives, train, two_tasks
+from unicron.cli.screens import plan as plan_screen
+from unicron.control_plane.planner import alternative_names, explain, planner
+from unicron.control_plane.planner.problem import PlanInput, Wish, waf_of
+from unicron.control_plane.throughput.transition_cost import Transition
+from unicron.events.records import reports as r
+from unicron.events.records.decisions import Binding, PlanChosen
+
+
+def wish(name: str, now: int, wafs: dict[int, float], *, hurt: bool = False) -> Wish:
+    return Wish(task=int(name[1:]), name=name, now=now, hurt=hurt,
+                transition=Transition.alike(TRANSITION_S),
+                sizes=tuple(wafs), wafs=tuple(wafs.values()))
+
+
+def plans(d: Driver) -> list[PlanChosen]:
+    return [record.body for record in d.log if isinstance(record.body, PlanChosen)]
+
+
+@given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
+@settings(max_examples=200, deadline=None)
+def test_what_is_told_in_flop_is_what_the_planner_compared(
+        case: tuple[list[Wish], int], gain_min: float) -> None:
+    asked = asking(*case, gain_min=gain_min)
+    choice = planner.choose(asked)
+    objective = explain.objective_flop(asked, choice.plan.slots)
+    rows = planner.gains(asked)
+    whole = [math.fsum([waf_of(one, x) * asked.running_s, -explain.cost_flop(one, x)])
+             for one in asked.wishes for x in (0, *one.sizes) if x <= asked.num_slots]
+    gains = rows.gains[rows.sizes <= asked.num_slots].tolist()
+    # Integers on one scale: what one unit of it is comes from the largest of each.
+    unit = max((abs(flop / number) for flop, number in zip(whole, gains, strict=True)
+                if abs(number) > 1 << 40), default=0.0)
+    assert objective == pytest.approx(choice.plan.objective * unit, rel=1e-9,
+                                      abs=unit * 2 * len(asked.wishes)) or not unit
+    for other in choice.alternatives:
+        behind = objective - explain.objective_flop(asked, [x for _, x in other.slots])
+        close = 1e-9 * math.fsum(map(abs, whole)) + unit
+        if other.objective > choice.plan.objective:
+            assert behind <= close
+        else:
+            assert behind >= -close
+
+
+@given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
+@settings(max_examples=200, deadline=None)
+def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
+        case: tuple[list[Wish], int], gain_min: float) -> None:
+    """Against the best of all plans that leave them alone."""
+    asked = asking(*case, gain_min=gain_min)
+    choice = planner.choose(asked)
+    found = explain.paid_back_s(asked, choice)
+    rows = [(0, *one.sizes) if one.hurt or one.now not in one.sizes else (one.now,)
+            for one in asked.wishes]
+    steady = [slots for slots in itertools.product(*rows) if sum(slots) <= asked.num_slots]
+    plan = choice.plan.slots
+    if not steady or plan in steady:
+        assert found == 0
+        return
+
+    def earned(slots: tuple[int, ...]) -> float:
+        return math.fsum(waf_of(one, x)
+                         for one, x in zip(asked.wishes, slots, strict=True))
+
+    worth = {slots: explain.objective_flop(asked, slots) for slots in steady}
+    close = 1e-9 * max(map(abs, worth.values()), default=0.0)
+    most = max(worth.values())
+    right = [cost / gain if cost > 0 < gain else 0.0
+             for slots in steady if worth[slots] >= most - close
+             for cost in [explain.transition_flop(asked, plan)
+                          - explain.transition_flop(asked, slots)]
+             for gain in [earned(plan) - earned(slots)]]
+    assert any(found == pytest.approx(one, rel=1e-6, abs=1e-9) for one in right)
+    assert found <= asked.running_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("found", "num_slots", "back_s"), [
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 2, TRANSITION_S * 5 / 2),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
+def test_when_a_change_is_paid_back(found: list[Wish], num_slots: int, back_s: float) -> None:
+    """t1 stands and earns 5; with t2 they earn 2 more. Where there is room, or nothing else fits,
+    there is nothing to pay back."""
+    asked = asking(found, num_slots)
+    assert explain.paid_back_s(asked, planner.choose(asked)) == pytest.approx(back_s)
+
+
+def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
+    """Also where fairness gives some nothing, since not all have room."""
+    found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
+    for alpha in (0.0, 1.0, 2.0):
+        asked = replace(asking(found, 2), alpha=alpha)
+        assert explain.binding(asked, planner.choose(asked), {}) == ("slots", ())
+
+
+def test_a_share_of_nearly_all_is_a_number_too() -> None:
+    asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
+    choice = planner.choose(asked)
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    assert explain.why(asked, choice, others, "slots") == (
+        "t1 begins on 1: the runner-up is worth 100 % less")
+
+
+def test_what_gains_too_little_in_its_priority_is_told_as_that() -> None:
+    """In all it gains far more: the last priority counts where the first gains enough alone."""
+    first, last = wish("t1", 1, {1: 100.0, 2: 101.0}), wish("t2", 2, {1: 50.0, 2: 1.0})
+    asked = asking([replace(first, priority=1), last], 3, gain_min=0.05)
+    choice = planner.choose(asked)
+    assert choice.plan.slots == (1, 2)
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    bound, _ = explain.binding(asked, choice, {})
+    assert bound == "gain_min"
+    assert explain.why(asked, choice, others, bound) == (
+        "no task moves: to change healthy tasks would gain less than the 5 % that gain_min asks "
+        "for, in the highest priority in which it gains")
+
+
+@pytest.mark.parametrize(("found", "num_slots", "gain_min", "bound", "whose"), [
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 2.0, 2: 3.0})], 3, 0.0, "slots", ()),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {2: 1.0})], 3, 0.0, "min", (2,)),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 2, {2: 3.0})], 6, 0.0, "max", (1, 2)),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t3", 1, {1: 2.0})], 6, 0.0, "max", (1,)),
+    ([wish("t3", 1, {1: 2.0})], 6, 0.0, "nothing", ()),
+    ([], 6, 0.0, "nothing", ()),
+    ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
+     "gain_min", (1, 2)),
+])
+def test_what_binds(found: list[Wish], num_slots: int, gain_min: float, bound: Binding,
+                    whose: tuple[int, ...]) -> None:
+    """t1 and t2 allow no more than their largest size; t3 would, and earns no more."""
+    asked = asking(found, num_slots, gain_min=gain_min)
+    most = {one.task: one.sizes[-1] + 4 * (one.name == "t3") for one in found}
+    assert explain.binding(asked, planner.choose(asked), most) == (bound, whose)
+
+
+@pytest.mark.parametrize(("found", "num_slots", "told"), [
+    ([wish("t1", 4, {2: 3.2, 3: 4.7, 4: 6.16}, hurt=True), wish("t2", 2, {1: 1.5, 2: 2.5})], 4,
+     "t1 4 -> 3, t2 2 -> 1: the runner-up is worth 0.65 % less"),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 2.0, 2: 3.0})], 3,
+     "no task moves: the runner-up is worth 14 % less"),
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}, hurt=True)], 2,
+     "t1 goes on with as many: the runner-up is worth 40 % less"),
+    ([wish("t1", 0, {2: 5.0}), wish("t2", 0, {2: 5.0})], 2,
+     "t1 begins on 2: the runner-up is worth as much, and a tie goes to the first task"),
+    ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4,
+     "no task moves: to change healthy tasks would gain 0.2 %, below the 0.5 % that gain_min asks "
+     "for"),
+    ([wish(f"t{i}", 1, {1: 1.0, 2: 9.0}) for i in range(1, 6)], 10,
+     "t1 1 -> 2, t2 1 -> 2, t3 1 -> 2 and 2 more: the runner-up is worth 18 % less"),
+    ([wish("t1", 2, {2: 5.0}), wish("t2", 0, {2: 5.00001})], 2,
+     "no task moves: the runner-up is worth under 0.001 % less: its changes cost more than they "
+     "earn"),
+    ([wish("t1", 2, {2: 5.0}), wish("t2", 0, {2: 50.0})], 2,
+     "t1 gives up its 2, t2 begins on 2: the runner-up (keep as it is) is worth 90 % less"),
+    ([], 4, "no task moves: there is nothing that could earn anything"),
+])
+def test_one_sentence_says_why(found: list[Wish], num_slots: int, told: str) -> None:
+    asked = asking(found, num_slots)
+    choice = planner.choose(asked)
+    objective = explain.objective_flop(asked, choice.plan.slots)
+    beaten = explain.beaten(asked, choice, objective)
+    bound, _ = explain.binding(asked, choice, {})
+    assert explain.why(asked, choice, beaten, bound) == told
+
+
+@pytest.mark.parametrize(("share", "words"), [
+    (0.0, "under 0.001 %"), (0.00021, "0.021 %"), (0.214, "21 %"), (0.994, "99 %"),
+    (0.995, "100 %"), (0.9999, "100 %"), (1.0, "100 %"), (3999.0, "399,900 %")])
+def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
+    assert alternative_names.percent(share) == words
+
+
+def test_the_sentence_and_the_row_tell_the_same_share() -> None:
+    """Of G, what the changes cost taken off: where a plan holds shortly that is another number."""
+    asked = PlanInput(wishes=(wish("t1", 4, {2: 4.0, 4: 9.0}, hurt=True),
+                              wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
+                      mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
+    choice = planner.choose(asked)
+    objective = explain.objective_flop(asked, choice.plan.slots)
+    others = explain.beaten(asked, choice, objective)
+    bound, _ = explain.binding(asked, choice, {})
+    nearest = max(others, key=lambda other: other.objective)
+    share = alternative_names.percent(nearest.behind_flop / objective)
+    assert share != alternative_names.percent(
+        nearest.behind_flop / (choice.plan.waf * asked.running_s)
+    )
+    assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
+    rows = plan_screen._beaten({
+        "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [
+            {"what": x.what, "waf": x.waf, "behind_flop": x.behind_flop} for x in others]})
+    assert f"({share})" in rows[2]
+
+
+def test_every_plan_in_the_log_is_explained() -> None:
+    d, alpha, beta = gives()
+    for plan in plans(d):
+        assert plan.why
+        assert plan.bound
+        assert plan.running_s == d.state.policy.mtbf_gpu_s / plan.num_slots
+        paid = math.fsum(x.waf_before * x.transition_s for x in plan.allocations)
+        assert plan.transition_flop == pytest.approx(paid)
+        assert plan.objective_flop == pytest.approx(plan.waf * plan.running_s - paid)
+        assert all(other.behind_flop >= 0 for other in plan.alternatives)
+    inputs = [plan.input for plan in plans(d)]
+    assert inputs == sorted(set(inputs))
+    last = plans(d)[-1]
+    assert [(x.task, x.transition_s > 0) for x in last.allocations] == [(alpha, True), (beta, True)]
+    assert (last.bound, last.bound_tasks) == ("slots", ())
+
+
+def test_the_most_that_a_task_allows_binds() -> None:
+    d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
+    d.tell("operator/w", r.TaskCancelRequested(task=beta))
+    d.obey(d.log[-6:])
+    assert (plans(d)[-1].bound, plans(d)[-1].bound_tasks) == ("max", (alpha,))
+
+
+def test_a_min_that_does_not_fit_binds() -> None:
+    d = Driver()
+    d.submit(train("alpha", 2.0, {3: 3e12}, slots={"min": 3, "max": 3}))
+    beta = d.submit(train("beta", 1.0, {2: 1e12}, slots={"min": 2, "max": 4}))
+    assert (plans(d)[-1].bound, plans(d)[-1].bound_tasks) == ("min", (beta,))

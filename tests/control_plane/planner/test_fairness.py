@@ -1,0 +1,296 @@
+"""Alpha-fairness: its arithmetic, the plans that it leads to, and what is told of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import wished
+from decider import Driver, at_rest, spec, task_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from next_event_inputs import holds
+from planner_cases import case
+from unicron.cli.screens import plan as plan_screen
+from unicron.control_plane.planner import (
+    alternative_names,
+    constraints,
+    explain,
+    objective,
+    pending,
+    planner,
+)
+from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.events.records import reports as r
+from unicron.events.spec.policy import ALPHAS, Policy
+from wished import rising, slots
+
+CLOSE_RATIO = 1e-9
+FAIR = (0.5, 1.0, 2.0)
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
+
+
+def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> Wish:
+    """`rates`: by slots, not weighed yet."""
+    weight = more.get("weight", 1.0)
+    return wished.wish(task, now, {x: weight * rate for x, rate in rates.items()}, **more)
+
+
+def linear(task: int, rate: float = 1.0, **more: Any) -> Wish:
+    return wish(task, more.pop("now", 0), {x: rate * x for x in range(1, 9)}, **more)
+
+
+def asking(wishes: list[Wish], num_slots: int, alpha: float, **more: Any) -> PlanInput:
+    return wished.asking(wishes, num_slots, alpha=alpha, **more)
+
+
+# --- the arithmetic -----------------------------------------------------------------------------
+@given(st.floats(1e-300, 1e300) | st.floats(0.5, 2.0))
+@settings(max_examples=2000, deadline=None)
+def test_the_logarithm_is_within_its_bound(value: float) -> None:
+    found = float(objective.logarithm(np.array([value]))[0])
+    assert abs(found - math.log(value)) <= 2.0**-50 * abs(math.log(value))
+
+
+def test_logarithms_of_powers_and_of_neighbours_of_one() -> None:
+    values = np.array([1.0, 2.0, 0.5, 2.0**-1000, np.nextafter(1.0, 2.0), np.nextafter(1.0, 0.0)])
+    found = objective.logarithm(values)
+    assert found[0] == 0.0
+    assert found[1] == -found[2] == math.log(2.0)
+    for value, one in zip(values.tolist(), found.tolist(), strict=True):
+        assert one == pytest.approx(math.log(value), rel=2.0**-50)
+
+
+@pytest.mark.parametrize("alpha", FAIR)
+def test_the_marginal_is_the_slope_of_the_utility(alpha: float) -> None:
+    rates = np.array([1e-3, 0.4, 0.999, 1.0])
+    step = 1e-6
+    slope = (objective.utility(rates * (1 + step), alpha) - objective.utility(rates, alpha)) / step
+    assert slope == pytest.approx(objective.marginal(rates, alpha), rel=1e-5)
+    none = np.array([0.0])
+    assert objective.utility(none, alpha) == objective.marginal(none, alpha) == 0.0
+
+
+def test_rates_are_taken_relative_to_the_largest() -> None:
+    found = objective.in_units(np.array([0.0, 3e15, 1e15, 1e-300])).tolist()
+    assert found[0] == 0.0
+    assert 0.5 <= found[1] < 1.0
+    assert found[2] == found[1] / 3
+    assert found[3] == 2.0**-objective.RATIO_BITS
+    assert objective.in_units(np.zeros(2)).tolist() == [0.0, 0.0]
+
+
+# --- what users expect --------------------------------------------------------------------------
+def test_equal_tasks_share_by_weight_and_the_more_equally_the_larger_alpha_is() -> None:
+    wishes = [linear(1), linear(2, weight=3.0)]
+    given_ = {alpha: slots(asking(wishes, 8, alpha)) for alpha in ALPHAS}
+    assert given_ == {0.0: (0, 8), 0.5: (1, 7), 1.0: (2, 6), 2.0: (3, 5)}
+    nine = {alpha: slots(asking([linear(1), linear(2, weight=9.0)], 8, alpha)) for alpha in FAIR}
+    assert nine == {0.5: (0, 8), 1.0: (1, 7), 2.0: (2, 6)}
+
+
+def test_a_slower_task_has_as_much_by_alpha_1_and_more_by_alpha_2() -> None:
+    wishes = [linear(1, 9.0), linear(2)]
+    assert slots(asking(wishes, 8, 0.0)) == (8, 0)
+    assert slots(asking(wishes, 8, 0.5)) == (7, 1)
+    assert slots(asking(wishes, 8, 1.0)) == (4, 4)
+    assert slots(asking(wishes, 8, 2.0)) == (2, 6)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.0])
+def test_nobody_has_nothing_where_all_fit_and_else_the_heaviest_come_first(alpha: float) -> None:
+    wishes = [linear(1, 1e3, weight=5.0), linear(2, 1e-3), linear(3, weight=2.0),
+              wish(4, 0, {1: 0.0})]
+    assert all(slots(asking(wishes, 3, alpha))[:3])
+    asked = asking(wishes, 2, alpha)
+    assert slots(asked) == (1, 0, 1, 0)
+    assert constraints.short(asked, (1, 0, 1, 0)) == {2: 1}
+    assert constraints.starved(asked, (1, 0, 1, 0)) == (2,)
+    running = asking([replace(one, now=x) for one, x in zip(wishes, (0, 1, 1, 0), strict=True)], 2,
+                     alpha)
+    assert slots(running) == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("alpha", FAIR)
+def test_a_change_is_charged_with_what_it_costs_by_the_same_measure(alpha: float) -> None:
+    """It is worth while as soon as D U(T') - D U(T) exceeds d T^(1 - alpha)."""
+    def u(rate: float) -> float:
+        return 2 * math.sqrt(rate) if alpha == 0.5 else math.log(rate) if alpha == 1 else -1 / rate
+
+    gain, span_s = u(1.1) - u(1.0), 7.2e6 / 4
+    for times, x in ((0.999, 4), (1.001, 2)):
+        one = wish(1, 2, {2: 1.0, 4: 1.1}, transition_s=times * span_s * gain)
+        assert slots(asking([one], 4, alpha)) == (x,)
+
+
+@pytest.mark.parametrize("alpha", FAIR)
+def test_gain_min_is_the_share_by_which_each_would_have_to_run_faster(alpha: float) -> None:
+    wishes = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
+              wish(2, 2, {2: 1.0}, transition_s=0.0)]
+    for share, x in ((0.009, 4), (0.011, 2)):  # one of two alike runs 2 % faster
+        assert slots(asking(wishes, 6, alpha, gain_min=share)) == (x, 2)
+
+
+# --- held against every plan there is -----------------------------------------------------------
+@st.composite
+def inputs(draw: st.DrawFn) -> PlanInput:
+    wishes: list[Wish] = []
+    for task in range(1, draw(st.integers(1, 4)) + 1):
+        rates = rising(draw)
+        wishes.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
+                           hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
+                           transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
+                           priority=draw(st.sampled_from([0, 0, 1])),
+                           weight=draw(st.sampled_from([0.5, 1.0, 4.0]))))
+    return asking(wishes, draw(st.integers(0, 10)), draw(st.sampled_from(FAIR)),
+                  floor=draw(st.booleans()), gain_min=draw(st.sampled_from([0.0, 0.1])),
+                  moves_max=draw(st.none() | st.integers(0, 2)))
+
+
+def worth(one: Wish, x: int, asked: PlanInput) -> float:
+    """D w U(T) - d w T(now)^(1 - alpha), by the libraries' own functions."""
+    alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
+    made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
+    lost = charged_s(one, x) * had**(1 - alpha) if had else 0.0
+    return one.weight * (asked.running_s * made - lost)
+
+
+@given(inputs())
+@settings(max_examples=400, deadline=None)
+def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
+    wishes, least = asked.wishes, constraints.given(asked)
+    priorities = sorted({one.priority for one in wishes}, reverse=True)
+    found: list[tuple[int, list[float], tuple[int, ...]]] = []
+    for plan in itertools.product(*[(0, *one.sizes) for one in wishes]):
+        pairs = list(zip(wishes, plan, strict=True))
+        if sum(plan) > asked.num_slots or any(x < y for x, y in zip(plan, least, strict=True)):
+            continue
+        if asked.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
+                                    zip(pairs, least, strict=True)):
+            continue
+        found.append((sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs),
+                      [math.fsum(worth(w, x, asked) for w, x in pairs if w.priority == one)
+                       for one in priorities], plan))
+    fewest = min(moves for moves, _, _ in found)
+    most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
+    may = [one for one in found if one[0] <= most]
+    chosen = slots(asked)
+    ours = next((value for _, value, plan in may if plan == chosen), None)
+    assert ours is not None, "it is among them"
+    size = math.fsum(abs(worth(w, x, asked)) for w in wishes for x in (0, *w.sizes)) + 1.0
+    size += asked.running_s * math.fsum(w.weight for w in wishes) * 50
+
+    def alike(one: list[float], other: list[float]) -> bool:
+        return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
+
+    best = max(value for _, value, _ in may)
+    steady = [value for moves, value, _ in may if moves == fewest]
+    kept = [value for _, value, plan in may if explain.leaves_healthy(asked, plan)]
+    may_be = [best] if not asked.gain_min else [best, max(steady), max(kept or steady)]
+    assert any(alike(ours, one) for one in may_be)
+
+
+@given(inputs(), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_what_is_foreseen_is_what_is_planned(asked: PlanInput, gpus_per_node: int) -> None:
+    holds(asked, gpus_per_node)
+
+
+@given(st.floats(1e-12, 1e12), inputs())
+@settings(max_examples=60, deadline=None)
+def test_the_unit_of_rates_does_not_matter(unit: float, asked: PlanInput) -> None:
+    """A power of two, so that nothing is rounded otherwise."""
+    times = 2.0 ** round(math.log2(unit))
+    scaled = replace(asked, wishes=tuple(
+        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in asked.wishes))
+    assert slots(scaled) == slots(asked)
+
+
+@pytest.mark.parametrize("alpha", FAIR)
+def test_large_clusters(alpha: float) -> None:
+    asked = replace(case(100, 4096, 3, gain_min=0.005), alpha=alpha)
+    choice = planner.choose(asked)
+    assert sum(choice.plan.slots) <= 4096
+    if alpha >= 1:
+        assert all(choice.plan.slots)
+    most = planner.choose(replace(asked, alpha=0.0)).plan
+    assert choice.plan.waf < most.waf
+
+
+# --- what is told -------------------------------------------------------------------------------
+def told(asked: PlanInput) -> tuple[planner.Choice, str]:
+    choice = planner.choose(asked)
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    return choice, explain.why(asked, choice, others, explain.binding(asked, choice, {})[0])
+
+
+def test_the_plan_says_what_it_costs_in_waf() -> None:
+    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
+    choice, why = told(asked)
+    by_what = {other.what: other for other in choice.alternatives}
+    most = by_what[alternative_names.ALPHALESS]
+    assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
+    assert (most.objective, most.behind_share) == (alternative_names.OTHERS_WAIT_NUM, 0.0)
+    assert choice.plan.waf == 4 * 9.0 + 4 * 6.0
+    assert why == ("t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by "
+                   "alpha-fairness 1; the best by WAF, without alpha, would earn 20 % more")
+    assert by_what["the next best"].behind_share == pytest.approx(math.log(16 / 15) / 2)
+    assert explain.paid_back_s(asked, choice) == 0.0
+    assert pending.prices(asked, choice.plan) == {}
+
+
+def test_without_alpha_nothing_of_it_is_told() -> None:
+    choice, why = told(asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0))
+    assert alternative_names.ALPHALESS not in [other.what for other in choice.alternatives]
+    assert not any(other.behind_share for other in choice.alternatives)
+    assert "alpha" not in why
+
+
+def test_a_plan_kept_by_gain_min_says_so_by_the_same_measure() -> None:
+    one = wish(1, 2, {2: 1.0, 4: 1.02})
+    asked = asking([one, wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
+    choice, why = told(asked)
+    assert choice.plan.slots == (2, 2)
+    assert why == ("no task moves: to change healthy tasks would gain 0.99 % by alpha-fairness 1, "
+                   "below the 50 % that gain_min asks for")
+
+
+def test_no_spare_is_kept_by_another_measure(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=Policy(alpha=0.5, hot_spare=True)))
+    d.running(spec())
+    assert d.state.plan is not None
+    assert d.state.plan.spare is None
+
+
+def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=Policy(alpha=1.0)))
+    table = {x: 1e12 * x for x in range(1, 7)}
+    first = d.running(spec(slots={"max": 6}, throughput=table))
+    assert len(task_of(d, first).target) == 6
+    second = d.submit(spec(name="heavy", weight=2.0, slots={"max": 6}, throughput=table))
+    plan = d.state.plan
+    assert plan is not None
+    assert [(x.task, x.slots) for x in plan.allocations] == [(first, 2), (second, 4)]
+    assert plan.alpha == 1.0
+    assert plan.waf == 2e12 + 2.0 * 4e12
+    assert plan.objective_flop == pytest.approx(plan.waf * plan.running_s - plan.transition_flop)
+    rows = plan_screen._beaten({
+        "waf": plan.waf, "alpha": plan.alpha, "objective_flop": plan.objective_flop,
+        "alternatives": [{"what": x.what, "objective": x.objective, "waf": x.waf,
+                          "behind_flop": x.behind_flop, "behind_share": x.behind_share}
+                         for x in plan.alternatives]})
+    page = "\n".join(rows)
+    assert "by alpha-fairness 1" in page
+    assert "the best by WAF, without alpha" in page
+    assert "others wait" in page

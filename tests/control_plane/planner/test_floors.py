@@ -1,0 +1,283 @@
+"""Floors: no task is starved where all floors fit, and else they are given in order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from decider import Driver, at_rest, spec, task_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from planner_cases import case
+from unicron.control_plane.planner import alternative_names, constraints, explain, pending, planner
+from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.planner.solver import knapsack
+from unicron.events.records import reports as r
+from unicron.events.spec.policy import Policy
+from wished import asking, rising, slots, wish
+
+CLOSE_RATIO = 1e-9
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
+
+
+# --- one by one ---------------------------------------------------------------------------------
+def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
+    wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
+    assert slots(asking(wishes, 3)) == (3, 0)
+    asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
+    choice = planner.choose(asked)
+    assert choice.plan.slots == (1, 2)
+    told = {other.what: other for other in choice.alternatives}
+    assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
+    assert explain.binding(asked, choice, {}) == ("floor", (2,))
+    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
+
+
+def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
+    wishes = [wish(1, 0, {1: 9.0, 4: 90.0}), wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
+              wish(3, 0, {1: 0.0, 2: 0.0})]
+    assert slots(asking(wishes, 4)) == (4, 0, 0)
+    assert slots(asking(wishes, 4, floor=True)) == (1, 3, 0)
+    assert slots(asking(wishes, 6, floor=True)) == (4, 2, 0)
+
+
+def test_a_floor_that_costs_nothing_is_not_told() -> None:
+    asked = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
+    choice = planner.choose(asked)
+    assert alternative_names.FLOORLESS not in [other.what for other in choice.alternatives]
+    assert explain.binding(asked, choice, {})[0] == "nothing"
+
+
+@pytest.mark.parametrize(("num_slots", "given_"), [
+    (9, (2, 3, 4, 0)), (8, (0, 3, 4, 0)), (7, (0, 3, 4, 0)), (6, (2, 0, 4, 0)), (3, (0, 3, 0, 0)),
+    (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
+def test_where_not_all_fit_priority_then_weight_then_age_decide(
+        num_slots: int, given_: tuple[int, ...]) -> None:
+    """The third comes first by priority, the second by weight; who does not fit is passed over."""
+    wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
+              wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
+    asked = asking(wishes, num_slots)
+    assert constraints.given(asked) == given_
+    assert all(x >= floor for x, floor in zip(slots(asked), given_, strict=True))
+
+
+def test_who_has_no_room_for_its_own_floor_has_the_least_of_all() -> None:
+    wishes = [wish(1, 0, {1: 1.0, 4: 4.0}, floor=4), wish(2, 0, {1: 9.0, 3: 27.0}, floor=2)]
+    asked = asking(wishes, 4, floor=True)
+    assert constraints.given(asked) == (4, 0)
+    asked = replace(asked, wishes=(wishes[0], replace(wishes[1], priority=1)))
+    assert constraints.given(asked) == (1, 3)
+    assert constraints.short(asked, (1, 3)) == {1: 4}
+
+
+def test_a_quota_comes_before_floors() -> None:
+    wishes = [wish(task, 0, {2: 5.0, 4: 9.0}, floor=2, team="red") for task in (1, 2)]
+    asked = asking([*wishes, wish(3, 0, {1: 1.0, 2: 2.0}, floor=2)], 8, quotas=(("red", 3),))
+    assert constraints.given(asked) == (2, 0, 2)
+    assert slots(asked) == (2, 0, 2)
+    assert constraints.short(asked, (2, 0, 2)) == {2: 2}
+
+
+@pytest.mark.parametrize("more", [{}, {"moves_max": 0}, {"quotas": (("none", 0), ("all", 8))}])
+def test_a_floor_moves_as_few_healthy_tasks_as_it_takes(more: dict[str, Any]) -> None:
+    """A cluster is full, and one who must have a slot comes: one gives it, and the others change
+    for gain_min alone."""
+    wishes = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
+              wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
+              wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
+    new = wish(4, 0, {1: 0.1}, floor=1, team="all")
+    lots = asking(wishes, 8, gain_min=0.05, **more)
+    assert slots(lots) == (3, 3, 2)
+    asked = replace(lots, wishes=(*wishes, new))
+    choice = planner.choose(asked)
+    assert choice.plan.slots == (3, 2, 2, 1)
+    assert planner.choose(replace(asked, gain_min=0.0)).plan.objective >= choice.plan.objective
+    if not more:
+        assert slots(replace(asked, gain_min=0.0)) == (2, 2, 3, 1)
+
+
+def test_a_healthy_task_below_its_floor_grows_and_above_it_stays() -> None:
+    wishes = [wish(1, 1, {1: 10.0, 2: 10.1, 3: 10.2}, floor=2), wish(2, 3, {2: 20.0, 3: 30.0})]
+    assert slots(asking(wishes, 4, gain_min=0.1)) == (2, 2)
+    wishes = [replace(wishes[0], floor=1), wishes[1]]
+    assert slots(asking(wishes, 4, gain_min=0.1)) == (1, 3)
+
+
+def test_no_price_is_told_with_floors() -> None:
+    asked = asking([wish(1, 0, {2: 9.0}), wish(2, 0, {2: 5.0})], 2)
+    assert pending.prices(asked, planner.choose(asked).plan)
+    asked = replace(asked, floor=True)
+    assert not pending.prices(asked, planner.choose(asked).plan)
+
+
+# --- held against every plan there is -----------------------------------------------------------
+@st.composite
+def inputs(draw: st.DrawFn) -> PlanInput:
+    wishes: list[Wish] = []
+    for task in range(1, draw(st.integers(1, 4)) + 1):
+        wafs = rising(draw)
+        wishes.append(wish(task, draw(st.sampled_from([0, *wafs, 6])), wafs,
+                           hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
+                           team=draw(st.sampled_from(["", "red"])),
+                           priority=draw(st.sampled_from([0, 0, 1])),
+                           weight=draw(st.sampled_from([1.0, 2.0]))))
+    return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
+                  gain_min=draw(st.sampled_from([0.0, 0.1])),
+                  moves_max=draw(st.none() | st.integers(0, 2)),
+                  quotas=draw(st.just(()) | st.just((("red", 4),))))
+
+
+def by_hand(asked: PlanInput) -> list[int]:
+    """Whose floors there is room for, task by task."""
+    found: dict[int, int] = {}
+    used = {"": 0, "red": 0}
+    for one in sorted(asked.wishes, key=lambda one: (-one.priority, -one.weight, one.task)):
+        earning = [x for x in one.sizes if waf_of(one, x) > 0]
+        wanted = [min((x for x in earning if x >= one.floor), default=0)] if one.floor else []
+        wanted += [min(earning, default=0)] if asked.floor else []
+        room = asked.num_slots - sum(found.values())
+        if one.team == "red" and asked.quotas:
+            room = min(room, asked.quotas[0][1] - used["red"])
+        found[one.task] = next((x for x in wanted if 0 < x <= room), 0)
+        used[one.team] += found[one.task]
+    return [found[one.task] for one in asked.wishes]
+
+
+@given(inputs())
+@settings(max_examples=400, deadline=None)
+def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) -> None:
+    """Or, where that gains too little, the best of those that change as few healthy tasks as can
+    be; in the order of priorities."""
+    wishes, least, quota = asked.wishes, by_hand(asked), dict(asked.quotas).get("red", 99)
+    priorities = sorted({one.priority for one in wishes}, reverse=True)
+    found: list[tuple[int, list[float], tuple[int, ...]]] = []
+    for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
+                                    for one, floor in zip(wishes, least, strict=True)]):
+        pairs = list(zip(wishes, plan, strict=True))
+        if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
+            continue
+        gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * charged_s(w, x)
+                  for w, x in pairs if w.priority == one] for one in priorities]
+        moves = sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs)
+        found.append((moves, [math.fsum(own) for own in gains], plan))
+    fewest = min(moves for moves, _, _ in found)
+    most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
+    may = [one for one in found if one[0] <= most]
+    best = max(worth for _, worth, _ in may)
+    chosen = slots(asked)
+    worth = next((worth for _, worth, plan in may if plan == chosen), None)
+    assert worth is not None, "it is among them"
+    size = math.fsum(waf_of(w, x) for w in wishes for x in w.sizes) * asked.running_s + 1.0
+
+    def alike(one: list[float], other: list[float]) -> bool:
+        return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
+
+    if not asked.gain_min:
+        assert alike(worth, best)
+        return
+    steady = [worth for moves, worth, plan in may if moves == fewest and all(
+        w.hurt or not w.now or x == w.now or w.now not in w.sizes or w.now < floor
+        for w, x, floor in zip(wishes, plan, least, strict=True))]
+    few = [worth for moves, worth, _ in may if moves == fewest]
+    assert any(alike(worth, one) for one in (best, max(steady or few), max(few)))
+
+
+@given(inputs())
+@settings(max_examples=200, deadline=None)
+def test_of_very_many_sizes_no_more_move_than_must(asked: PlanInput) -> None:
+    asked = replace(asked, moves_max=None, quotas=(), wishes=tuple(
+        replace(one, priority=0) for one in asked.wishes))
+    rows = planner.gains(asked)
+    moved = [row for row, one in enumerate(asked.wishes) if one.now and not one.hurt]
+    moves = np.isin(rows.row_of, moved) & (
+        rows.sizes != np.array([one.now for one in asked.wishes])[rows.row_of])
+    few = knapsack.best(replace(rows, gains=-moves.astype(np.int64)), asked.num_slots)
+    found = knapsack.best(rows.only(planner.kept(rows, moves, asked.num_slots)), asked.num_slots)
+    assert few is not None
+    assert found is not None
+    assert int(moves[rows.vector(found[0])].sum()) <= -few[1]
+
+
+@pytest.mark.parametrize("num_max", [0, planner.SIZES_NUM_MAX])
+def test_whom_it_costs_least_moves(num_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three could give the slots that the newcomer must have."""
+    monkeypatch.setattr(planner, "SIZES_NUM_MAX", num_max)
+    for cheap in (1, 2, 3):
+        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0})
+                  for task in (1, 2, 3)]
+        found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
+        assert found == (*(2 if task == cheap else 4 for task in (1, 2, 3)), 2)
+
+
+@pytest.mark.parametrize(("num_tasks", "num_gpus"), [(12, 256), (100, 4096)])
+def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: int) -> None:
+    asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
+    now = slots(replace(asked, gain_min=0.0))
+    settled = [replace(one, now=x, hurt=False) for one, x in zip(asked.wishes, now, strict=True)]
+    new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
+                  wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
+    full = replace(asked, num_slots=sum(now), wishes=(*settled, new))
+    choice = planner.choose(full)
+    assert choice.plan.slots[-1] >= 16
+    changed = [i for i, (x, y) in enumerate(zip(choice.plan.slots, now, strict=False)) if x != y]
+    assert len(changed) == 1, "one gives all that is asked for"
+    gains = planner.gains(full)
+    free = planner.choose(replace(full, gain_min=0.0)).plan.objective
+    assert choice.plan.objective <= free
+    assert choice.plan.objective == gains.sums(gains.vector(choice.plan.slots))[0]
+
+
+# --- in the cluster -----------------------------------------------------------------------------
+def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
+    first = d.running(spec(slots={"min": 1, "max": 6, "floor": 2}, throughput={
+        x: 1e12 * x for x in range(1, 7)}))
+    assert len(task_of(d, first).target) == 6
+    heavy = spec(name="heavy", weight=100.0, slots={"max": 6}, throughput={
+        x: 1e12 * x for x in range(1, 7)})
+    d.submit(heavy)
+    plan = d.state.plan
+    assert plan is not None
+    assert [x.slots for x in plan.allocations] == [2, 4]
+    assert (plan.bound, plan.bound_tasks, plan.short) == ("floor", (first,), ())
+
+
+def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"red": 1})))
+    d.running(spec(slots={"min": 4, "max": 6}))
+    beta = d.submit(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
+    plan = d.state.plan
+    assert plan is not None
+    assert plan.short == (beta,)
+    assert plan.why.endswith("; no room for the floor of beta")
+    assert task_of(d, beta).why == "there is no room for its floor beside those before it"
+    assert task_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"
+    gamma = task_of(d, d.submit(spec(name="gamma", team="red", slots={"min": 2, "max": 2})))
+    assert (gamma.why, gamma.needs) == ("the quota of team red is 1 slot",
+                                        "a quota of 2 slots, its floor")
+    d.tell("operator/x", r.TaskWeightSet(task=beta, weight=2.0))
+    assert len(task_of(d, beta).target) == 3, "the heavier floor comes first"
+
+
+def test_a_floor_that_its_quota_bars_needs_quota(d: Driver) -> None:
+    """One of four slots stays idle: slots are not what it needs."""
+    d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 2})))
+    first = d.running(spec(team="audio", slots={"min": 2, "max": 2}))
+    beta = d.submit(spec(name="beta", team="audio", weight=0.5, slots={"min": 1, "max": 1}))
+    assert task_of(d, beta).why == (
+        "its floor does not fit the quota of team audio, 2 slots, beside those before it")
+    assert task_of(d, beta).needs == "a larger quota, or a higher priority (a higher weight may do)"
+    d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 3})))
+    assert len(task_of(d, beta).target) == 1
+    assert len(task_of(d, first).target) == 2

@@ -1,0 +1,248 @@
+"""The knapsack is exact: brute force agrees on values, vectors, runners-up and ties."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import FAMILIES, degenerate
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
+from unicron.control_plane.planner.solver.candidates import rows_of
+from unicron.control_plane.planner.solver.knapsack import Solved
+
+Row = list[tuple[int, int]]
+Plan = tuple[tuple[int, ...], int]
+
+
+@st.composite
+def row(draw: st.DrawFn, most: int = 10) -> Row:
+    """Equal gains are frequent, and some rows have no 0."""
+    sizes = sorted(draw(st.sets(st.integers(0, most), min_size=1, max_size=5)))
+    if draw(st.integers(0, 4)):
+        sizes = sorted({0, *sizes})
+    large = draw(st.sampled_from([2, 10, 10**12]))
+    return [(size, draw(st.integers(-large, large))) for size in sizes]
+
+
+rows = st.lists(row(), max_size=5)
+capacities = st.integers(0, 20)
+
+
+def all_plans(found: list[Row], capacity: int) -> list[Plan]:
+    """Best first; of equal ones the one in which the first row takes most."""
+    every = [(tuple(size for size, _ in plan), sum(gain for _, gain in plan))
+             for plan in itertools.product(*found)]
+    return sorted((plan for plan in every if sum(plan[0]) <= capacity),
+                  key=lambda plan: (plan[1], plan[0]), reverse=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_cores() -> Iterator[None]:
+    """However small: here it is not plain dynamic programming that is tested."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
+        yield
+
+
+@given(rows, capacities)
+@settings(max_examples=500, deadline=None)
+def test_the_optimum_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
+    plans = all_plans(found, capacity)
+    assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(knapsack, "PLAIN_NUM_MAX", 1 << 14)
+        assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
+
+
+@given(rows, capacities, st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_runners_up_are_told_best_first(found: list[Row], capacity: int, num: int,
+                                        random: Random) -> None:
+    plans = all_plans(found, capacity)
+    solved = Solved.of(rows_of(found), capacity)
+    if solved is None:
+        assert not plans
+        return
+    chosen = random.choice(plans)[0]
+    best: dict[tuple[int, int], int] = {}
+    for slots, gain in plans:
+        for i, size in enumerate(slots):
+            if size != chosen[i]:
+                best.setdefault((i, size), gain)
+    told = list(solved.runners_up(chosen, num))
+    assert {(i, size): plan[1] for i, size, plan in told} == best
+    assert [plan[1] for _, _, plan in told] == sorted(best.values(), reverse=True)
+    assert all(plan in plans and plan[0][i] == size for i, size, plan in told)
+
+
+@given(rows, capacities)
+@settings(max_examples=200, deadline=None)
+def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
+    flat = rows_of(found)
+    before, after = (
+        dynamic_program.prefixes(flat, capacity),
+        dynamic_program.suffixes(flat, capacity),
+    )
+    for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
+        for table, part in ((before, found[:r]), (after, found[r:])):
+            plans = all_plans(part, j)
+            assert (int(table[r, j]) == plans[0][1]) if plans else (
+                table[r, j] <= dynamic_program.IMPOSSIBLE // 2)
+    if plans := all_plans(found, capacity):
+        assert tuple(dynamic_program.followed(flat, after, capacity)) == plans[0][0]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_larger_ones_agree_with_plain_dynamic_programming(seed: int) -> None:
+    """Concave, convex and linear rows: the bound is tight, loose, and tied everywhere."""
+    random = np.random.default_rng(seed)
+    num, capacity = 20, 400
+    found: list[Row] = []
+    for _ in range(num):
+        power = random.choice([0.7, 1.0, 1.4])
+        step, scale = int(random.choice([1, 4, 8])), float(random.choice([100.0, 1e6]))
+        found.append([(size, round(scale * size**power)) for size in range(0, 80, step)])
+    flat = rows_of(found)
+    after = dynamic_program.suffixes(flat, capacity)
+    assert knapsack.best(flat, capacity) == (
+        tuple(dynamic_program.followed(flat, after, capacity)), int(after[0, capacity]))
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> list[Row]:
+    """Rows that hardly differ: of a few kinds, linear, constant, or in steps; some pay to move."""
+    unit = draw(st.sampled_from([1, 1, 3, 8]))
+    rates = draw(st.sampled_from([[0], [7], [7, 7, 9], [3, 10**9], [-1, 0, 1]]))
+    shift = draw(st.sampled_from([0, 0, 1, 5]))
+    found: list[Row] = []
+    for _ in range(draw(st.integers(1, 7))):
+        sizes = draw(st.sampled_from([range(8), range(0, 13, 3), range(2), [0, 5], [0, 2, 5, 11],
+                                      [2, 3, 4], range(40), [0, 1, 2, 3, 10, 11, 12]]))
+        rate, stays = draw(st.sampled_from(rates)), draw(st.sampled_from(list(sizes)))
+        cost, bent = draw(st.sampled_from([0, 0, shift])), draw(st.sampled_from([0, 0, 0, 1]))
+        found.append([(unit * size, rate * unit * size - cost * (size != stays)
+                       - bent * (size % 3)) for size in sizes])
+    return found
+
+
+@given(alike(), st.integers(0, 300))
+@settings(max_examples=600, deadline=None)
+def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[Row],
+                                                                    capacity: int) -> None:
+    """Values, and of equal plans the one in which the first row takes most."""
+    flat = rows_of(found)
+    after = dynamic_program.suffixes(flat, capacity)
+    if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:
+        assert knapsack.best(flat, capacity) is None
+        return
+    slots = tuple(dynamic_program.followed(flat, after, capacity))
+    assert knapsack.best(flat, capacity) == (slots, int(after[0, capacity]))
+
+
+@given(alike(), st.integers(0, 120), st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_where_candidates_are_tied_runners_up_are_the_best(found: list[Row], capacity: int,
+                                                           num: int) -> None:
+    solved = Solved.of(flat := rows_of(found), capacity)
+    if solved is None:
+        return
+    chosen = flat.slots(solved.vector)
+    others = dynamic_program.Others(flat, capacity)
+    best = sorted(
+        (
+            value + gain
+            for i, row in enumerate(found)
+            for size, gain in row
+            if size != chosen[i]
+            and size <= capacity
+            and (value := others.without(i, capacity - size)[0]) > dynamic_program.IMPOSSIBLE // 2
+        ),
+        reverse=True,
+    )
+    told = list(itertools.islice(solved.runners_up(chosen, num), num))
+    assert [plan[1] for _, _, plan in told] == best[:num]
+    for i, size, (slots, gain) in told:
+        assert slots[i] == size != chosen[i]
+        assert sum(slots) <= capacity
+        assert gain == flat.sums(flat.vector(slots))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(family: str) -> None:
+    for seed in range(3):
+        asked = degenerate(family, 24, 768, seed)
+        flat = planner.gains(asked)
+        after = dynamic_program.suffixes(flat, asked.num_slots)
+        assert knapsack.best(flat, asked.num_slots) == (
+            tuple(dynamic_program.followed(flat, after, asked.num_slots)),
+            int(after[0, asked.num_slots]),
+        )
+
+
+def test_no_row_is_no_plan_to_make() -> None:
+    assert knapsack.best(rows_of([]), 5) == ((), 0)
+    assert knapsack.best(rows_of([[(6, 1)]]), 5) is None
+
+
+@pytest.mark.parametrize("size", [5, 1 << 40, 1 << 62])
+def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
+    """Nor does the unit of all others' sizes follow it."""
+    pairs = [(0, 0), (2, 4), (4, 6), (size, 100)]
+    solved = Solved.of(rows_of([pairs] * 3), 4)
+    assert solved is not None
+    assert (solved.gain, solved.rows.slots(solved.vector), solved.units_num) == (8, (2, 2, 0), 2)
+    told = [(row, x) for row, x, _ in solved.runners_up((2, 2, 0), 9)]
+    assert sorted(told) == sorted((row, x) for row, had in enumerate((2, 2, 0))
+                                  for x in (0, 2, 4) if x != had)
+
+
+def test_runners_up_look_at_no_state_from_which_the_rest_fits_not(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floors that leave three slots: so many can be had by anyone, however much each could lose."""
+    found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
+                                    for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
+    rows = rows_of(found)
+    solved = Solved.of(rows, 40 * 60 + 3)
+    assert solved is not None
+    sizes: list[int] = []
+    step = core.Sums._step
+
+    def counted(*args: Any) -> core.Table:
+        table = step(*args)
+        sizes.append(len(table.losses))
+        return table
+
+    monkeypatch.setattr(core.Sums, "_step", counted)
+    told = list(solved.runners_up(rows.slots(solved.vector), 3))
+    assert len(told) == 60 * 4 - 60
+    assert sizes
+    assert max(sizes) <= 4
+
+
+def test_a_first_plan_loads_nothing() -> None:
+    """Some of numpy's functions import numpy.ma when they are called first: tens of milliseconds,
+    more than the largest plan takes."""
+    found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent("""
+        import sys
+        from planner_cases import case
+        from unicron.control_plane import planner
+        asked = case(100, 4096)
+        before = set(sys.modules)
+        planner.choose(asked)
+        print(*sorted(set(sys.modules) - before))
+        """)], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert found.stdout.split() == []

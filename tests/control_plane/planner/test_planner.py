@@ -1,0 +1,274 @@
+"""The planner is exact: brute force agrees, ties are settled alike, and it says what it beat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from decider import spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from planner_problems import ALIKE, KINDS, TRANSITION_S, asking, wishes
+from unicron.control_plane.planner import pending, planner
+from unicron.control_plane.planner.problem import Wish, waf_of
+from unicron.control_plane.planner.solver import knapsack
+from unicron.control_plane.planner.solver.candidates import Rows
+from unicron.control_plane.throughput import table as throughput
+from unicron.control_plane.throughput.transition_cost import Transition
+from unicron.events.records.decisions import ThroughputSet
+
+
+def pairs(rows: Rows) -> list[list[tuple[int, int]]]:
+    """(size, gain) by row."""
+    flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
+    return [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
+
+
+def brute_force(rows: list[list[tuple[int, int]]],
+                num_slots: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(objective, slots) of every plan that fits, best first, ties by who comes first."""
+    plans = [(sum(gain for _, gain in plan), tuple(size for size, _ in plan))
+             for plan in itertools.product(*rows)
+             if sum(size for size, _ in plan) <= num_slots]
+    return sorted(plans, reverse=True)
+
+
+@given(wishes())
+@settings(max_examples=300, deadline=None)
+def test_the_best_is_the_best(case: tuple[list[Wish], int]) -> None:
+    found, num_slots = case
+    rows = planner.gains(asking(found, num_slots))
+    plans = brute_force(pairs(rows), num_slots)
+    assert knapsack.best(rows, num_slots) == (plans[0][1], plans[0][0])
+
+
+@given(wishes())
+@settings(max_examples=100, deadline=None)
+def test_sums_stay_exact_in_a_double(case: tuple[list[Wish], int]) -> None:
+    rows = planner.gains(asking(*case))
+    assert sum(max(abs(gain) for _, gain in row) for row in pairs(rows)) < 2**53
+
+
+def test_what_is_linear_in_slots_stays_linear_to_the_last_bit() -> None:
+    """Rates of which no multiple is exact: each slot of a task gains the same integer."""
+    found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
+             for task in range(1, 101)]
+    for row in pairs(planner.gains(asking(found, 4096))):
+        assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
+
+
+def test_a_size_that_earns_no_more_gains_no_more() -> None:
+    """A third of it for each slot is no integer."""
+    found = [_wish(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
+    for row in pairs(planner.gains(asking(found, 7))):
+        assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+def test_a_size_that_cannot_be_had_makes_no_other_too_small_to_count(alpha: float) -> None:
+    """Not even where it is what the task has: a node was lost."""
+    for now in (0, 3):
+        found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
+                 _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
+        assert planner.choose(replace(asking(found, 2), alpha=alpha)).plan.slots == (1, 1)
+
+
+@given(wishes())
+@settings(max_examples=200, deadline=None)
+def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
+    found, num_slots = case
+    choice = planner.choose(asking(found, num_slots))
+    assert sum(x.slots for x in choice.allocations) <= num_slots
+    for wish, given_ in zip(found, choice.allocations, strict=True):
+        assert given_.slots == 0 or given_.slots in wish.sizes
+        assert given_.waf == waf_of(wish, given_.slots)
+    assert choice.plan.waf == math.fsum(x.waf for x in choice.allocations)
+    assert all(tuple(x for _, x in other.slots) != choice.plan.slots
+               for other in choice.alternatives)
+
+
+def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False,
+          transition_s: float = TRANSITION_S) -> Wish:
+    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt,
+                transition=Transition.alike(transition_s), sizes=tuple(wafs),
+                wafs=tuple(wafs.values()))
+
+
+def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
+    return planner.choose(asking(found, num_slots))
+
+
+def test_an_unhurt_task_gives_a_slot() -> None:
+    """Four slots left of six: what one task loses by shrinking alone is told."""
+    alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, hurt=True)
+    beta = _wish(2, 2, {1: 1.5, 2: 2.5})
+    choice = _choose([alpha, beta], 4)
+    assert choice.plan.slots == (3, 1)
+    told = {other.what: other.slots for other in choice.alternatives}
+    assert told == {"shrink only the hurt (t1)": ((1, 2), (2, 2)),
+                    "the next best": ((1, 4), (2, 0))}
+    assert [other.waf for other in choice.alternatives] == [5.7, 6.16]
+
+
+def test_two_beaten_plans_are_told_where_there_are_two() -> None:
+    choice = _choose([_wish(1, 4, {2: 3.2, 4: 5.0}, hurt=True), _wish(2, 2, {2: 2.5})], 4)
+    assert choice.plan.slots == (2, 2)
+    assert [(x.what, x.slots, x.waf) for x in choice.alternatives] == [
+        ("the next best", ((1, 4), (2, 0)), 5.0),
+        ("the best with t1 on 0", ((1, 0), (2, 2)), 2.5)]
+
+
+def test_where_the_next_best_would_take_too_long_a_near_one_is_told_as_that(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_wish(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
+                             for size in range(1, 12)}) for task in range(1, 9)]
+    exact = {other.what: other for other in _choose(found, 40).alternatives}
+    monkeypatch.setattr(planner, "RUNNERS_WORK_NUM_MAX", 0)
+    choice = _choose(found, 40)
+    told = {other.what: other for other in choice.alternatives}
+    assert "the next best" in exact
+    assert "the next best" not in told
+    near = told[planner.NEAREST]
+    slots = tuple(x for _, x in near.slots)
+    assert sum(slots) <= 40
+    assert sum(x != y for x, y in zip(slots, choice.plan.slots, strict=True)) == 2
+    assert near.objective <= exact["the next best"].objective
+    assert near.objective == sum(dict(row)[x] for row, x in zip(
+        pairs(planner.gains(asking(found, 40))), slots, strict=True))
+
+
+def test_a_small_gain_changes_no_healthy_task() -> None:
+    choice = _choose([_wish(1, 2, {2: 100.0, 3: 100.4}), _wish(2, 2, {1: 50.0, 2: 50.1})], 4)
+    assert choice.plan.slots == (2, 2)
+    assert choice.alternatives[0].slots == ((1, 3), (2, 1))
+    assert choice.alternatives[0].waf > choice.plan.waf
+
+
+def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
+    """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
+    """
+    found = [_wish(1, 2, {2: 1e5}, hurt=True), _wish(2, 1, {1: 1.0, 2: 20.0})]
+    choice = planner.choose(asking(found, 4, mtbf_gpu_s=4.0))
+    assert choice.plan.objective < 0
+    assert choice.plan.slots == (2, 1)
+
+
+def test_equal_plans_go_to_the_first_task() -> None:
+    assert _choose([_wish(1, 0, {2: 5.0}), _wish(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
+
+
+def test_a_hundred_tasks_are_planned_at_once() -> None:
+    found = [_wish(task, 0, {size: size * (1.0 + task / 100) for size in range(8, 136, 8)})
+             for task in range(1, 101)]
+    choice = _choose(found, 1024)
+    assert sum(choice.plan.slots) == 1024
+
+
+def test_declared_sizes_in_between_earn_the_next_smaller() -> None:
+    table = throughput.table(7, spec(throughput={2: 10.0, 4: 30.0}))
+    assert table.origin == "declared"
+    assert dict(zip(table.sizes, table.rates_flops, strict=True)) == {
+        1: 0.0, 2: 10.0, 3: 10.0, 4: 30.0}
+    assert throughput.candidates(table, 0) == [(2, 10.0), (4, 30.0)]
+    assert throughput.candidates(table, 3) == [(2, 10.0), (3, 10.0), (4, 30.0)]
+
+
+def test_modelled_time_goes_by_the_fullest_rank() -> None:
+    table = throughput.table(7, spec(train={"iterations": 5, "output": "/o",
+                                            "batch": {"global": 10, "micro": 2}}))
+    assert table.origin == "modelled"
+    rates = dict(zip(table.sizes, table.rates_flops, strict=True))
+    assert rates[2] == rates[1] * 5 / 3
+    assert rates[3] == rates[4] == rates[1] * 5 / 2
+    assert [size for size, _ in throughput.candidates(table, 0)] == [1, 2, 3]
+
+
+def test_a_command_task_earns_by_slots() -> None:
+    table = throughput.table(7, spec(train=None, command=["true"]))
+    assert table.rates_flops[3] == 4 * table.rates_flops[0]
+
+
+def test_workers_may_idle() -> None:
+    table = ThroughputSet(task=1, origin="measured", sizes=(1, 2, 3), rates_flops=(4.0, 9.0, 7.0))
+    assert throughput.candidates(table, 3) == [(1, 4.0), (2, 9.0), (3, 9.0)]
+
+
+# --- what a task that waits would cost ----------------------------------------------------------
+@st.composite
+def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
+    """More wishes than slots, with rates that a weight can make up for."""
+    rate = st.floats(0.5, 50.0, allow_nan=False)
+    found: list[Wish] = []
+    for task in range(1, draw(st.integers(2, 4)) + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
+        wafs = [draw(rate) for _ in sizes]
+        found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
+                          hurt=draw(st.booleans()),
+                          transition=draw(st.sampled_from([ALIKE, KINDS])),
+                          sizes=tuple(sizes), wafs=tuple(wafs)))
+    return found, draw(st.integers(1, 8)), draw(st.sampled_from([0.0, 0.005, 0.2]))
+
+
+@given(crowded())
+@settings(max_examples=400, deadline=None)
+def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> None:
+    """Slightly above the price the next plan gives slots, slightly below it gives none."""
+    found, num_slots, gain_min = case
+    asked = asking(found, num_slots, gain_min=gain_min)
+    plan = planner.choose(asked).plan
+    after = [replace(wish, now=slots, hurt=False)
+             for wish, slots in zip(found, plan.slots, strict=True)]
+    told = pending.prices(asked, plan)
+    assert set(told) == {wish.task for wish, slots in zip(found, plan.slots, strict=True)
+                         if slots == 0 and min(wish.sizes) <= num_slots}
+    for task, price in told.items():
+        def slots_at(times: float, task: int = task) -> int:
+            wishes = [replace(wish, wafs=tuple(waf * times for waf in wish.wafs))
+                      if wish.task == task else wish for wish in after]
+            return planner.choose(asking(wishes, num_slots, gain_min=gain_min)
+                                  ).plan.slots[task - 1]
+
+        assert slots_at(price.times * (1 + 1e-6)) > 0
+        assert slots_at(price.times * (1 - 1e-6)) == 0
+        wafs = [math.fsum(waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
+                for _, slots in brute_force(pairs(planner.gains(asking(after, num_slots))),
+                                            num_slots) if slots[task - 1] > 0]
+        assert price.plan.waf == wafs[0], "the best in which it runs"
+        assert price.cost_waf == max(plan.waf - wafs[0], 0.0)
+
+
+def test_a_price_in_numbers() -> None:
+    """Without a threshold: what it costs is what its weight lacks."""
+    found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
+    asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
+    price = pending.prices(asked, planner.choose(asked).plan)[2]
+    assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
+    assert math.isclose(price.times, 10.0 / 8.0)
+
+
+def test_where_very_many_wait_the_first_of_them_are_told_a_price(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
+    asked = asking(found, 4)
+    plan = planner.choose(asked).plan
+    every = pending.prices(asked, plan)
+    assert list(every) == [2, 3, 4, 5]
+    monkeypatch.setattr(pending, "VECTORS_NUM_MAX", 2 * len(found) + 1)
+    assert pending.prices(asked, plan) == {i: every[i] for i in (2, 3)}
+
+
+def test_a_threshold_raises_the_price() -> None:
+    found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
+    assert _choose(found, 4).plan.slots == (4, 0), "0.01 of 30 is no reason to disturb anybody"
+    price = pending.prices(asking(found, 4), _choose(found, 4).plan)[2]
+    assert price.cost_waf == 0.0
+    assert price.times > 10.15 / 10.01
+
+
+def test_the_ideal_needs_no_change_and_counts_every_slot() -> None:
+    found = [_wish(1, 2, {2: 20.0, 4: 30.0}, hurt=True), _wish(2, 0, {2: 8.0})]
+    assert planner.ideal_waf(found, 6) == 38.0
+    assert planner.ideal_waf(found, 4) == 30.0
+    assert planner.ideal_waf([], 4) == 0.0

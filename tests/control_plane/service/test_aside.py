@@ -1,0 +1,66 @@
+"""Work aside: its result comes back, and nobody waits for it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+from unicron.control_plane.service.threads import aside
+from unicron.events.errors import UsageError
+
+ENDS = """
+import asyncio, threading, time
+from unicron.control_plane.service.threads import aside
+begun = threading.Event()
+
+def long():
+    begun.set()
+    time.sleep(3600)
+
+async def main():
+    task = asyncio.create_task(aside(long))
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait((task,))
+
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_it_runs_in_another_thread_and_tells_what_came_of_it() -> None:
+    def refuse() -> None:
+        raise UsageError("no", "a hint")
+
+    async def main() -> None:
+        assert await aside(threading.get_ident) != threading.get_ident()
+        with pytest.raises(UsageError, match="no"):
+            await aside(refuse)
+
+    asyncio.run(main())
+
+
+def test_a_process_ends_while_it_still_works() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True,
+                          timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("over\n", "")
+
+
+def test_what_comes_after_the_loop_is_closed_is_forgotten() -> None:
+    release, threads = threading.Event(), set(threading.enumerate())
+
+    async def main() -> None:
+        task = asyncio.create_task(aside(release.wait))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    asyncio.run(main())
+    release.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()

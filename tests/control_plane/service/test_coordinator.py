@@ -1,0 +1,376 @@
+"""The coordinator: a batch is decided and appended once, whatever the log does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinators import joined, told
+from simulated import virtual_time
+from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.state.cluster import state_hash
+from unicron.events.errors import Fenced, Unavailable
+from unicron.events.log import embedded_server
+from unicron.events.log.memory import MemoryLog, Outcome
+from unicron.events.log.port import Batch, LogPort
+from unicron.events.log.redis_streams import RedisLog
+from unicron.events.records.envelope import Record
+from unicron.events.records.reports import (
+    OrderRefused,
+    RankReady,
+    RankStarted,
+    TaskCancelRequested,
+    TaskSubmitted,
+)
+from unicron.events.spec import job as spec
+from unicron.events.spec.policy import Policy
+
+START_S = 1_700_000_000.0
+POLICY = Policy()
+ITERATIONS = {"iterations": 3, "output": "/out"}
+
+
+def job(name: str = "job", slots: int = 1) -> TaskSubmitted:
+    return TaskSubmitted(spec=spec.parse({
+        "apiVersion": spec.API_VERSION, "name": name, "slots": {"min": slots, "max": slots},
+        "train": ITERATIONS}))
+
+
+def virtual_clock() -> float:
+    return START_S + asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
+                  policy: Policy = POLICY) -> AsyncIterator[Coordinator]:
+    """A coordinator that leads; it is cancelled at the end, as a dying process would be."""
+    coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy)
+    task = asyncio.create_task(coordinator.run())
+    try:
+        await coordinator.settled()
+        yield coordinator
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def until(log: LogPort, *kinds: str, s_max: float = 60.0) -> list[Record]:
+    """The whole log, once it holds a record of each kind."""
+    deadline = asyncio.get_running_loop().time() + s_max
+    while True:
+        records = await log.read(after=0, num_max=10_000)
+        if set(kinds) <= {record.kind for record in records}:
+            return records
+        assert asyncio.get_running_loop().time() < deadline, f"{[r.kind for r in records]}"
+        await asyncio.sleep(0.01)
+
+
+def kinds(records: list[Record]) -> list[str]:
+    return [record.kind for record in records]
+
+
+def virtual(test: Callable[[MemoryLog], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test in virtual time, with a log in memory."""
+
+    def run() -> None:
+        async def main() -> None:
+            await test(MemoryLog(virtual_clock))
+
+        virtual_time.run(main())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@virtual
+async def test_an_empty_log_gets_its_policy(log: MemoryLog) -> None:
+    async with leading(log):
+        pass
+    assert kinds(await log.read(after=0, num_max=9)) == ["EpochStarted", "PolicySet"]
+
+
+@virtual
+async def test_the_leaders_policy_is_in_force_whatever_the_log_had(log: MemoryLog) -> None:
+    for nonce, silence_s in (("a", 7.0), ("b", 7.0), ("c", 9.0)):
+        async with leading(log, nonce, policy=Policy(silence_s_max=silence_s)) as leader:
+            assert (await leader.settled()).policy.silence_s_max == silence_s
+    async with leading(log, "d") as leader:
+        assert (await leader.settled()).policy == Policy()
+    assert kinds(await log.read(after=0, num_max=9)) == [
+        "EpochStarted", "PolicySet", "EpochStarted", "EpochStarted", "PolicySet",
+        "EpochStarted", "PolicySet"]
+
+
+@virtual
+async def test_a_write_is_answered_with_its_seq_and_written_once(log: MemoryLog) -> None:
+    async with leading(log, "a") as first:
+        seqs = await asyncio.gather(first.write("x", job()), first.write("x", job()))
+        assert seqs[0] == seqs[1] == 3
+        assert first.answer("x") == 3
+    async with leading(log, "b") as second:
+        assert await second.write("x", job()) == 3, "a new leader knows the answer too"
+    assert kinds(await log.read(after=0, num_max=99)).count("TaskSubmitted") == 1
+
+
+@virtual
+async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
+    async with leading(log):
+        await log.send([told(2, RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                            log_path=""))])
+        await log.send([told(1, joined()), told(1, joined())])
+        await until(log, "NodeJoined")
+        await asyncio.sleep(1.0)
+        assert await log.acked("n1/1") == 1, "report 2 came before its turn"
+        await log.send([told(2, RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                            log_path=""))])
+        records = await until(log, "RankStarted")
+    assert await log.acked("n1/1") == 2
+    assert [r.source_seq for r in records if r.source == "n1/1"] == [1, 2]
+
+
+@virtual
+async def test_a_rival_fences(log: MemoryLog) -> None:
+    first = Coordinator(log, clock=virtual_clock, nonce="a", code="test", policy=POLICY)
+    task = asyncio.create_task(first.run())
+    await first.settled()
+    async with leading(log, "b") as second:
+        with pytest.raises((Fenced, Unavailable)):
+            await first.write("x", job())
+        with pytest.raises(Fenced):
+            await task
+        assert not first.leading
+        assert await second.write("x", job()) > 0
+
+
+@pytest.mark.parametrize("outcome", ["lost", "applied", "unavailable"])
+def test_a_lost_reply_neither_loses_nor_doubles(outcome: Outcome) -> None:
+    async def main() -> None:
+        log = MemoryLog(virtual_clock)
+        async with leading(log) as leader:
+            left = [outcome, outcome, outcome]
+            log.fault = lambda call: left.pop() if call == "append" and left else "done"
+            await log.send([told(1, joined())])
+            seq = await leader.write("x", job())
+            records = await until(log, "StartRank")
+            assert records[seq - 1].kind == "TaskSubmitted"
+            assert kinds(records).count("TaskSubmitted") == kinds(records).count("NodeJoined") == 1
+            assert kinds(records).count("EpochStarted") == 1, "the epoch goes on"
+
+    virtual_time.run(main())
+
+
+@virtual
+async def test_an_unreachable_log_is_waited_for(log: MemoryLog) -> None:
+    async with leading(log) as leader:
+        log.fault = lambda call: "unavailable"
+        await asyncio.sleep(20.0)
+        with pytest.raises(Unavailable):
+            await leader.settled()
+        with pytest.raises(Unavailable):
+            await leader.write("x", job())
+        log.fault = lambda call: "done"
+        await asyncio.sleep(5.0)
+        assert await leader.write("x", job()) == 3
+
+
+@virtual
+async def test_nothing_is_shown_before_it_stands(log: MemoryLog) -> None:
+    async with leading(log) as leader:
+        append, held = log.append, asyncio.Event()
+
+        async def slow(*args: Any, **named: Any) -> None:
+            await held.wait()
+            await append(*args, **named)
+
+        log.append = slow  # type: ignore[method-assign]
+        write = asyncio.create_task(leader.write("x", job()))
+        await asyncio.sleep(1.0)
+        assert not write.done()
+        assert leader.seq == 2
+        view = asyncio.create_task(leader.settled())
+        await asyncio.sleep(1.0)
+        assert not view.done(), "the state was shown while an append was under way"
+        held.set()
+        assert await write == (await view).tasks[3].id == 3
+
+
+@virtual
+async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
+    """What lies in the intake when a deadline is due is heard before the clock is."""
+    async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
+        await log.send([told(1, joined())])
+        task = await leader.write("x", job())
+        take = log.take
+
+        async def deaf(*, after: str, num_max: int, wait_s: float) -> Batch:
+            if wait_s > 0:
+                await asyncio.sleep(8.0)
+                return Batch(reports=(), cursor=after)
+            return await take(after=after, num_max=num_max, wait_s=wait_s)
+
+        log.take = deaf  # type: ignore[method-assign]
+        await asyncio.sleep(20.0)
+        ready = RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
+                          state_bytes=1, iteration_flops=1.0, data_digest="")
+        await log.send([told(2, RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
+                                            log_path="")), told(3, ready)])
+        records = await until(log, "Reconfigure")
+        assert "DeadlineReached" not in kinds(records)
+
+
+@virtual
+async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
+    async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
+        await log.send([told(1, joined())])
+        await leader.write("x", job())
+        records = await until(log, "DeadlineReached")
+    reached = next(r for r in records if r.kind == "DeadlineReached")
+    ordered = next(r for r in records if r.kind == "StartRank")
+    assert 30.0 <= reached.at_s - ordered.at_s < 30.1
+    assert reached.source == "leader/a"
+
+
+@virtual
+async def test_time_goes_on_behind_a_faster_hosts_log(log: MemoryLog) -> None:
+    async with leading(log, "a", policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
+        await log.send([told(1, joined())])
+        await leader.write("x", job())
+    async with leading(log, "b", clock=lambda: virtual_clock() - 10_000.0):
+        records = await until(log, "DeadlineReached")
+    reached = next(r for r in records if r.kind == "DeadlineReached")
+    started = [r for r in records if r.kind == "EpochStarted"][-1]
+    assert 30.0 <= reached.at_s - started.at_s < 31.0
+
+
+@virtual
+async def test_silence_is_told_and_taken_back(log: MemoryLog) -> None:
+    async with leading(log):
+        await log.send([told(1, joined())])
+        for _ in range(20):
+            await log.beat("n1", 1)
+            await asyncio.sleep(1.0)
+        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
+        records = await until(log, "NodeSilenced")
+        silenced = next(r for r in records if r.kind == "NodeSilenced")
+        assert 24.0 < silenced.at_s - START_S < 27.0
+        await log.beat("n1", 1)
+        await until(log, "NodeHeard")
+
+
+@virtual
+async def test_a_new_leader_grants_a_full_lease(log: MemoryLog) -> None:
+    async with leading(log, "a"):
+        await log.send([told(1, joined())])
+        await log.beat("n1", 1)
+        await until(log, "NodeJoined")
+    await asyncio.sleep(100.0)
+    async with leading(log, "b"):
+        await asyncio.sleep(4.0)
+        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
+        await until(log, "NodeSilenced", s_max=3.0)
+
+
+@virtual
+async def test_a_deaf_leader_blames_nobody(log: MemoryLog) -> None:
+    async with leading(log):
+        await log.send([told(1, joined())])
+        await log.beat("n1", 1)
+        await asyncio.sleep(2.0)
+        log.fault = lambda call: "unavailable" if call in ("beats", "beat") else "done"
+        await asyncio.sleep(30.0)
+        log.fault = lambda call: "done"
+        await asyncio.sleep(3.0)
+        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
+
+
+@virtual
+async def test_followers_see_every_record_once(log: MemoryLog) -> None:
+    async with leading(log, "a") as first:
+        await first.write("x", job("one"))
+    seen: list[int] = []
+    async with leading(log, "b") as second:
+        async def follow() -> None:
+            async for page in second.follow(1):
+                seen.extend(record.seq for record in page)
+
+        following = asyncio.create_task(follow())
+        task = await second.write("y", job("two"))
+        await second.write("z", TaskCancelRequested(task=task))
+        await asyncio.sleep(1.0)
+        following.cancel()
+    assert seen == list(range(2, await log.last_seq() + 1))
+
+
+def real_clock() -> float:
+    return time.time()
+
+
+def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
+    async def main() -> None:
+        async with redis_log() as log, redis_log() as agent:
+            async with leading(log, "a", clock=real_clock) as leader:
+                await agent.send([told(1, joined())])
+                await until(agent, "NodeJoined", s_max=10.0)
+                spans: list[float] = []
+                for number in range(2, 22):
+                    began_s = time.perf_counter()
+                    await agent.send([told(number, RankStarted(
+                        task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))])
+                    while leader.seq < number + 2:
+                        await asyncio.sleep(0.0005)
+                    spans.append(time.perf_counter() - began_s)
+                # Woken by the report: a leader that waited its take out would need far longer.
+                assert sorted(spans)[10] < Limits().take_wait_s / 5, f"{spans}"
+                seq = await leader.write("x", job())
+                orders = await agent.orders("n1", after="0-0", wait_s=5.0)
+                assert [o.record.kind for o in orders] == ["StartRank"]
+                before = state_hash(await leader.settled())
+            async with leading(log, "b", clock=real_clock) as leader:
+                assert await leader.write("x", job()) == seq
+                assert state_hash(await leader.settled()) != before, "the epoch is in the state"
+                again = await agent.orders("n1", after=orders[-1].cursor, wait_s=5.0)
+                assert [o.record.seq for o in again] == [o.record.seq for o in orders]
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_real_server_dies_and_returns(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = embedded_server.start(tmp_path)
+        log = RedisLog(server.url, "dying")
+        try:
+            async with leading(log, clock=real_clock) as leader:
+                first = await leader.write("x", job())
+                server.stop(grace_s=5.0)
+                waiting = asyncio.create_task(leader.write("y", job()))
+                await asyncio.sleep(0.3)
+                assert not waiting.done()
+                server = embedded_server.start(tmp_path)
+                second = await waiting
+                records = await log.read(after=0, num_max=99)
+                assert [records[s - 1].kind for s in (first, second)] == ["TaskSubmitted"] * 2
+                assert kinds(records).count("TaskSubmitted") == 2
+        finally:
+            await log.close()
+            server.stop(grace_s=1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 40))
+
+
+@virtual
+async def test_a_stop_of_what_never_started_is_over_when_refused(log: MemoryLog) -> None:
+    async with leading(log, policy=Policy(silence_s_max=1e6)) as leader:
+        await log.send([told(1, joined())])
+        task = await leader.write("x", job())
+        await until(log, "StartRank")
+        await leader.write("y", TaskCancelRequested(task=task))
+        stop = next(r for r in await until(log, "StopRank") if r.kind == "StopRank")
+        await log.send([told(2, OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
+        records = await until(log, "TaskEnded")
+        assert kinds(records).count("StopRank") == 1
+        assert not (await leader.settled()).nodes["n1"].occupants

@@ -1,0 +1,204 @@
+"""The control plane's process: real server, real port, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.events.log.embedded_server import Server
+from unicron.events.log.redis_streams import RedisLog
+from unicron.events.records.envelope import Record
+from unicron.events.records.reports import PolicySet
+from unicron.events.spec.policy import Policy
+
+MAIN = """
+import json, sys, pathlib
+from unicron.control_plane import serve
+from unicron.events.errors import UsageError
+from unicron.events.spec.policy import Policy
+state, url, port, cluster, policy, *switches = sys.argv[1:]
+try:
+    sys.exit(serve.run(serve.Options(
+        state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
+        policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
+                      allow_inject="allow_inject" in switches))))
+except UsageError as error:
+    print(f"USAGE {error} | {error.hint}", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+class Running:
+    """One control plane process and its state folder."""
+
+    def __init__(self, process: subprocess.Popen[str], state: Path) -> None:
+        self.process, self.state = process, state
+
+    def note(self) -> dict[str, Any]:
+        """control_plane.json, once this process has written it."""
+        path, deadline = self.state / "control_plane.json", time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if path.exists():
+                found: dict[str, Any] = json.loads(path.read_text())
+                if found["pid"] == self.process.pid:
+                    return found
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no note; {self.words()}")
+
+    def health(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.note()["url"] + "/v1/health", timeout=5) as reply:
+            found: dict[str, Any] = json.loads(reply.read())
+            return found
+
+    def wait_leading(self) -> dict[str, Any]:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = self.health()
+            if found["leader"]:
+                return found
+            time.sleep(0.02)
+        raise AssertionError("it does not lead")
+
+    def end(self, limit_s: float = 20.0) -> int:
+        return self.process.wait(limit_s)
+
+    def words(self) -> str:
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.communicate(timeout=10)[1]
+
+
+@contextmanager
+def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
+                  policy: str = "", switches: tuple[str, ...] = (),
+                  **environment: str) -> Iterator[Running]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy, *switches],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    try:
+        yield Running(process, state)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def records(url: str, cluster: str) -> list[Record]:
+    async def read() -> list[Record]:
+        log = RedisLog(url, cluster)
+        try:
+            return list(await log.read(after=0, num_max=999))
+        finally:
+            await log.close()
+
+    return asyncio.run(read())
+
+
+def kinds(url: str, cluster: str) -> list[str]:
+    return [record.kind for record in records(url, cluster)]
+
+
+def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
+    with control_plane(tmp_path, server.url, cluster="serve-1") as first:
+        health = first.wait_leading()
+        assert (health["pid"], health["epoch"]) == (first.process.pid, 1)
+        note, token = first.note(), (tmp_path / "token").read_text().strip()
+        assert {"url", "pid", "start_time", "cluster"} <= set(note)
+        for name in ("token", "control_plane.json"):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        asked = urllib.request.Request(note["url"] + "/v1/state",
+                                       headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked, timeout=5) as reply:
+            assert json.loads(reply.read())["cluster"]["seq"] == 2
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 0
+        assert not (tmp_path / "control_plane.json").exists()
+    with control_plane(tmp_path, server.url, cluster="serve-1") as second:
+        assert second.wait_leading()["epoch"] == 2
+        assert (tmp_path / "token").read_text().strip() == token
+        second.process.send_signal(signal.SIGINT)
+        assert second.end() == 0
+
+
+def test_a_newer_one_fences_with_one_line(server: Server, tmp_path: Path) -> None:
+    with control_plane(tmp_path / "a", server.url, cluster="serve-2") as first:
+        first.wait_leading()
+        with control_plane(tmp_path / "b", server.url, cluster="serve-2") as second:
+            second.wait_leading()
+            note = first.note()
+            token = (tmp_path / "a" / "token").read_text().strip()
+            body = {"apiVersion": "unicron/v1", "name": "x", "command": ["true"]}
+            asked = urllib.request.Request(
+                note["url"] + "/v1/tasks", data=json.dumps(body).encode(),
+                headers={"Authorization": f"Bearer {token}"})
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(asked, timeout=5)
+            assert first.end() == 1
+            assert "fenced" in first.words()
+            assert second.process.poll() is None
+
+
+def test_a_taken_port_fences_nobody(server: Server, tmp_path: Path) -> None:
+    with control_plane(tmp_path / "a", server.url, cluster="serve-3") as first:
+        port = int(first.wait_leading() and first.note()["url"].rpartition(":")[2])
+        with control_plane(tmp_path / "b", server.url, port=port, cluster="serve-3") as second:
+            assert second.end() == 2
+            words = second.words()
+        assert f"USAGE cannot listen on 127.0.0.1:{port}: Address already in use |" in words
+        assert first.health()["leader"]
+        assert kinds(server.url, "serve-3").count("EpochStarted") == 1
+
+
+def test_an_unreachable_server_is_wrong_input(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with control_plane(tmp_path, f"redis://127.0.0.1:{port}/0") as process:
+            assert process.end() == 2
+            assert "USAGE the server cannot be reached" in process.words()
+
+
+def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
+    """Before: the record is not there. After: it is. The next leader goes on either way."""
+    for number, (environment, expected) in enumerate((
+        ({"UNICRON_CRASH_BEFORE_KIND": "EpochStarted"}, []),
+        ({"UNICRON_CRASH_AFTER_KIND": "EpochStarted:1"}, ["EpochStarted", "PolicySet"]),
+        ({"UNICRON_CRASH_BEFORE_SEQ": "2"}, []),
+        ({"UNICRON_CRASH_AFTER_SEQ": "2"}, ["EpochStarted", "PolicySet"]),
+    )):
+        cluster, state = f"serve-crash-{number}", tmp_path / str(number)
+        with control_plane(state, server.url, cluster=cluster, **environment) as doomed:
+            assert doomed.end() == -signal.SIGKILL
+        assert kinds(server.url, cluster) == expected
+        with control_plane(state, server.url, cluster=cluster) as next_one:
+            assert next_one.wait_leading()["seq"] >= 2
+            policies = kinds(server.url, cluster).count("PolicySet")
+            assert policies == 1, "every limit is in the log, once"
+
+
+def test_the_switches_are_the_policys_and_never_left_over(server: Server, tmp_path: Path) -> None:
+    limits = '{"silence_s_max": 7}'
+    for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):
+        with control_plane(tmp_path, server.url, cluster="serve-switches",
+                           policy=policy,
+                           switches=switches) as process:
+            process.wait_leading()
+    told = [record.body.policy for record in records(server.url, "serve-switches")
+            if isinstance(record.body, PolicySet)]
+    assert told == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]

@@ -1,0 +1,110 @@
+"""Capacity answers: curves that bend as they must, break-evens where two of them cross."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from unicron.cli.simulate import capacity as command
+from unicron.control_plane.simulation import capacity
+from unicron.control_plane.simulation.capacity import BreakEven, break_evens
+from unicron.events.errors import UsageError
+
+SCENARIO: dict[str, Any] = {
+    "apiVersion": "unicron/v1", "name": "small", "cluster": {"nodes": 6, "slots": 2},
+    "tasks": [{"name": name, "weight": weight, "slots": {"min": 2, "max": 12, "multiple_of": 2},
+               "throughput": {size: 1e12 * size ** 0.9 for size in range(2, 13)}}
+              for name, weight in (("heavy", 2.0), ("light", 1.0))],
+    "policies": {"unicron": {}, "spares": {}, "megatron": {}},
+    "trace": {"drawn": {"mtbf_gpu_h": 400, "repair": {"constant_s": 36000}}},
+    "horizon_s": 20 * 86400}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump({**SCENARIO, **changes}), encoding="utf-8")
+    return path
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float]:
+    return {(row["case"], row["system"], row["metric"]): row["value"]
+            for row in json.loads(capsys.readouterr().out)}
+
+
+def test_two_lines_break_even_where_they_cross() -> None:
+    curves = {"a": [(1.0, 0.0), (4.0, 2.0)], "b": [(1.0, 1.0), (4.0, 1.0)],
+              "c": [(1.0, 5.0), (4.0, 5.0)]}
+    assert break_evens(curves, geometric=False) == [BreakEven(2.5, "b", "a")]
+    assert break_evens(curves, geometric=True) == [BreakEven(pytest.approx(2.0), "b", "a")]
+
+
+def test_who_waits_for_nodes_loses_more_the_more_often_they_fail(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.mtbf(written(tmp_path), seeds=1, report=None, as_json=True)
+    told = rows(capsys)
+    for system in ("unicron", "megatron"):
+        curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"]
+                 for ratio in capacity.MTBF_RATIOS]
+        assert curve[0] < curve[3] < curve[-1] <= 1.0
+    assert all(told[f"mtbf-{400 * ratio:.6g}", "unicron", "share"]
+               > told[f"mtbf-{400 * ratio:.6g}", "megatron", "share"]
+               for ratio in capacity.MTBF_RATIOS)
+
+
+def test_a_spare_costs_its_node_and_saves_what_waits(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, trace={"drawn": {
+        "mtbf_gpu_h": 300, "causes": {"ECC errors": 1}, "repair": {"constant_s": 72000}}})
+    command.spares(path, most=5, seeds=1, report=tmp_path / "report", as_json=True)
+    told = rows(capsys)
+    curve = [told[f"spares-{num}", "spares", "share"] for num in range(6)]
+    assert max(curve) > curve[0], "some pay"
+    assert curve[5] < max(curve), "not all nodes do"
+    assert len({told[f"spares-{num}", "unicron", "share"] for num in range(6)}) == 1
+    assert (tmp_path / "report" / "spares.png").exists()
+    assert "<svg" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def test_more_weight_is_no_fewer_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.weights(written(tmp_path), task="light", seeds=1, report=None, as_json=True)
+    told = rows(capsys)
+    slots = [told[f"weights-{ratio:.6g}", "its slots, of all", "share"]
+             for ratio in capacity.WEIGHT_RATIOS]
+    assert slots == sorted(slots)
+    assert slots[0] < slots[-1]
+    # By an operator's own weights no others earn more, but for gain_min and transitions.
+    assert all(told[f"weights-{ratio:.6g}", "all by the old weights, times", "share"] < 1.01
+               for ratio in capacity.WEIGHT_RATIOS)
+
+
+def test_the_screens_are_narrow_and_say_what_to_type(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, horizon_s=3 * 86400)
+    command.mtbf(path, seeds=1, report=None, as_json=False)
+    command.spares(path, most=1, seeds=1, report=None, as_json=False)
+    command.weights(path, task="heavy", seeds=1, report=None, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("next")) <= 100
+    assert f"weights --task heavy --scenario {path} --report" in lines[-1]
+    assert sum(line.startswith("next") for line in lines) == 3
+
+
+@pytest.mark.parametrize(("what", "changes", "said"), [
+    ("mtbf", {"trace": "faults.csv"}, "trace: is a file"),
+    ("spares", {"policies": {"unicron": {}}}, "policies: has none that keeps spares"),
+    ("weights", {}, "--task: is 'nobody', which is no task")])
+def test_what_cannot_be_answered_is_one_line(
+        tmp_path: Path, what: str, changes: dict[str, Any], said: str) -> None:
+    (tmp_path / "faults.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
+    extra: dict[str, Any] = {"spares": {"most": 2}, "weights": {"task": "nobody"}}.get(what, {})
+    with pytest.raises(UsageError, match=said):
+        getattr(command, what)(written(tmp_path, **changes), seeds=1, report=None, as_json=True,
+                               **extra)
+
+
+def test_more_spares_than_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--most 6 leaves no node"):
+        command.spares(written(tmp_path), most=6, seeds=1, report=None, as_json=True)

@@ -1,0 +1,42 @@
+"""The page of disasters is of runs: every incident is in it, and its figures are those of today."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+_SPEC = importlib.util.spec_from_file_location(
+    "disasters", ROOT / "docs" / "reference" / "disasters.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+disasters = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(disasters)
+
+PAGE = disasters.PAGE.read_text(encoding="utf-8")
+NAMES = [name for name in (*disasters.NAMES, *disasters.MODERN) if name]
+# The others take some 30 s: `make disasters` plays them too.
+QUICK = [name for name in NAMES if not name.startswith("opt-") or name == "opt-2021-11-05-ecc"]
+
+
+def test_every_incident_and_every_scenario_is_in_it() -> None:
+    assert len(disasters.NAMES) == len(disasters.INCIDENTS.read_text().splitlines()) == 15
+    assert sorted(NAMES) == sorted(path.stem for path in disasters.SCENARIOS.glob("*.yaml"))
+    assert [*disasters.rows(PAGE)] == NAMES
+    text = PAGE.partition(disasters.END)[2]
+    assert all(f"`{name}`" in text for name in NAMES)
+
+
+def test_every_test_that_it_names_is_one() -> None:
+    named = re.findall(r"`(test_\w+)`", PAGE)
+    assert len(named) >= 8
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
+    assert all(f"def {name}(" in tests for name in named)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_figures_are_those_of_a_run(name: str) -> None:
+    assert disasters.rows(PAGE)[name] == disasters.row(name), "make disasters"

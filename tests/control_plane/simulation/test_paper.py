@@ -1,0 +1,142 @@
+"""The paper's evaluation: its traces and cases as told, its rows, and a page that needs nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.cli.simulate import compare
+from unicron.cli.simulate import paper_tables as command
+from unicron.control_plane.incidents.severity import TABLE
+from unicron.control_plane.simulation import paper_evaluation
+from unicron.control_plane.simulation.policies import POLICIES
+from unicron.control_plane.simulation.run import Run
+
+NUM_GPUS = 128
+
+
+@pytest.mark.parametrize(("name", "mtbf_gpu_h", "sev1_gpu_h"), [
+    ("trace-a", 4_001, 17_203), ("trace-b", 203, 827)])
+def test_traces_are_as_often_as_the_paper_tells(name: str, mtbf_gpu_h: int, sev1_gpu_h: int
+                                                ) -> None:
+    trace = paper_evaluation.TRACES[name]
+    for seed in range(1, 6):
+        faults = [one for one in paper_evaluation.happenings(trace, seed) if one.event == "fault"]
+        hard = [one for one in faults if TABLE[one.cause] == "SEV1"]
+        assert (len(hard), len(faults) - len(hard)) == (trace.num_sev1, trace.num_others)
+        gpu_h = NUM_GPUS * trace.horizon_s / 3600
+        assert gpu_h / len(faults) == pytest.approx(mtbf_gpu_h, rel=0.001)
+        assert gpu_h / len(hard) == pytest.approx(sev1_gpu_h, rel=0.001)
+    assert (
+        paper_evaluation.happenings(trace, 1)
+        == paper_evaluation.happenings(trace, 1)
+        != paper_evaluation.happenings(trace, 2)
+    )
+
+
+def test_nobody_fails_who_is_away() -> None:
+    for trace in paper_evaluation.TRACES.values():
+        away: set[str] = set()
+        for one in paper_evaluation.happenings(trace, 3):
+            if one.event == "repaired":
+                away.remove(one.node)
+                continue
+            assert one.node not in away
+            if TABLE[one.cause] == "SEV1":
+                away.add(one.node)
+
+
+def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
+    """Brute force over whole nodes, and each task one at least, against what is earned on paper."""
+    parts = [part for part in paper_evaluation.of_cases() if part.system == paper_evaluation.OURS]
+    assert len(parts) == 5
+    for part in parts:
+        run = Run(part.ground, part.policy)
+        earned = run.play().earnings.total
+        best = [0.0] * (paper_evaluation.NODES_NUM + 1)
+        for number, spec in enumerate(part.ground.tasks):
+            wafs = [0.0, *(spec.weight * max(rate for size, rate in spec.throughput.items()
+                                             if size <= nodes)
+                           for nodes in range(1, paper_evaluation.NODES_NUM + 1))]
+            best = [max((best[nodes - mine] + wafs[mine] for mine in range(1, nodes + 1)
+                         if nodes - mine >= number), default=0.0)
+                    for nodes in range(paper_evaluation.NODES_NUM + 1)]
+        # A plan changes healthy tasks for half a per cent of what the cluster earns, no less.
+        assert (1 - 0.005) * best[-1] <= earned <= best[-1] * (1 + 1e-12)
+
+
+def test_the_papers_traces_go_by_their_names() -> None:
+    scenario, stages = compare.load(Path("trace-b"))
+    assert [*stages] == [*POLICIES]
+    assert scenario.horizon_s == 7 * 86400
+    assert stages["unicron"].ground.happenings == paper_evaluation.happenings(
+        paper_evaluation.TRACES["trace-b"], 1
+    )
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The whole command, with one seed: its report and its rows."""
+    folder = tmp_path_factory.mktemp("paper") / "report"
+    found = command.evaluate(1)
+    rows = command.rows_of(found)
+    from unicron.cli.simulate.paper_report import write
+
+    folder.mkdir()
+    write(folder, found, rows)
+    page = command.screen(found, rows, folder)
+    assert max(map(len, page)) <= 105
+    assert any("1.9 x" in line for line in page)
+    return folder, rows
+
+
+def test_rows_tell_each_policy_on_each_trace(played: tuple[Path, list[dict[str, Any]]]) -> None:
+    rows = played[1]
+    keys = {"case", "system", "metric", "value", "unit", "n", "least", "most"}
+    assert all(set(row) == keys for row in rows)
+    ratios = {(row["case"], row["system"]): row["value"] for row in rows
+              if row["metric"] == "waf_ratio"}
+    for case in paper_evaluation.TRACES:
+        assert ratios[case, "unicron"] == 1.0
+        assert all((case, system) in ratios for system in POLICIES)
+    # The paper has 1.2 and 1.9. What follows from drawn traces is not the same with every seed:
+    # docs/guides/paper.md.
+    assert ratios["trace-a", "megatron"] >= 1.2
+    assert ratios["trace-b", "megatron"] >= 1.7
+    assert (
+        min(ratios[case, system] for case in paper_evaluation.TRACES for system in POLICIES) >= 1.0
+    )
+    assert min(ratios[f"case-{number}", rule] for number in paper_evaluation.CASES
+               for rule in paper_evaluation.RULES) >= 1.0
+    told = json.loads((played[0] / "rows.json").read_text())
+    assert told == rows
+
+
+def test_what_was_lost_and_earned_is_the_whole(played: tuple[Path, list[dict[str, Any]]]) -> None:
+    told = {(row["case"], row["system"], row["metric"]): row["value"] for row in played[1]}
+    for case in paper_evaluation.TRACES:
+        for system in POLICIES:
+            lost = sum(value for (at, who, metric), value in told.items()
+                       if (at, who) == (case, system) and metric.startswith("lost_"))
+            assert told[case, system, "share_of_full"] + lost == pytest.approx(1.0)
+
+
+def test_the_page_needs_nothing_beside_it(played: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder = played[0]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    loaded = re.findall(r'(?:src|href|xlink:href)="([^"]*)"', page)
+    assert all(one.startswith("#") for one in loaded), loaded
+    assert "<link" not in page
+    assert "<script" not in page
+    assert "@import" not in page
+    assert page.count("<svg") == 6
+    twice = [name for name, num in Counter(re.findall(r' id="([^"]+)"', page)).items() if num > 1]
+    assert not twice
+    assert all(f'id="{one[1:]}"' in page for one in loaded)
+    for name in ("ratios", "waf-over-time", "losses", "cases", "transition", "sensitivity"):
+        assert (folder / f"{name}.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")

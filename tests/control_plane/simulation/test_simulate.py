@@ -1,0 +1,286 @@
+"""The simulator: what it earns and loses by hand, exactly; its logs verify; the same twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scenarios import DAY_S, DEVICE, EXAMPLE, HAPPENINGS, NODE, PROCESS, lost, plain
+from unicron.cli.simulate import compare as command
+from unicron.control_plane.decide.replay import verify
+from unicron.control_plane.simulation import policies, scenario
+from unicron.control_plane.simulation.run import Outcome, Run
+from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.events.errors import SpecError, UsageError
+from unicron.events.records.envelope import Record
+
+HANG = "task hang"
+
+
+def play(policy: str, happenings: list[Happening], data: dict[str, Any] | None = None,
+         log: list[Record] | None = None) -> Outcome:
+    given = scenario.parse(data or plain())
+    chosen = scenario.policy(given, policy)
+    return Run(scenario.ground(given, chosen, happenings), chosen,
+               log.append if log is not None else None).play()
+
+
+def full_waf(policy: str) -> float:
+    """Without a fault; a spare node earns nothing."""
+    costs = policies.POLICIES[policy].costs
+    return (8e12 - 2e12 * costs.num_spares) * costs.speed
+
+
+def test_a_week_without_a_fault_earns_all() -> None:
+    for policy in policies.POLICIES:
+        found = play(policy, [])
+        assert found.earnings.flop == pytest.approx(full_waf(policy) * 10 * DAY_S, rel=1e-12)
+        assert found.earnings.share == 1.0
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_who_waits_for_a_node_loses_its_repair_and_a_restart(num: int) -> None:
+    """One task, faults apart from each other, constant repair: the closed form of a restart."""
+    costs = policies.POLICIES["megatron"].costs
+    away_s, apart_s = 4 * 3600.0, 2 * DAY_S
+    happenings = [one for number in range(num) for at_s in [apart_s * (number + 1) + 700]
+                  for one in lost("n1", at_s, at_s + away_s)]
+    data = plain(limits={"quarantine_faults": 100})
+    found = play("megatron", happenings, data).earnings
+    stood_s = num * (away_s + costs.start_s)
+    assert sum(found.down_s.values()) == pytest.approx(stood_s)
+    again_flop = found.lost_flop["recomputed"]
+    assert 0 < again_flop < num * 8e12 * costs.checkpoint_s
+    assert found.flop == pytest.approx(8e12 * (10 * DAY_S - stood_s) - again_flop, rel=1e-12)
+
+
+def test_what_is_done_again_is_what_was_done_since_the_checkpoint() -> None:
+    """Two faults as far from each other as a restart and so many checkpoints and a half."""
+    costs = policies.POLICIES["megatron"].costs
+    away_s, half_s = 3600.0, costs.checkpoint_s / 2
+    second_s = DAY_S + away_s + costs.start_s + 20 * costs.checkpoint_s + half_s
+    first = lost("n1", DAY_S, DAY_S + away_s)
+    data = plain(limits={"quarantine_faults": 100})
+    one, two = (play("megatron", happenings, data).earnings.lost_flop["recomputed"]
+                for happenings in (first, first + lost("n1", second_s, second_s + away_s)))
+    assert two - one == pytest.approx(8e12 * half_s)
+
+
+def test_who_goes_on_without_a_node_loses_that_node_alone() -> None:
+    away_s = 4 * 3600.0
+    found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert found.lost_flop["waiting"] == 0
+    assert found.lost_flop["recomputed"] == 0
+    # A quarter of the cluster for as long as the node is away, until the newcomers are in.
+    costs = policies.POLICIES["unicron"].costs
+    assert found.lost_flop["sub-healthy"] == pytest.approx(
+        2e12 * (away_s + costs.start_s), rel=0.01)
+    assert sum(found.down_s.values()) < 10
+
+
+def test_a_spare_takes_over_and_the_job_that_shrinks_goes_on() -> None:
+    away_s, costs = 4 * 3600.0, policies.POLICIES["spares"].costs
+    found = play("spares", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert found.lost_flop["waiting"] == 0
+    # A process elsewhere ends with it, and the node counts as lost by these two.
+    assert sum(found.down_s.values()) == pytest.approx(
+        costs.until_told_s(NODE, 10.0) + costs.start_s, abs=1.0)
+    shrunk = play("shrink", lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert sum(shrunk.down_s.values()) < 15
+    assert shrunk.lost_flop["sub-healthy"] == pytest.approx(2e12 * away_s, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", ["requeue", "kubernetes", "megatron"])
+def test_no_free_nodes_means_waiting_for_ones_own(policy: str) -> None:
+    away_s = 4 * 3600
+    found = play(policy, lost("n1", DAY_S, DAY_S + away_s)).earnings
+    assert sum(found.down_s.values()) == pytest.approx(
+        away_s + policies.POLICIES[policy].costs.start_s, abs=1.0)
+
+
+@pytest.mark.parametrize("policy", policies.POLICIES)
+def test_a_process_that_dies_is_started_again(policy: str) -> None:
+    costs = policies.POLICIES[policy].costs
+    found = play(policy, [Happening(DAY_S, "n2", "fault", PROCESS)]).earnings
+    told_s = costs.until_told_s(PROCESS, 10.0)
+    assert found.down_s["detection"] == pytest.approx(told_s)
+    if not policies.POLICIES[policy].heals:
+        assert sum(found.down_s.values()) == pytest.approx(told_s + costs.start_s)
+
+
+@settings(deadline=None, max_examples=40)
+@given(HAPPENINGS, st.sampled_from([*policies.POLICIES]))
+@example([Happening(0.0, "n0", "left"), Happening(0.0, "n0", "repaired"),
+          Happening(0.0, "n0", "fault", NODE)], "requeue")
+def test_nothing_is_earned_twice_or_forgotten(happenings: list[Happening], policy: str) -> None:
+    """What was earned and what was lost to each cause is what the cluster could have earned."""
+    log: list[Record] = []
+    found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
+    full = full_waf(policy) * 10 * DAY_S
+    assert found.earnings.whole_flop == pytest.approx(full, rel=1e-9)
+    assert -1e-9 * full <= found.earnings.flop <= (1 + 1e-9) * 8e12 * 10 * DAY_S
+    assert [record.seq for record in log] == list(range(1, len(log) + 1))
+    if policy == "unicron":
+        assert verify(log).ok
+
+
+def test_the_same_scenario_gives_the_same_log() -> None:
+    _, stages = command.load(EXAMPLE)
+    logs: list[list[Record]] = [[], []]
+    for log in logs:
+        Run(stages["unicron"].ground, stages["unicron"].policy, log.append).play()
+    assert logs[0] == logs[1]
+
+
+def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=True)
+    told = json.loads(capsys.readouterr().out)["policies"]
+    assert [*told] == ["unicron", "shrink", "spares", "requeue", "megatron"]
+    assert told["unicron"]["accumulated_waf_flop"] > told["megatron"]["accumulated_waf_flop"]
+    assert told["unicron"]["waf_over_time"][0][0] == 0
+    assert told["unicron"]["ignored"] == 0
+    by_task = told["unicron"]["waf_flop_by_task"]
+    assert [*by_task] == ["large", "middle", "small"]
+    assert sum(by_task.values()) == pytest.approx(told["unicron"]["accumulated_waf_flop"])
+    command.simulate(EXAMPLE, log=None, as_json=False)
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100
+    assert "..." not in page, "nothing is cut"
+    assert "unicron simulate --scenario" in page
+    with pytest.raises(UsageError, match="exists"):
+        command.simulate(EXAMPLE, log=tmp_path / "a.log", as_json=False)
+
+
+def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> None:
+    """The second victim's end is told half an hour later than the first one's: by the order to
+    stop, the agent looks."""
+    second = Happening(DAY_S + 1000, "n3", "fault", PROCESS)
+    found = play("megatron", [Happening(DAY_S, "n2", "fault", PROCESS), second]).earnings
+    costs = policies.POLICIES["megatron"].costs
+    assert sum(found.down_s.values()) == pytest.approx(
+        costs.until_told_s(PROCESS, 10.0) + costs.start_s)
+
+
+def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() -> None:
+    given = scenario.parse(plain())
+    chosen = scenario.policy(given, "unicron")
+    run = Run(scenario.ground(given, chosen, lost("n1", DAY_S, 2 * DAY_S)), chosen)
+    run.play()
+    (task,) = run.engine.state.tasks.values()
+    stood_s = [one for lengths in task.stood_s.values() for one in lengths]
+    assert stood_s
+    assert max(stood_s) < 60
+
+
+def test_only_who_knows_quarantine_has_it() -> None:
+    happenings = [one for number in range(1, 5) for one in lost(
+        "n1", number * DAY_S, number * DAY_S + 600)]
+    for policy, has in (("unicron", True), ("megatron", False)):
+        log: list[Record] = []
+        play(policy, happenings, log=log)
+        assert any(one.kind == "NodeQuarantined" for one in log) == has
+
+
+def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
+    """One node that stays is enough; who loses all at once goes on from the checkpoint."""
+    costs, at_s = policies.POLICIES["unicron"].costs, DAY_S + 1000
+    every = [one for name in ("n0", "n1", "n2", "n3") for one in lost(name, at_s, at_s + 600)]
+    killed = [Happening(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]
+    data = plain(limits={"quarantine_faults": 100})
+    gone = play("unicron", sorted(every, key=lambda one: one.at_s), data).earnings
+    held = play("unicron", killed, data).earnings
+    # The state was saved when the horizon began.
+    assert gone.lost_flop["recomputed"] == pytest.approx(
+        8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10)
+    assert held.lost_flop["recomputed"] == pytest.approx(
+        8e12 * (at_s % costs.copy_s), abs=8e12 * 10)
+
+
+@pytest.mark.parametrize("policy", policies.POLICIES)
+def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
+    given = scenario.parse(plain(
+        cluster={"nodes": 6, "slots": 4}, tasks=[{
+            "name": "a", "params": 1e9, "slots": {"min": 8, "max": 24, "multiple_of": 4},
+            "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
+    chosen = scenario.policy(given, policy)
+    happenings = [
+        *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
+        Happening(3 * DAY_S, "n2", "fault", PROCESS), Happening(4 * DAY_S, "n3", "fault", HANG)]
+    device = [Happening(5 * DAY_S, "n0", "fault", DEVICE), Happening(5.5 * DAY_S, "n0", "repaired")]
+    few, whole, few_too, whole_too = (
+        Run(scenario.ground(given, chosen, told, condense=condense), chosen).play()
+        for told in (happenings, device) for condense in (True, False))
+    assert few.earnings.flop == pytest.approx(whole.earnings.flop, rel=1e-6)
+    # While a process starts again, those beside it are members: on paper they are one.
+    assert few.earnings.slot_s == pytest.approx(whole.earnings.slot_s, rel=1e-4)
+    for why, flop in whole.earnings.lost_flop.items():
+        assert few.earnings.lost_flop[why] == pytest.approx(flop, abs=1e-6 * whole.earnings.flop)
+    assert few.counts["StartRank"] <= whole.counts["StartRank"] / 3
+    # A device alone is out for a moment before all of its node is.
+    assert few_too.earnings.flop == pytest.approx(whole_too.earnings.flop, rel=1e-3)
+
+
+def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
+    for sizes, by, healing in (
+            ({"min": 8, "max": 32, "multiple_of": 8}, 4, 4), ({"min": 2, "max": 8}, 1, 1),
+            ({"min": 6, "max": 6}, 2, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4, 1),
+            ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4, 1)):
+        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, tasks=[{
+            "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
+        found = scenario.ground(given, scenario.policy(given, "megatron"))
+        assert found.grain == by, sizes
+        # Who heals is on two nodes where it may be, in part: that is not played on whole ones.
+        heals = scenario.ground(given, scenario.policy(given, "unicron"))
+        assert heals.grain == healing, sizes
+        assert found.slots["n0"] == 4 // by
+        assert found.limits.mtbf_gpu_s == 2000 * 3600 / by
+
+
+def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    heavy, light = ({"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
+                     "throughput": {size: 1e12 * size for size in range(1, 9)}}
+                    for name, weight in (("heavy", 2.0), ("light", 1.0)))
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
+    path = tmp_path / "two.yaml"
+    path.write_text(json.dumps(plain(tasks=[light, heavy], policies={"unicron": {}})))
+    command.simulate(path, log=None, as_json=False)
+    told = capsys.readouterr().out
+    assert "waits      light has no slots without a fault under unicron" in told
+    assert "heavy has" not in told
+
+
+def test_a_trace_that_is_all_after_the_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n1767225600,n1,left,\n")
+    (tmp_path / "late.yaml").write_text(json.dumps(plain()))
+    with pytest.raises(UsageError, match="all of it is after horizon_s"):
+        command.load(tmp_path / "late.yaml")
+
+
+def test_faults_after_the_end_are_counted(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "trace.csv").write_text(
+        "at_s,node,event,cause\n5,n1,fault,lost connection\n864000,n2,left,\n"
+        "864001,n3,fault,lost connection\n864002,n1,repaired,\n")
+    path = tmp_path / "long.yaml"
+    path.write_text(json.dumps(plain(policies={"unicron": {}})))
+    command.simulate(path, log=None, as_json=False)
+    assert "late       1 fault of the trace, after horizon_s, 864000: not played" in (
+        capsys.readouterr().out)
+    (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n864000,n1,left,\n")
+    command.simulate(path, log=None, as_json=False)
+    assert "\nlate" not in capsys.readouterr().out
+
+
+def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
+    for by, grain in ((4, 4), (2, 0)):
+        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, whole_nodes=True, tasks=[{
+            "name": "a", "slots": {"min": 4, "max": 12, "multiple_of": by},
+            "throughput": {4: 1e12, 12: 5e12}}]))
+        if grain:
+            assert scenario.ground(given, scenario.policy(given, "unicron")).grain == grain
+        else:
+            with pytest.raises(SpecError, match="whole_nodes: asks for sizes"):
+                scenario.ground(given, scenario.policy(given, "unicron"))

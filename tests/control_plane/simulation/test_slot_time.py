@@ -1,0 +1,55 @@
+"""All the time of all slots is accounted for, and none is in two places."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scenarios import DAY_S, HAPPENINGS, lost, plain
+from unicron.control_plane.simulation import policies, scenario
+from unicron.control_plane.simulation.cluster import SlotTime
+from unicron.control_plane.simulation.run import Outcome, Run
+from unicron.control_plane.simulation.trace.external_event import Happening
+
+
+class Checked(SlotTime):
+    """Which never has fewer than none: nothing trains on a slot where no process lives."""
+
+    def end(self, at_s: float) -> None:
+        assert at_s == self._since_s or min(self.now.values()) >= 0, self.now
+        super().end(at_s)
+
+
+def play(policy: str, happenings: list[Happening], tasks: int = 1) -> Outcome:
+    data = plain()
+    one = data["tasks"][0]
+    data["tasks"] = [one | {"name": f"task-{number}", "weight": 1.0 + number,
+                            "slots": {"min": 1, "max": 8 // tasks}} for number in range(tasks)]
+    asked = scenario.parse(data)
+    chosen = scenario.policy(asked, policy)
+    run = Run(scenario.ground(asked, chosen, happenings), chosen)
+    run.paper.slot_time = Checked()
+    run.account.does = run.paper.slot_time.does
+    return run.play()
+
+
+@settings(deadline=None, max_examples=60)
+@given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
+@example([Happening(0.0, "n0", "left"), Happening(5.0, "n0", "joined")], "unicron", 2)
+def test_all_of_it_and_nothing_twice(happenings: list[Happening], policy: str, tasks: int) -> None:
+    found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
+    assert sum(found.slot_s.values()) == pytest.approx(8 * 10 * DAY_S, rel=1e-12)
+    again_s = found.earnings.lost_slot_s["recomputed"]
+    assert found.slot_s["trained"] == pytest.approx(found.earnings.slot_s + again_s, rel=1e-9)
+
+
+def test_a_node_that_is_away() -> None:
+    """The others go on; when it is back its newcomers start beside them."""
+    away_s, start_s = 4 * 3600.0, policies.POLICIES["unicron"].costs.start_s
+    found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).slot_s
+    assert found["away"] == pytest.approx(2 * away_s)
+    assert found["idle"] == found["waiting"] == 0
+    assert found["transition"] == pytest.approx(2 * start_s, abs=8 * 4)
+    found = play("megatron", lost("n1", DAY_S, DAY_S + away_s)).slot_s
+    assert found["away"] == pytest.approx(2 * away_s)
+    assert found["idle"] == pytest.approx(6 * away_s, rel=1e-3)

@@ -1,0 +1,104 @@
+"""Traces in files: each form says the same, and what is none of them is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unicron.control_plane.incidents.severity import TABLE
+from unicron.control_plane.simulation.trace import trace_file
+from unicron.control_plane.simulation.trace.external_event import EVENTS, Happening
+from unicron.events.errors import UsageError
+
+CHURN = Path(__file__).parents[3] / "deploy" / "scenarios" / "aws_p3_churn.csv"
+HEAD = "at_s,node,event,cause\n"
+WITH_REPAIR = "at_s,node,event,cause,repair_s\n"
+
+
+def told(text: str) -> list[Happening]:
+    return trace_file.read(text, "t").happenings
+
+
+def test_each_form_says_the_same() -> None:
+    same = [Happening(1.5, "n1", "fault", "ECC errors"), Happening(61.5, "n1", "repaired"),
+            Happening(70.0, "n2", "left")]
+    assert told(HEAD + "70,n2,left,\n1.5,n1,fault,ECC errors\n61.5,n1,repaired,\n") == same
+    assert told("# of nobody\n" + WITH_REPAIR + "1.5,n1,fault,ECC errors,60\n\n70,n2,left,,\n"
+                ) == same
+    assert told('\ufeff{"at_s": 70, "node": "n2", "event": "left"}\n\n# a line of words\n'
+                '{"at_s": 1.5, "node": "n1", "event": "fault", "cause": "ECC errors", '
+                '"repair_s": 60}\n') == same
+
+
+@pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
+def test_causes_are_known_as_people_write_them(written: str) -> None:
+    assert told(f"{HEAD}1,n1,fault,{written}\n") == [Happening(1.0, "n1", "fault", "ECC errors")]
+
+
+def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
+    found = trace_file.read(CHURN.read_text(encoding="utf-8"), "churn")
+    assert found.nodes == tuple(f"node{number}" for number in range(1, 19))
+    num = {"joined": 177 - 18, "fault": 167}
+    assert {kind: sum(one.event == kind for one in found.happenings)
+            for kind in EVENTS} == {"repaired": 0, "left": 0} | num
+    assert {one.cause for one in found.happenings} == {"", "lost connection"}
+    assert found.happenings[-1] == Happening(40920.0, "node172", "fault", "lost connection")
+
+
+@settings(deadline=None)
+@given(st.lists(st.builds(
+    lambda at_ms, node, event, cause: Happening(
+        at_ms / 1000, node, EVENTS[event], cause if event == "fault" else ""),
+    st.integers(0, 10**12), st.text("ab-é, \"", min_size=1, max_size=5).filter(
+        lambda name: name == name.strip()),
+    st.sampled_from([*EVENTS]), st.sampled_from([*TABLE])), max_size=8))
+def test_what_is_printed_is_read_as_it_was(happenings: list[Happening]) -> None:
+    text = "\n".join(trace_file.written(happenings))
+    assert told(text) == sorted(happenings, key=lambda one: one.at_s)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "line 1: the header is missing"),
+    ("\n# nothing\n", "line 1: the header is missing"),
+    ("at_s,node,event\n", "line 1: the header is at_s,node,event"),
+    (HEAD + "1,n1,fault\n", "line 2: 3 columns"),
+    (HEAD + "\n# more\nsoon,n1,fault,ECC errors\n", "line 4: at_s is 'soon'"),
+    (HEAD + "-1,n1,fault,ECC errors\n", "line 2: at_s is -1"),
+    (HEAD + "nan,n1,fault,ECC errors\n", "line 2: at_s is nan"),
+    (HEAD + "1e400,n1,fault,ECC errors\n", "line 2: at_s is inf"),
+    (HEAD + "1,,left,\n", "line 2: '' names no node"),
+    (HEAD + "1,n\x1b[1m,left,\n", "line 2: 'n\\x1b[1m' names no node"),
+    (HEAD + f"1,{'n' * 300},left,\n", "line 2: 'nnn"),
+    (HEAD + "1,n1,died,\n", "line 2: event is 'died'"),
+    (HEAD + "1,n1,fault,gremlins\n", "line 2: cause is 'gremlins'"),
+    (HEAD + '1,"n1\n', "line 2: 2 columns"),
+    (HEAD + f"1,{'n' * 200_000},left,\n", "line 2: field larger than field limit"),
+    (WITH_REPAIR + "1,n1,fault,ECC errors,-5\n", "line 2: repair_s is -5"),
+    (WITH_REPAIR + "1,n1,fault,ECC errors,long\n", "line 2: repair_s is 'long'"),
+    (WITH_REPAIR + "1,n1,left,,5\n", "line 2: repair_s of what is no fault"),
+    ('{"at_s": 1}\n', "line 1: node: is missing"),
+    ('{"at_s": "1", "node": "a", "event": "left"}', "line 1: at_s: expected a number, got text"),
+    ('{"at_s": 1, "node": "a", "event": "left", "repair": 1}', "line 1: repair: is not a field"),
+    ('{"at_s": 1, "node": "a", "event": "left"}\n{"at_s"', "line 2: not JSON"),
+    ('{"at_s": NaN, "node": "a", "event": "left"}\n', "line 1: not JSON"),
+    ('{"at_s": 1e999, "node": "a", "event": "left"}', "line 1: "),
+    ('{"at_s": 1, "node": "\\ud800", "event": "left"}', "line 1: "),
+    ("0,add,a\n5,add,a\n", "line 2: add of a, which is there"),
+    ("0,add,a\n5,remove,b\n", "line 2: remove of b, which is not there"),
+    ("0,add,a\n5,left,a\n", "line 2: is 5,left,a"),
+    ("0,add,a\nsoon,remove,a\n", "line 2: time_ms is 'soon'"),
+    ("0,add,a\n-5,remove,a\n", "line 2: at_s is -0.005"),
+    ("0,add,a\x1b[1m\n", "line 1: 'a\\x1b[1m' names no node"),
+    ("at_s,\x1b[1m\n", "line 1: the header is 'at_s,\\x1b[1m'"),
+    ("5,add,a\n", "no node is there at time 0"),
+])
+def test_a_trace_that_is_none_is_one_line_and_a_hint(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        trace_file.read(text, "t.csv")
+    assert str(refused.value).startswith(f"t.csv: {said}")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+    assert refused.value.hint

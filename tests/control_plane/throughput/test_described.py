@@ -1,0 +1,168 @@
+"""A command that says what it trains: its throughput is modelled, declared points set the level."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, spec, task_of, the
+from described_jobs import KNOWN, job, submitted
+from http_site import serving
+from unicron.cli.history.history import History
+from unicron.cli.screens import task as task_screen
+from unicron.control_plane.api import requests
+from unicron.control_plane.api.view import view
+from unicron.control_plane.throughput import table as throughput
+from unicron.events.errors import SpecError
+from unicron.events.records import decisions
+from unicron.events.records import reports as r
+from unicron.events.spec.job import JobSpec, parse
+from unicron.events.spec.model import Modelled
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
+
+
+def test_what_is_submitted_brings_its_throughput() -> None:
+    body = submitted(job())
+    assert body.modelled is not None
+    assert body.modelled.sizes == (1, 2, 3, 4, 5, 6)
+    assert body.modelled.rates_flops[0] > 1e14, "a third of the peak, or more"
+    assert "DP 6, micro-batch 1, no recomputation; " in body.modelled.layouts[5]
+    plain = job()
+    del plain["model"]
+    assert submitted(plain).modelled is None
+
+
+def test_searching_ahead_is_what_submit_finds() -> None:
+    """The search is done in a thread, before; what it refuses is told there."""
+    requests.search(job({"hidden": 1024}))
+    with pytest.raises(SpecError, match=r"model\.hidden"):
+        requests.search(job({"hidden": 1000, "num_heads": 16}))
+
+
+@pytest.mark.parametrize(("model", "path"), [
+    ({"num_heads": 15}, "model.hidden: 2048 is not divisible by num_heads 15"),
+    ({"num_query_groups": 5}, "model.num_query_groups: 5 does not divide num_heads 16"),
+    ({"micro_batch": 5}, "model.global_batch: 24 is not a multiple of micro_batch 5"),
+    ({"top_k": 2}, "model.top_k: is for a mixture of experts"),
+    ({"num_experts": 2, "top_k": 3}, "model.top_k: 3 of 2 experts"),
+    ({"precision": "fp8"}, "model.precision: a A100-80 has no fp8"),
+    ({"gpu": "V100-32"}, "model.precision: a V100-32 has no bf16"),
+    ({"dropout": 1.0}, "model.dropout: must be in [0, 1)"),
+    ({"num_layers": 0}, "model.num_layers: must be at least 1"),
+    ({"gpu": "A100"}, "model.gpu: "), ({"layers": 3}, "model.layers: is not a field")])
+def test_what_is_wrong_with_a_model_is_said_in_one_line(model: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(job(model))
+    assert str(error.value).startswith(path)
+    assert error.value.hint
+
+
+def test_a_train_task_has_a_model_of_its_own() -> None:
+    with pytest.raises(SpecError, match="model: is of a command"):
+        parse(job(command=[], train={"iterations": 1, "output": "build/x"}))
+
+
+def test_modelled_declared_measured() -> None:
+    """The model alone; its shape through one point; points stand for themselves."""
+    plain = parse(job())
+    alone = throughput.table(7, plain, modelled=KNOWN)
+    assert (alone.origin, alone.sizes) == ("modelled", (1, 2, 4))
+    assert alone.rates_flops == (1e14, 1.9e14, 3.5e14)
+    one = throughput.table(7, parse(job(throughput={2: 1e14})), modelled=KNOWN)
+    assert one.origin == "declared"
+    assert one.rates_flops == pytest.approx((1e14 / 1.9, 1e14, 3.5e14 / 1.9))
+    two = throughput.table(7, parse(job(throughput={2: 1e14, 4: 1.2e14})), modelled=KNOWN)
+    assert two.rates_flops[1:] == (1e14, 1.2e14)
+    told = throughput.measured_table(7, plain, {4: 7e14}, KNOWN)
+    assert told.origin == "measured"
+    assert told.rates_flops == pytest.approx((2e14, 3.8e14, 7e14))
+
+
+def test_of_allowed_sizes_the_first_for_each_step() -> None:
+    """From 3 on there are 3 and 4; on 3 the task has what it has on 2."""
+    table = throughput.table(7, parse(job(slots={"min": 3, "max": 6})), modelled=KNOWN)
+    assert table.sizes == (3, 4)
+    assert table.rates_flops == (1.9e14, 3.5e14)
+
+
+def test_a_size_that_the_model_refuses_and_somebody_measured() -> None:
+    late = Modelled(sizes=(4,), rates_flops=(4e14,), layouts=("four",))
+    table = throughput.table(7, parse(job(throughput={2: 1e14})), modelled=late)
+    assert dict(zip(table.sizes, table.rates_flops, strict=True)) == {2: 1e14, 4: 0}
+
+
+def test_the_plan_follows_the_model(d: Driver) -> None:
+    begun = d.tell("operator/a", r.TaskSubmitted(spec=parse(job()), modelled=KNOWN))
+    task = begun[0].seq
+    assert the(decisions.ThroughputSet, begun).origin == "modelled"
+    assert len(task_of(d, task).target) == 4, "6 slots earn no more"
+    shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
+    assert shown["modelled_layout"] == "four"
+    told = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
+    assert "by model   four" in told
+    d.obey(begun)
+
+
+def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None:
+    """And tell nothing of what a slot is worth to tasks without a model."""
+    begun = d.tell("operator/a", r.TaskSubmitted(spec=spec(), modelled=KNOWN))
+    task = begun[0].seq
+    d.obey(begun)
+    d.progress(task)
+    new = d.progress(task, times_s=[0.25] * 21)
+    table = the(decisions.ThroughputSet, new)
+    assert table.origin == "measured"
+    assert dict(zip(table.sizes, table.rates_flops, strict=True)) == pytest.approx(
+        {1: 4e9 / 3.5, 2: 4e9 * 1.9 / 3.5, 4: 4e9})
+    assert d.state.slot_flops == 0
+
+
+def test_a_model_that_fits_nowhere_waits_and_says_why(d: Driver) -> None:
+    body = submitted(job({"num_layers": 96, "hidden": 12288, "num_heads": 96}))
+    begun = d.tell("operator/a", body)
+    waits = the(decisions.TaskWaiting, begun)
+    assert waits.why.startswith("no layout on at most 6 GPUs fits into 79.2 GiB: TP 2 x PP 3 x")
+    assert waits.needs == "a larger slots.max, or a smaller model"
+    assert "TaskPlaced" not in kinds(begun)
+
+
+def test_what_was_submitted_before_there_were_models_is_read() -> None:
+    old: JobSpec = parse({"apiVersion": "unicron/v1", "name": "x", "command": ["true"]})
+    assert old.model is None
+    assert r.TaskSubmitted(spec=old).modelled is None
+
+
+def test_over_http_the_search_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done beside the loop that answers; what the log gets is what it found."""
+    asked: list[bool] = []
+    search = requests.search
+
+    def watched(body: Any) -> None:
+        asked.append(threading.current_thread() is threading.main_thread())
+        search(body)
+
+    async def run() -> None:
+        async with serving() as site:
+            status, answer = await site.ask("POST", "/v1/tasks", job({"hidden": 512}))
+            assert status == 200
+            written = await site.log.read(after=answer["seq"] - 1, num_max=2)
+            bodies = [record.body for record in written]
+            assert isinstance(bodies[0], r.TaskSubmitted)
+            assert isinstance(bodies[1], decisions.ThroughputSet)
+            assert bodies[0].modelled is not None
+            assert bodies[0].modelled.rates_flops == bodies[1].rates_flops
+            refused = await site.refused(422, "POST", "/v1/tasks", job({"num_heads": 15}))
+            assert refused == "model.hidden: 2048 is not divisible by num_heads 15"
+
+    monkeypatch.setattr(requests, "search", watched)
+    asyncio.run(run())
+    assert asked == [False, False]

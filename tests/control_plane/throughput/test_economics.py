@@ -1,0 +1,333 @@
+"""What the plan charges is what was seen: how often it breaks, how long each change stood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from decider import Driver, at_rest, only, spec, task_of, the
+from msgspec.structs import replace
+from unicron.control_plane.api.view import view
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.state.cluster import ClusterState
+from unicron.control_plane.throughput import transition_cost
+from unicron.control_plane.throughput.transition_cost import Transition
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.spec.policy import Policy
+
+YEAR_S = 365 * 86400.0
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
+
+
+def set_policy(d: Driver, policy: Policy) -> None:
+    d.tell(f"leader/{d.state.nonce}", r.PolicySet(policy=policy))
+
+
+def planned_s(d: Driver) -> float:
+    """The time between two faults of one slot that a plan of now takes."""
+    task = d.state.tasks[min(d.state.tasks)]
+    d.tell("operator/weight", r.TaskWeightSet(task=task.id, weight=15.0 - task.weight))
+    assert d.state.plan is not None
+    return d.state.plan.running_s * d.state.plan.num_slots
+
+
+# --- faults -------------------------------------------------------------------------------------
+def test_a_young_cluster_keeps_the_prior(d: Driver) -> None:
+    task = d.running()
+    d.obey(d.exit(task, 2))
+    assert d.state.num_faults == 1
+    assert planned_s(d) == Policy().mtbf_gpu_s, "1 fault beside the prior's 10"
+
+
+def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
+    """As a Gamma prior: 10 faults at the prior's rate, and what was seen, over 10 and those."""
+    set_policy(d, Policy(calibrate_min=0.0, calibrate_iterations=0))
+    task, prior_s = d.running(), Policy().mtbf_gpu_s
+    observed_s = d.state.observed_slot_s
+    d.now_s += YEAR_S
+    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    assert math.isclose(d.state.observed_slot_s - observed_s, 4 * (YEAR_S + 0.01))
+    found_s = planned_s(d)
+    assert math.isclose(found_s, (10 * prior_s + d.state.observed_slot_s) / 10, rel_tol=1e-6)
+    for _ in range(3):
+        d.obey(d.exit(task, 2))
+        d.progress(task, 12)
+    now_s = planned_s(d)
+    assert math.isclose(now_s, (10 * prior_s + d.state.observed_slot_s) / 13, rel_tol=1e-6)
+    shown = view(d.state)["cluster"]
+    assert (shown["num_faults"], shown["mtbf_gpu_s"]) == (3, now_s)
+
+
+def test_a_time_without_end_of_an_old_policy_does_not_stand() -> None:
+    state = ClusterState()
+    state.mtbf_gpu_s = math.inf  # of mtbf_faults: 1e308, which files could once say
+    transition_cost.settle_mtbf(state)
+    assert state.mtbf_gpu_s == Policy().mtbf_gpu_s
+
+
+def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:
+    """Else every second would be another input of the plan; and a change of it is counted."""
+    d.running()
+    num = d.state.num_inputs
+    d.now_s += 1e6
+    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    assert (d.state.mtbf_gpu_s, d.state.num_inputs) == (Policy().mtbf_gpu_s, num)
+    d.now_s += 2e6
+    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    assert d.state.num_inputs == num + 1
+    assert planned_s(d) > 1.1 * Policy().mtbf_gpu_s
+
+
+def test_a_prior_of_no_weight_gives_way_to_the_first_fault(d: Driver) -> None:
+    set_policy(d, Policy(mtbf_faults=0.0))
+    task = d.running()
+    assert planned_s(d) == Policy().mtbf_gpu_s
+    d.now_s += 1000.0
+    d.obey(d.exit(task, 2))
+    assert math.isclose(planned_s(d), 4000.0, rel_tol=1e-2)
+
+
+def test_time_that_no_leader_watched_does_not_count(d: Driver) -> None:
+    d.running()
+    before_s = d.state.observed_slot_s
+    d.now_s += YEAR_S
+    d.epoch = 2
+    d.tell("leader/next", r.EpochStarted(nonce="next", code="1", heart=d.state.heart))
+    assert d.state.observed_slot_s == before_s
+
+
+def test_time_counts_for_what_runs(d: Driver) -> None:
+    d.now_s += YEAR_S
+    d.running()
+    assert d.state.observed_slot_s < 60.0
+
+
+def inject(d: Driver, fault: r.FaultRequested) -> None:
+    set_policy(d, Policy(allow_inject=True))
+    assert only(o.InjectFault, d.tell("operator/inject", fault))
+
+
+def test_what_was_broken_on_purpose_is_no_fault(d: Driver) -> None:
+    task = d.running()
+    inject(d, r.FaultRequested(what="rank", task=task, rank=2))
+    assert only(decisions.IncidentOpened, d.exit(task, 2))
+    d.obey(d.log[-6:])
+    d.progress(task, 12)
+    assert d.state.num_faults == 0
+    d.obey(d.exit(task, 2))
+    assert d.state.num_faults == 1, "nobody asked for this one"
+
+
+def test_a_node_killed_on_purpose_is_no_fault(d: Driver) -> None:
+    task = d.running()
+    inject(d, r.FaultRequested(what="node", node="n1"))
+    told = d.join("n1", incarnation=2)
+    assert only(decisions.IncidentOpened, told)
+    d.obey(told)
+    d.progress(task)
+    assert d.state.num_faults == 0
+
+
+def test_a_request_is_forgotten_when_nothing_came_of_it(d: Driver) -> None:
+    task = d.running()
+    inject(d, r.FaultRequested(what="rank", task=task, rank=2))
+    d.now_s += transition_cost.HARMED_S_MAX + 1
+    d.obey(d.exit(task, 2))
+    assert d.state.num_faults == 1
+
+
+def test_a_request_that_is_refused_excuses_nothing(d: Driver) -> None:
+    task = d.running()
+    d.tell("operator/inject", r.FaultRequested(what="rank", task=task, rank=2))
+    d.obey(d.exit(task, 2))
+    assert d.state.num_faults == 1
+
+
+def test_a_node_that_takes_two_tasks_with_it_is_one_fault() -> None:
+    d = Driver(nodes=1, slots=4)
+    small = {"min": 1, "max": 2}
+    for name in ("alpha", "beta"):
+        d.running(spec(name=name, slots=small))
+    told = d.join("n1", incarnation=2, slots=4)
+    assert len(only(decisions.IncidentOpened, told)) == 2
+    assert d.state.num_faults == 1
+
+
+def test_a_job_that_names_what_is_not_there_is_no_fault(d: Driver) -> None:
+    task = d.submit(spec())
+    d.tell("n1/1", r.RankErrored(task=task, rank=0, attempt=1, generation=0,
+                                    error="UsageError", text="no data", iteration=-1))
+    assert [x.status for x in d.state.incidents.values()] == ["wrong input"]
+    assert d.state.num_faults == 0
+    d.obey(d.log[-12:])
+
+
+# --- changes ------------------------------------------------------------------------------------
+def stands(d: Driver, task: int, num: int, *, pause_s: float = 5.0) -> None:
+    """A rank dies and comes back, `num` times; each time it costs `pause_s` to step again."""
+    for _ in range(num):
+        lost = d.exit(task, 2)
+        d.obey(lost, start=False)
+        d.now_s += pause_s
+        d.progress(task)
+        d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
+        d.progress(task, 12)
+
+
+def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
+    task = d.running()
+    d.progress(task, 12)
+    stands(d, task, 2)
+    assert transition_cost.transition(d.state, task_of(d, task)) == replace(
+        Transition.alike(10.0), reshape_s=Policy().reshape_s)
+    num = d.state.num_inputs
+    stands(d, task, 1, pause_s=500.0)
+    assert d.state.num_inputs > num
+    found = task_of(d, task).stood_s
+    assert set(found) == {"start", "same"}
+    assert [round(x) for x in found["same"]] == [5, 5, 500]
+    charged = transition_cost.transition(d.state, task_of(d, task))
+    assert 4.5 < charged.same_s < 5.5, "the median does not see the one that was slow"
+    assert charged.shrink_s == charged.grow_s == charged.stop_s == 10.0
+    assert view(d.state)["tasks"][0]["transition"]["same_s"] == charged.same_s
+
+
+def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver) -> None:
+    """What is told once a second, of iterations before the fault, was work."""
+    task = d.running()
+    d.progress(task, times_s=[0.2] * 30)
+    d.now_s += 0.8
+    lost = d.exit(task, 2)
+    d.obey(lost, start=False)
+    d.now_s += 1.0
+    d.progress(task, times_s=[0.2] * 4 + [0.3])
+    standing = task_of(d, task).standing
+    assert standing is not None
+    at_four = 5 * 0.2 * 4 / 3  # three of four do it
+    assert math.isclose(standing.stood_s, 1.8 - at_four, abs_tol=0.2)
+    d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
+    d.progress(task)
+
+
+def test_a_change_of_size_is_a_kind_of_its_own(d: Driver) -> None:
+    task = d.running()
+    d.progress(task, 30)
+    for _ in range(3):
+        for node in ("n2", "n3"):
+            d.obey(d.tell(f"operator/{len(d.log)}", r.NodeDrained(node=node)))
+        d.now_s += 3.0
+        d.progress(task, 2)
+        assert len(task_of(d, task).members) == 2
+        for node in ("n2", "n3"):
+            d.obey(d.tell(f"operator/{len(d.log)}", r.NodeUndrained(node=node)))
+        d.now_s += 8.0
+        d.progress(task, 2)
+        assert len(task_of(d, task).members) == 4
+    charged = transition_cost.transition(d.state, task_of(d, task))
+    assert 2.0 < charged.shrink_s < 3.5
+    assert 7.0 < charged.grow_s < 8.5
+    assert charged.stop_s == 10.0
+
+
+def test_leaving_costs_leaving_and_coming_back(d: Driver) -> None:
+    alpha = d.running(spec(slots={"min": 4, "max": 4}))
+    for _ in range(3):
+        for node in ("n2", "n3"):
+            d.obey(d.tell(f"operator/{len(d.log)}", r.NodeDrained(node=node)))
+        assert task_of(d, alpha).phase == "idle"
+        d.now_s += 1e4  # it waits, which is nothing that the change costs
+        new = d.tell(f"operator/{len(d.log)}", r.NodeUndrained(node="n2"))
+        new += d.tell(f"operator/{len(d.log)}", r.NodeUndrained(node="n3"))
+        d.now_s += 40.0
+        d.obey(new)
+        d.progress(alpha)
+    stood_s = task_of(d, alpha).stood_s
+    assert {kind: len(x) for kind, x in stood_s.items()} == {"start": 4, "stop": 3}
+    assert 39 < stood_s["start"][-1] < 41
+    charged = transition_cost.transition(d.state, task_of(d, alpha))
+    assert math.isclose(charged.stop_s, sorted(stood_s["stop"])[1]
+                        + math.fsum(sorted(stood_s["start"])[1:3]) / 2)
+
+
+def test_what_waits_for_a_person_says_nothing(d: Driver) -> None:
+    task = d.running()
+    d.progress(task, 12)
+    lost = d.exit(task, 2)
+    d.tell("operator/freeze", r.HealingFrozen(reason="look"))
+    d.obey(lost)
+    d.now_s += 5000.0
+    d.obey(d.tell("operator/unfreeze", r.HealingResumed()))
+    d.progress(task, 2)
+    assert task_of(d, task).standing is None
+    assert set(task_of(d, task).stood_s) == {"start"}
+
+
+def test_the_history_is_bounded(d: Driver) -> None:
+    task = d.running()
+    stands(d, task, transition_cost.NUM_STOOD_MAX + 3)
+    assert len(task_of(d, task).stood_s["same"]) == transition_cost.NUM_STOOD_MAX
+
+
+# --- what the planner does with it --------------------------------------------------------------
+def test_each_kind_of_change_is_charged_its_own_length() -> None:
+    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
+    wish = Wish(task=1, name="t1", now=2, hurt=True, transition=kinds, sizes=(1, 2, 3),
+                wafs=(64.0, 128.0, 192.0))
+    asked = PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
+    rows = planner.gains(asked)
+    unit = int(rows.gains[1]) // (64 * 32 - 2 * 128)
+    assert unit > 0
+    assert (rows.gains // unit).tolist() == [
+        -8 * 128, 64 * 32 - 2 * 128, 128 * 32 - 128, 192 * 32 - 4 * 128]
+    healthy = planner.gains(replace(asked, wishes=(replace(wish, hurt=False),)))
+    assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
+
+
+def test_a_task_that_is_dear_to_grow_is_left_and_another_grows() -> None:
+    def wish(task: int, grow_s: float) -> Wish:
+        kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
+        return Wish(task=task, name=f"t{task}", now=1, hurt=False, transition=kinds,
+                    sizes=(1, 2), wafs=(10.0, 16.0))
+
+    asked = PlanInput(wishes=(wish(1, 500.0), wish(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
+    assert planner.choose(asked).plan.slots == (1, 2)
+
+
+def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
+    d.submit(spec())
+    assert the(decisions.PlanChosen, d.log).running_s == Policy().mtbf_gpu_s / 6
+    d.obey(d.log[-6:])
+    d.progress(min(d.state.tasks))
+
+
+def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
+    """Of two slots as of one, each a whole replica; on three all of the state moves."""
+    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
+    wish = Wish(task=1, name="t1", now=2, hurt=True, transition=kinds, sizes=(1, 2, 3),
+                wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
+    assert [charged_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
+    assert [charged_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [8.0, 16.0, 16.0, 1.0]
+
+
+def test_what_is_told_of_a_change_is_what_is_charged() -> None:
+    kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
+    for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
+                              (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
+        wish = Wish(task=1, name="t1", now=now, hurt=hurt, transition=kinds, sizes=(1, 2, 3),
+                    wafs=(64.0, 128.0, 192.0), shapes=shapes)
+        rows = planner.gains(PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
+        told = [waf_of(wish, x) * 32
+                - waf_of(wish, now) * charged_s(wish, x)
+                for x in (0, 1, 2, 3)]
+        unit = int(rows.gains[3]) // int(told[3])
+        assert (rows.gains // unit).tolist() == told

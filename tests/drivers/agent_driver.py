@@ -1,0 +1,338 @@
+"""A small leader without a heart; agents, in this process or their own, whose ranks are real."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from unicron.events.errors import Ambiguous, Unavailable
+from unicron.events.log.port import LogPort
+from unicron.events.log.redis_streams import RedisLog
+from unicron.events.records.envelope import Record, Report
+from unicron.events.records.orders import Order, StartRank, StopRank
+from unicron.events.records.reports import NodeJoined, RankStarted, ReportsLost
+from unicron.events.records.types import Body, Slot
+from unicron.events.spec.job import JobSpec, parse
+from unicron.workers.agent.agent import Agent
+from unicron.workers.agent.delivery.spool import Spool
+from unicron.workers.agent.processes.launcher import Node
+from unicron.workers.host import linux
+
+LIMIT_S = 40.0
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+TOKEN = "a-token"
+AGENT = """
+import os, sys
+from pathlib import Path
+from unicron.events.errors import UsageError
+from unicron.workers.agent.health.custom_checks import Checks
+from unicron.workers.agent.main import Options, run
+url, state, token = sys.argv[1:]
+folder = os.environ.get("CHECKS")
+checks = Checks(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
+try:
+    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
+                         checks=checks)))
+except UsageError as error:
+    sys.exit(f"error: {error}; hint: {error.hint}")
+"""
+CHILD_OF_ITS_OWN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"],
+                         start_new_session=True)
+open(sys.argv[1], "w").write(f"{child.pid} ")
+time.sleep(120)
+"""
+"""A rank whose child has left its group; it writes the child's pid where it is told."""
+WAITS = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+"""A rank that ends when a file is there."""
+_numbers = itertools.count(1)
+
+RANK = '''
+"""A rank that speaks the real wire: answers what it is told, and acts on its spec's seed."""
+import os, signal, socket, sys, time
+from unicron.events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.records.reports import Quiesced, RankErrored, RankReady, TaskProgressed, NodeLeft
+from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
+
+link = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
+unpacker = Unpacker()
+order = None
+def say(body):
+    link.sendall(pack(Frame(body=body, at_s=1234.5)))
+while data := link.recv(65536):
+    for frame in unpacker.feed(data):
+        body = frame.body
+        print(type(body).__name__, frame.seq, frame.epoch, flush=True)
+        if isinstance(body, StartRank):
+            order = body
+            ids = dict(task=order.task, rank=order.rank, attempt=order.attempt)
+            say(RankReady(**ids, endpoint=os.environ["UNICRON_HOST"] + ":1", num_params=1,
+                          state_bytes=1, iteration_flops=1.0,
+                          data_digest=os.environ["OMP_NUM_THREADS"]))
+        elif isinstance(body, Quiesce):
+            say(Quiesced(**ids, generation=body.generation, step_version=0, micro_batches=(),
+                         buckets_reduced=0, num_buckets=1))
+        elif isinstance(body, Resume):
+            seed = order.spec.train.seed
+            if seed == 1:      # says much, then dies at once
+                for i in range(500):
+                    say(TaskProgressed(task=order.task, generation=1, first_iteration=i,
+                                       losses=(1.0,), step_s=(1.0,), rate_flops=1.0,
+                                       micro_batches=1))
+                say(RankErrored(**ids, generation=1, iteration=500, error="E", text="last words"))
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif seed == 2:    # says what is not a rank's to say
+                say(NodeLeft(node="n1", incarnation=1, reason="no"))
+                time.sleep(60)
+            elif seed == 3:
+                link.sendall(b"\\xff" * 100)
+                time.sleep(60)
+'''
+
+
+class Leader:
+    """Takes reports into the log in the order of their sources, and gives orders. No heart."""
+
+    def __init__(self, log: LogPort) -> None:
+        self.log = log
+        self.records: list[Record] = []
+        self.epoch = 0
+        self._last: dict[str, int] = {}
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """For ever; after any doubt, the log is read again."""
+        cursor = "0-0"
+        while True:
+            try:
+                if not self.epoch:
+                    epoch = await self.log.start_epoch("test")
+                    self.records = await self.log.read(after=0, num_max=100_000)
+                    self._last = {r.source: r.source_seq for r in self.records}
+                    cursor, self.epoch = await self.log.cursor(), epoch
+                batch = await self.log.take(after=cursor, num_max=100, wait_s=0.2)
+                for report in batch.reports:
+                    await self._take(report)
+                cursor = batch.cursor
+            except (Unavailable, Ambiguous):
+                self.epoch = 0
+                await asyncio.sleep(0.05)
+
+    async def _take(self, report: Report) -> None:
+        last = self._last.get(report.source, 0)
+        lost = isinstance(report.body, ReportsLost) and report.source_seq > last
+        if report.source_seq == last + 1 or lost:
+            await self._append(report.body, report.source, report.source_seq, report.occurred_s)
+            self._last[report.source] = report.source_seq
+
+    async def _append(self, body: Body, source: str, source_seq: int,
+                      occurred_s: float) -> Record:
+        async with self._writing:
+            record = Record(seq=len(self.records) + 1, epoch=self.epoch, at_s=0.0,
+                            occurred_s=occurred_s, source=source, source_seq=source_seq, cause=0,
+                            incident=0, body=body)
+            await self.log.append([record], epoch=self.epoch, expect=record.seq - 1, cursor="",
+                                  acked={source: source_seq} if source_seq else {})
+            self.records.append(record)
+            return record
+
+    async def order(self, order: Order) -> int:
+        return (await self._append(order, "heart", 0, 0.0)).seq
+
+    def all(self, kind: type[B]) -> list[B]:
+        return [record.body for record in self.records if isinstance(record.body, kind)]
+
+    async def wait(self, kind: type[B], num: int = 1) -> list[B]:
+        """Until the log holds `num` of a kind."""
+        return await until(lambda: found if len(found := self.all(kind)) >= num else None)
+
+
+async def until(look: Callable[[], T | None]) -> T:
+    """What `look` finds, once it finds something."""
+    deadline = time.monotonic() + LIMIT_S
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
+    return found
+
+
+async def until_gone(pid: int) -> None:
+    """Until no such process runs; a zombie does not."""
+    await until(lambda: None if alive(pid) else True)
+
+
+async def until_text(path: str | Path) -> str:
+    """What a file says, once it says something."""
+    file = Path(path)
+    return await until(lambda: (file.read_text() if file.exists() else "") or None)
+
+
+class House:
+    """A leader and an agent on one log, in this process; the agent's ranks are real processes."""
+
+    def __init__(self, log: LogPort, state_dir: Path, **changes: Any) -> None:
+        script = state_dir / "rank.py"
+        script.write_text(RANK)
+        self.leader = Leader(log)
+        self.node = msgspec.structs.replace(
+            Node(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
+                 state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
+        self.stop = asyncio.Event()
+        self.agent = Agent(self.node, log, time.time, os.getpid(),
+                           spool=Spool(self.node.source, self.node.name, time.time), left=[],
+                           sweeps=False)
+        self.serving: asyncio.Task[None] | None = None
+
+    async def start(self, spec: JobSpec, rank: int = 0, **changes: Any) -> int:
+        order = StartRank(nodes=("n1",), task=1, rank=rank, attempt=1,
+                          slot=Slot(node="n1", index=rank), spec=spec, num_seats=2,
+                          host="127.0.0.1", port=4242, checkpoint="", incarnation=7)
+        return await self.leader.order(msgspec.structs.replace(order, **changes))
+
+    async def stop_rank(self, rank: int = 0, attempt: int = 1, grace_s: float = 5.0) -> int:
+        return await self.leader.order(StopRank(nodes=("n1",), task=1, rank=rank, attempt=attempt,
+                                                grace_s=grace_s, why="test"))
+
+
+@asynccontextmanager
+async def house(log: LogPort, state_dir: Path, **changes: Any) -> AsyncGenerator[House]:
+    one = House(log, state_dir, **changes)
+    leading = asyncio.create_task(one.leader.run())
+    one.serving = asyncio.create_task(one.agent.run(one.stop))
+    try:
+        await one.leader.wait(NodeJoined)
+        yield one
+        one.stop.set()
+        await asyncio.wait_for(one.serving, LIMIT_S)
+    finally:
+        for task in (one.serving, leading):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        for started in one.leader.all(RankStarted):
+            await until_gone(started.pid)
+
+
+def alive(pid: int) -> bool:
+    proc = linux.read(pid)
+    return proc is not None and proc.state not in "ZX"
+
+
+def command(*argv: str) -> JobSpec:
+    return parse({"apiVersion": "unicron/v1", "name": "job", "slots": {"max": 2},
+                  "command": list(argv)})
+
+
+def python(code: str, *argv: str) -> JobSpec:
+    return command(sys.executable, "-c", code, *argv)
+
+
+def train(seed: int) -> JobSpec:
+    return parse({"apiVersion": "unicron/v1", "name": "gpt",
+                  "train": {"iterations": 9, "output": "out", "seed": seed}})
+
+
+def go(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 2 * LIMIT_S)
+
+    asyncio.run(limited())
+
+
+class Plane:
+    """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
+
+    def __init__(self, url: str, state_dir: Path) -> None:
+        self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
+        self.log = RedisLog(url, self.cluster)
+        self.leader = Leader(self.log)
+        self.state_dir = state_dir
+        self.url = ""
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._redis_url = url
+
+    async def joins(self, request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != f"Bearer {TOKEN}":
+            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
+        asked = await request.json()
+        return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
+                                  "node": asked["node"], "epoch": self.leader.epoch})
+
+    async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
+        await self.start_rank(python(code, *argv), rank=rank, attempt=attempt)
+
+    async def start_rank(self, spec: JobSpec, *, rank: int = 0, attempt: int = 1) -> None:
+        (*_, joined) = self.leader.all(NodeJoined)
+        await self.leader.order(StartRank(
+            nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
+            spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
+            incarnation=joined.incarnation))
+
+    def agent(self, token: str = TOKEN, **env: str) -> subprocess.Popen[bytes]:
+        with (self.state_dir / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
+                stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env})
+        self.agents.append(process)
+        return process
+
+    def said(self) -> str:
+        return (self.state_dir / "agent.log").read_text()
+
+    async def wait(self, kind: type[B], num: int = 1) -> list[B]:
+        return await self.leader.wait(kind, num)
+
+    def all(self, kind: type[B]) -> list[B]:
+        return self.leader.all(kind)
+
+    def kinds(self) -> list[str]:
+        """What agents said, as logged."""
+        return [r.kind for r in self.leader.records if r.source != "heart"]
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    return await until(process.poll)
+
+
+@asynccontextmanager
+async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
+    state_dir.mkdir()
+    one = Plane(url, state_dir)
+    app = web.Application()
+    app.router.add_post("/v1/join", one.joins)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    leading = asyncio.create_task(one.leader.run())
+    try:
+        yield one
+    finally:
+        leading.cancel()
+        with suppress(asyncio.CancelledError):
+            await leading
+        for process in one.agents:
+            if process.poll() is None:
+                process.kill()
+            process.wait(LIMIT_S)
+        linux.end_marked(f"UNICRON_PROCESS={state_dir}:".encode())
+        await one.log.close()
+        await runner.cleanup()

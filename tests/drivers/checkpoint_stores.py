@@ -1,0 +1,107 @@
+"""The product's keeper in a thread of the tests: they look at its shelf, and alter it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from unicron.events.records.reports import CopyKept
+from unicron.events.records.types import Copy, Keeper
+from unicron.workers.checkpoint_store import protocol
+from unicron.workers.checkpoint_store.protocol import Offer, Wish
+from unicron.workers.checkpoint_store.server import serve
+from unicron.workers.checkpoint_store.store import Shelf, Stored
+
+SECRET = "5ec3e7"
+BYTES_MAX = 1 << 30
+WAIT_S = 60.0
+TASK = 7
+WISH = Wish(task=TASK, generation=1, step_version=1)
+"""Any copy of that task."""
+
+
+def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
+    return Offer(task=task, rank=0, attempt=1, generation=generation, step_version=step,
+                 layout="abc", copy_bytes=size, numbers_bytes=0)
+
+
+def keep(shelf: Shelf, one: Offer) -> None:
+    shelf.add(Stored(offer=one, checksum="", memory=shelf.reserve(one)))
+
+
+def steps(shelf: Shelf, task: int = TASK) -> list[int]:
+    return [one.offer.step_version for one in shelf.of(task)]
+
+
+class LocalKeeper:
+    """Listens on loopback, as node `node`."""
+
+    def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: str = SECRET) -> None:
+        self.lost: list[int] = []
+        self.shelf = Shelf(bytes_max, self.lost.append)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.keeper = Keeper(node, f"127.0.0.1:{self.listener.getsockname()[1]}")
+        self._thread = threading.Thread(target=serve, daemon=True,
+                                        args=(self.listener, self.shelf, secret))
+        self._thread.start()
+
+    def stored(self, task: int) -> list[Stored]:
+        """Its whole copies of a task, the newest last."""
+        return self.shelf.of(task)
+
+    def wait(self, task: int, where: Callable[[Stored], bool] = lambda stored: True) -> Stored:
+        """Until it has such a copy: the newest of them."""
+        last_s = time.monotonic() + WAIT_S
+        while time.monotonic() < last_s:
+            found = [one for one in self.stored(task) if where(one)]
+            if found:
+                return found[-1]
+            time.sleep(0.005)
+        raise AssertionError(f"{self.keeper.node} never had it")
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        try:
+            self.listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.listener.close()
+        self._thread.join(10)
+
+
+def alter(stored: Stored) -> None:
+    """One bit of a copy flips in its memory."""
+    stored.memory[len(stored.memory) // 2] ^= 1
+
+
+def named(keeper: LocalKeeper, told: CopyKept) -> Copy:
+    """A copy as an order names it."""
+    return Copy(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
+                generation=told.generation, step_version=told.step_version,
+                copy_bytes=told.copy_bytes, checksum=told.checksum)
+
+
+def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> tuple[str, int]:
+    with protocol.knock(endpoint, secret) as connection:
+        return protocol.put(connection, one, [memoryview(sent)])
+
+
+def get(endpoint: str, wish: Wish) -> tuple[Offer, bytes]:
+    target = bytearray()
+
+    def room(one: Offer) -> memoryview:
+        target.extend(bytes(one.copy_bytes))
+        return memoryview(target)
+
+    with protocol.knock(endpoint, SECRET) as connection:
+        found, _ = protocol.get(connection, wish, room)
+    return found, bytes(target)
+
+
+def wait(look: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)

@@ -1,0 +1,54 @@
+"""A task that stands: who keeps it waiting, and what is done about it, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, task_of
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+VICTIM = 2
+IN = "collective"
+NORMAL_S = 0.5
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+def stalled(d: Driver, task: int, rank: int, where: r.Whereabouts = IN, /, *, collective: int = 1,
+            iteration: int = 1, in_s: float = 1.6, **changes: Any) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    told: dict[str, Any] = {
+        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
+        "iteration": iteration, "where": where, "what": "backward", "collective": collective,
+        "in_s": in_s, "normal_s": NORMAL_S}
+    return d.tell(d.source(process.slot.node), r.RankStalled(**(told | changes)))
+
+
+def went_on(d: Driver, task: int, rank: int) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    return d.tell(d.source(process.slot.node), r.RankWentOn(
+        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
+        stalled_s=2.0))
+
+
+def hung(d: Driver, task: int, *victims: int) -> list[int]:
+    """All stand, the victims in work of their own; the seqs that tell so."""
+    told = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
+                    collective=0 if rank in victims else 1)
+            for rank in sorted(task_of(d, task).ranks)]
+    assert [kinds(x) for x in told] == [[]] * len(told)
+    return [x[0].seq for x in told]
+
+
+def deadline(d: Driver, task: int) -> str:
+    return f"hang/{task}/{task_of(d, task).generation}"

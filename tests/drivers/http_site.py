@@ -1,0 +1,116 @@
+"""The HTTP port: every call over a real socket, every refusal one line with a hint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from unicron.control_plane.api.http import Address, Http
+from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.events.log.memory import MemoryLog
+from unicron.events.records.envelope import Report
+from unicron.events.records.types import Body
+from unicron.events.spec import job
+from unicron.events.spec.policy import Policy
+
+POLICY = Policy()
+JOB: dict[str, Any] = {
+    "apiVersion": job.API_VERSION, "name": "job",
+    "train": {"iterations": 3, "output": "/out"},
+}
+
+
+class Site:
+    """One control plane and a client of it."""
+
+    def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
+                 url: str) -> None:
+        self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
+        self.told = 0
+
+    async def ask(self, method: str, path: str, body: object = None,
+                  **headers: str) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else (
+            None if body is None else json.dumps(body).encode())
+        named = {"Authorization": "Bearer secret"} | {k.replace("_", "-"): v
+                                                      for k, v in headers.items()}
+        async with self.client.request(method, self.url + path, data=data, headers=named) as reply:
+            assert reply.content_type == "application/json"
+            return reply.status, await reply.json()
+
+    async def refused(self, status: int, method: str, path: str, body: object = None,
+                      **headers: str) -> str:
+        return (await self.refusal(status, method, path, body, **headers))[0]
+
+    async def refusal(self, status: int, method: str, path: str, body: object = None,
+                      **headers: str) -> tuple[str, str]:
+        """The error and its hint."""
+        got, answer = await self.ask(method, path, body, **headers)
+        assert got == status, answer
+        assert set(answer) == {"error", "hint"}
+        assert "\n" not in answer["error"]
+        assert answer["error"]
+        return str(answer["error"]), str(answer["hint"])
+
+    async def written_once(self, kind: str, path: str, body: object) -> Any:
+        """Asked twice under one key: answered alike, written once. The record's body."""
+        _, first = await self.ask("POST", path, body, Idempotency_Key=kind)
+        status, again = await self.ask("POST", path, body, Idempotency_Key=kind)
+        assert (status, first) == (200, again)
+        found = [r for r in await self.log.read(after=0, num_max=999) if r.kind == kind]
+        assert [r.seq for r in found] == [first["seq"]]
+        assert found[0].source == f"operator/{kind}"
+        return found[0].body
+
+
+    async def tell(self, *bodies: Body) -> None:
+        """As the agent of n1; returns when the log has it."""
+        for body in bodies:
+            self.told += 1
+            await self.log.send([Report(source="n1/9", source_seq=self.told, occurred_s=1.0,
+                                        body=body)])
+        while await self.log.acked("n1/9") < self.told:
+            await asyncio.sleep(0.01)
+        await self.coordinator.settled()
+
+
+@asynccontextmanager
+async def serving(policy: Policy = POLICY) -> AsyncIterator[Site]:
+    log = MemoryLog(time.monotonic)
+    coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
+                              limits=Limits(call_s_max=0.5))
+    leading = asyncio.create_task(coordinator.run())
+    http = Http(coordinator, log, token="secret",
+                address=Address(redis_url="unix:///run/x", cluster="test"))
+    runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await coordinator.settled()
+    try:
+        async with aiohttp.ClientSession() as client:
+            yield Site(log, coordinator, client, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        coordinator.stop()
+        await asyncio.wait_for(leading, 5)
+        await runner.cleanup()
+
+
+Test = Callable[[Site], Coroutine[Any, Any, None]]
+
+
+def real(test: Test, policy: Policy = POLICY) -> Callable[[], None]:
+    def run() -> None:
+        async def main() -> None:
+            async with asyncio.timeout(20), serving(policy) as site:
+                await test(site)
+
+        asyncio.run(main())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run

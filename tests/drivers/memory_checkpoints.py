@@ -1,0 +1,42 @@
+"""Copies in the heart's eyes: who takes them, which count, and what a task comes back from."""
+
+from __future__ import annotations
+
+from decider import Driver, only, task_of, the
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.types import first_keeper
+
+FIRST = first_keeper(1)
+
+
+def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
+         start: int = FIRST) -> None:
+    """The first member tells that a node's keeper has a copy."""
+    it = d.state.tasks[task]
+    first = it.members[0]
+    d.tell(d.source(first.node), r.CopyKept(
+        task=task, rank=first.rank, attempt=first.attempt,
+        generation=generation or it.generation, step_version=step, node=node, copy_bytes=12,
+        checksum="crc32:00000001", keeper_start=start))
+
+
+def ordered_anew(d: Driver, task: int) -> o.Reconfigure:
+    """All its processes die, and start again: what they are ordered then, and have not done."""
+    begin = len(d.log)
+    for rank in sorted(task_of(d, task).ranks):
+        d.exit(task, rank)
+    for record in only(o.StartRank, d.log[begin:]):
+        d.do(record.body)
+    return the(o.Reconfigure, d.log[begin:])
+
+
+def came(d: Driver, order: o.Reconfigure, rank: int, origin: str, node: str, size: int,
+         step: int = 4) -> None:
+    """The rank is in the generation, with state from there."""
+    process = d.state.tasks[order.task].ranks[rank]
+    d.tell(d.source(process.slot.node), r.Reconfigured(
+        task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+        step_version=step, kept=(), todo=(0,), dealt=(), source=0 if origin == "peer" else -1,
+        received_bytes=size, down_s=0.0, up_s=0.0, settle_s=0.0,
+        origin=origin, origin_node=node))  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""What is foreseen is what would be planned: every event, its optimum, its plan, what it beat."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from unicron.control_plane.planner import constraints, next_event, planner
+from unicron.control_plane.planner.next_event import after, foresee
+from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.solver import knapsack
+from unicron.control_plane.throughput.transition_cost import Transition
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
+    """Ties are frequent, and so are changes that cost more than they earn."""
+    wafs = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0, 1e12]) | st.floats(0, 1e15, allow_nan=False)
+    spans = st.sampled_from([0.0, 10.0, 1e4])
+    linear, bound = draw(st.booleans()), draw(st.sampled_from([False, False, True]))
+    floored = draw(st.sampled_from([False, False, True]))
+    found: list[Wish] = []
+    for task in range(1, draw(st.integers(0, 5)) + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 8), max_size=4)))
+        found.append(Wish(
+            task=10 * task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes, 3])),
+            hurt=draw(st.sampled_from([False, False, True])),
+            transition=Transition(same_s=draw(spans), shrink_s=draw(spans), grow_s=draw(spans),
+                                  stop_s=draw(spans)), sizes=tuple(sizes),
+            wafs=tuple(float(size) if linear else draw(wafs) for size in sizes),
+            team=draw(st.sampled_from(["", "red"])) if bound else "",
+            priority=draw(st.integers(0, 1)) if bound else 0,
+            floor=draw(st.integers(0, 4)) if floored else 0))
+    return PlanInput(wishes=tuple(found), num_slots=draw(st.integers(0, 20)),
+                     mtbf_gpu_s=draw(st.sampled_from([1e2, 1e5, 7.2e6])),
+                     gain_min=draw(st.sampled_from([0.0, 0.005, 0.3])),
+                     moves_max=draw(st.none() | st.integers(0, 2)) if bound else None,
+                     quotas=(("red", draw(st.integers(0, 9))),) if bound else (),
+                     floor=floored and draw(st.booleans())
+                     ), draw(st.integers(1, 4))
+
+
+def holds(asked: PlanInput, gpus_per_node: int) -> None:
+    """Every entry is what is planned on demand, and a lookup changes nothing of a choice."""
+    table = foresee(asked, gpus_per_node)
+    for event, outlook in table.outlooks.items():
+        then = after(asked, event, gpus_per_node)
+        assert outlook.optimum == knapsack.best(planner.gains(then), then.num_slots), event
+        choice = planner.choose(then)
+        assert outlook.plan == (choice.plan.slots, choice.plan.objective), event
+        known = table.known(then)
+        assert known == outlook.optimum
+        assert planner.choose(then, known) == choice
+    if (
+        gpus_per_node <= asked.num_slots
+        and asked.limits is None
+        and not constraints.are_asked(asked)
+    ):
+        left = replace(asked, num_slots=asked.num_slots - gpus_per_node)
+        assert {asked.wishes[i].task: slots for i, slots in next_event.plans_hurt(left)} == {
+            event.task: outlook.plan[0] for event, outlook in table.outlooks.items()
+            if event.what == "node lost"}

@@ -1,0 +1,90 @@
+"""Many training ranks in little time: the product's zygote, whose ranks are the tests' children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from unicron.workers.agent.processes.zygote import ONE_THREAD
+from unicron.workers.host import linux
+from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, Told, Wanted
+
+START_S = 90.0
+PATCH = "UNICRON_TEST_PATCH"
+"""In a rank's environment: what it runs before it is a rank, of the agent at the end of `fd`."""
+ZYGOTE = f"""
+import os
+from unicron.workers.training import rank, zygote
+right = rank.be
+def be(fd):
+    exec(os.environ.pop({PATCH!r}, ""), {{"fd": fd}})
+    right(fd)
+rank.be = be
+zygote.main()
+"""
+
+
+class Forked:
+    """A child that was forked for us, with what the tests use of a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        last_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > last_s:
+                raise subprocess.TimeoutExpired(f"rank of pid {self.pid}", timeout)
+            time.sleep(0.002)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The product's zygote, whose ranks become children of the tests."""
+
+    def __init__(self, log: Path) -> None:
+        linux.adopt_orphans()
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with log.open("wb") as output, theirs:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", ZYGOTE,
+                 "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
+                pass_fds=[theirs.fileno()], stdout=output, stderr=output,
+                env={**os.environ, **ONE_THREAD}, start_new_session=True)
+        self.socket.settimeout(START_S)
+        assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
+
+    def fork(self, environment: dict[str, str], log: int, pipe: int) -> Forked:
+        socket.send_fds(self.socket, [msgspec.msgpack.encode(Wanted(env=environment))], [log, pipe])
+        told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=Told)
+        last_s = time.monotonic() + START_S
+        while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():
+            assert time.monotonic() < last_s, "nobody adopted it"
+            time.sleep(0.0005)
+        return Forked(told.pid)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.popen.kill()
+        self.popen.wait(10)

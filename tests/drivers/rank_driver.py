@@ -1,0 +1,360 @@
+"""A driver that plays agent and control plane to real rank processes over the real wire."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_stores import SECRET, LocalKeeper
+from nursery import PATCH, Forked, Nursery
+from unicron.events.records.orders import DropCopies, Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.records.reports import (
+    Quiesced,
+    RankErrored,
+    RankFinished,
+    RankReady,
+    Reconfigured,
+    TaskProgressed,
+)
+from unicron.events.records.types import Body, Copy, Member, QuiesceMode, Slot
+from unicron.events.spec.job import JobSpec, parse
+from unicron.events.spec.model import Axes
+from unicron.workers.checkpoint_store import protocol
+from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
+from unicron.workers.training.process.control_thread import EXIT_AGENT_GONE
+
+START_S = 90.0
+WAIT_S = 60.0
+ALONE_S = 20.0
+TASK = 7
+EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
+"""Starts a rank as an agent does that has no zygote: seconds of a core."""
+NO_ORDER = DropCopies(nodes=("n1",), task=0)
+"""Says nothing to a rank."""
+
+
+class Process:
+    """One rank's process and our end of its socket: forked by a nursery, or started by exec."""
+
+    def __init__(self, rank: int, attempt: int, by: Nursery | list[str], patch: str,
+                 folder: Path, trace: Path) -> None:
+        self.rank, self.attempt = rank, attempt
+        self.socket, theirs = socket.socketpair()
+        self.log = folder / f"{rank}-{attempt}.log"
+        environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
+                       "UNICRON_RANK": str(rank), protocol.SECRET: SECRET}
+        self.popen: subprocess.Popen[bytes] | Forked
+        with self.log.open("wb") as output, theirs:
+            if isinstance(by, Nursery):
+                environment[PATCH] = patch
+                self.popen = by.fork(environment, output.fileno(), theirs.fileno())
+            else:
+                assert not patch, "only what is forked can be patched"
+                self.popen = subprocess.Popen(
+                    [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdout=output, stderr=output, env=environment, start_new_session=True)
+        self.ready: RankReady | None = None
+
+    def send(self, body: Body) -> None:
+        self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
+
+    def read_all(self, limit_s: float) -> bool:
+        """Wait until it has read all that it was sent; whether it did. Source: tcp(7), SIOCOUTQ."""
+        last_s = time.monotonic() + limit_s
+        while any(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))):
+            if time.monotonic() > last_s:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+
+class Driver:
+    """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
+
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery) -> None:
+        self.by: Nursery | list[str] = nursery
+        """Who forks the ranks that are launched from now on, or what is executed for each."""
+        self.patch = ""
+        """What those that are forked run first."""
+        self.spec = spec
+        self.folder = folder
+        self.trace_dir = folder / "trace"
+        self.processes: dict[int, Process] = {}
+        self.started: list[Process] = []
+        self.generation = 0
+        self.keepers: list[LocalKeeper] = []
+        """Who takes copies, from the next generation on."""
+        self.reports: list[tuple[int, int, Body]] = []
+        self.changed = threading.Condition()
+        self._num_held: dict[int, int] = {}
+        self.hears = threading.Event()
+        """Cleared, it is as an agent that is stopped: it reads nothing."""
+        self.hears.set()
+
+    def start(self, *ranks: int, attempt: int = 1) -> None:
+        """Start processes and wait until all are ready."""
+        self.launch(*ranks, attempt=attempt)
+        for rank in ranks:
+            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
+                                                   limit_s=START_S)
+
+    def launch(self, *ranks: int, attempt: int = 1) -> None:
+        """Start processes."""
+        for rank in ranks:
+            process = Process(rank, attempt, self.by, self.patch, self.folder,
+                              self.trace_dir)
+            self.processes[rank] = process
+            self.started.append(process)
+            process.send(StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
+                                   slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
+                                   host="", port=0, checkpoint=""))
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: Process) -> None:
+        unpacker = Unpacker()
+        while True:
+            try:
+                process.socket.recv(1, socket.MSG_PEEK)  # who has gone deaf meanwhile takes nothing
+                self.hears.wait()
+                data = process.socket.recv(1 << 16)
+            except OSError:
+                return
+            if not data:
+                return
+            with self.changed:
+                for frame in unpacker.feed(data):
+                    self.reports.append((process.rank, process.attempt, frame.body))
+                self.changed.notify_all()
+
+    def wait(self, kind: type[Any], rank: int, *, attempt: int | None = None,
+             where: Callable[[Any], bool] = lambda body: True, limit_s: float = WAIT_S) -> Any:
+        """The first report of this kind from this rank; fails after `limit_s` with the logs."""
+        def find() -> Any:
+            return next((body for told, tried, body in self.reports
+                         if told == rank and isinstance(body, kind) and where(body)
+                         and (attempt is None or tried == attempt)), None)
+
+        with self.changed:
+            if self.changed.wait_for(find, limit_s):
+                return find()
+        raise AssertionError(
+            f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}")
+
+    def told(self, kind: type[Any], rank: int | None = None) -> list[Any]:
+        with self.changed:
+            return [body for told, _, body in self.reports
+                    if isinstance(body, kind) and rank in (None, told)]
+
+    def story(self) -> str:
+        lines = [f"{rank}.{attempt} {body}"[:300] for rank, attempt, body in self.reports[-40:]]
+        for process in self.started:
+            text = process.log.read_text(errors="replace")
+            lines.append(f"--- {process.log.name} exit {process.popen.poll()}\n{text[-1500:]}")
+        return "\n".join(lines)
+
+    def order(self, body: Body, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].send(body)
+
+    def heard(self, *ranks: int) -> None:
+        """Wait until these know of every order that they were sent."""
+        for rank in ranks:
+            process = self.processes[rank]
+            assert process.read_all(WAIT_S), self.story()
+            process.send(NO_ORDER)  # what came before is taken before this is read
+            assert process.read_all(WAIT_S), self.story()
+
+    def says(self, rank: int, text: str, times: int = 1) -> None:
+        """Wait until this stands in the rank's log, so many times."""
+        log, last_s = self.processes[rank].log, time.monotonic() + WAIT_S
+        while log.read_text().count(text) < times:
+            assert time.monotonic() < last_s, self.story()
+            time.sleep(0.01)
+
+    def reconfigure(self, ranks: list[int], checkpoint: str = "",
+                    copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> int:
+        """Order a new generation of these ranks, in this layout; its number."""
+        self.generation += 1
+        members: list[Member] = []
+        for rank in ranks:
+            ready = self.processes[rank].ready
+            assert ready is not None
+            members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
+        self.order(Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
+                               members=tuple(members), store=members[0].endpoint,
+                               dp=len(members) if axes is None else axes.dp,
+                               checkpoint=checkpoint, copies=copies, axes=axes,
+                               keepers=tuple(one.keeper for one in self.keepers)), ranks)
+        return self.generation
+
+    def reconfigured(self, ranks: list[int]) -> dict[int, Reconfigured]:
+        return {rank: self.wait(Reconfigured, rank, where=self._now) for rank in ranks}
+
+    def resume(self, ranks: list[int], progress_from: int = 0) -> None:
+        self.order(Resume(nodes=("n1",), task=TASK, generation=self.generation,
+                          progress_from=progress_from), ranks)
+
+    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
+             copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> dict[int, Reconfigured]:
+        """A new generation, up and training."""
+        self.reconfigure(ranks, checkpoint, copies, axes)
+        told = self.reconfigured(ranks)
+        self.resume(ranks, progress_from)
+        return told
+
+    def quiesce(self, ranks: list[int], mode: QuiesceMode) -> dict[int, Quiesced]:
+        """Order the current generation to end, and wait until these ranks hold."""
+        self.ask_to_leave(ranks, mode)
+        return self.quiesced(ranks)
+
+    def ask_to_leave(self, ranks: list[int], mode: QuiesceMode) -> None:
+        """Order the current generation to end."""
+        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                           ranks=tuple(ranks)), ranks)
+
+    def leave(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+              ) -> dict[int, list[Body]]:
+        """Order these to leave, the first of them to save; what each says of it until it holds.
+
+        A `hold` is taken away when all have heard.
+        """
+        with self.changed:
+            begin = len(self.reports)
+        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                           ranks=tuple(ranks), save=True), ranks)
+        if hold is not None:
+            self.heard(*ranks)
+            hold.unlink()
+
+        def said(rank: int) -> list[Body]:
+            return [body for told, _, body in self.reports[begin:]
+                    if told == rank and not isinstance(body, TaskProgressed)]
+
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: all(any(isinstance(body, Quiesced) for body in said(rank))
+                            for rank in ranks), WAIT_S), self.story()
+            return {rank: said(rank) for rank in ranks}
+
+    def quiesced(self, ranks: list[int]) -> dict[int, Quiesced]:
+        return {rank: self.wait(Quiesced, rank, where=self._now) for rank in ranks}
+
+    def left_by_themselves(self, ranks: list[int]) -> set[int]:
+        """Which of these a fault made leave, with no order.
+
+        gloo tells a closed connection to no wait that is half done (control.py), which is rare: who
+        sits in one is told to leave, as the control plane tells all.
+        """
+        def found() -> set[int]:
+            return {body.rank for _, _, body in self.reports
+                    if isinstance(body, Quiesced) and self._now(body)} & set(ranks)
+
+        with self.changed:
+            self.changed.wait_for(lambda: len(found()) == len(ranks), ALONE_S)
+            alone = found()
+        self.ask_to_leave([rank for rank in ranks if rank not in alone], "now")
+        return alone
+
+    def _now(self, body: Any) -> bool:
+        return bool(body.generation == self.generation)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and reaped, as an agent would."""
+        process = self.processes.pop(rank)
+        process.popen.kill()
+        process.popen.wait(10)
+
+    def lose_agents(self, *ranks: int) -> None:
+        """Their agents are gone: each of these ends itself as soon as it sees that."""
+        for rank in ranks:
+            self.processes[rank].socket.shutdown(socket.SHUT_RDWR)
+        for rank in ranks:
+            assert self.processes.pop(rank).popen.wait(20) == EXIT_AGENT_GONE, self.story()
+
+    def finish(self, ranks: list[int]) -> dict[int, RankFinished]:
+        told = {rank: self.wait(RankFinished, rank) for rank in ranks}
+        for rank in ranks:
+            assert self.processes[rank].popen.wait(20) == 0, self.story()
+        assert not [told for told in self.told(RankErrored) if told.rank in ranks], self.story()
+        return told
+
+    def trace(self, rank: int) -> list[dict[str, Any]]:
+        path = self.trace_dir / f"{TASK}-{rank}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a line may still be on its way
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def strike(self, rank: int, *, iteration: int, event: str, nth: int = 1) -> None:
+        """Return the moment rank begins its `nth` `event` of this iteration."""
+        last_s = time.monotonic() + WAIT_S
+        while time.monotonic() < last_s:
+            seen = [line for line in self.trace(rank)
+                    if line["iteration"] == iteration and line["event"] == event]
+            if len(seen) >= nth:
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"rank {rank} never came to {event} of {iteration}\n{self.story()}")
+
+    def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
+             **where: int) -> Path:
+        """Have the rank stop, or raise, as soon as it begins this; the file that says so."""
+        file = self.trace_dir / "hold" / f"{TASK}-{rank}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._num_held[rank] = self._times_held(rank, iteration)
+        text = json.dumps({"event": event, "iteration": iteration, "then": then, **where})
+        partial = file.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(file)
+        return file
+
+    def held(self, rank: int, iteration: int) -> dict[str, Any]:
+        """Wait until the rank is held; the line of its trace that says where."""
+        self.strike(rank, iteration=iteration, event="held", nth=self._num_held[rank] + 1)
+        return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
+
+    def _times_held(self, rank: int, iteration: int) -> int:
+        return sum(line["event"] == "held" and line["iteration"] == iteration
+                   for line in self.trace(rank))
+
+    def losses(self) -> dict[int, float]:
+        """Iteration -> loss, as told; the last word counts."""
+        return {told.first_iteration + index: loss for told in self.told(TaskProgressed)
+                for index, loss in enumerate(told.losses)}
+
+    def close(self) -> None:
+        self.hears.set()
+        for process in self.started:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGCONT)
+                process.popen.kill()
+            process.popen.wait(10)
+            process.socket.close()
+        for keeper in self.keepers:
+            keeper.close()
+
+
+def small_spec(output: Path | str, **changes: Any) -> JobSpec:
+    """A small GPT: 2 layers, hidden 64, 12 micro-batches."""
+    train: dict[str, Any] = {
+        "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64,
+                  "dropout": changes.pop("dropout", 0.0)},
+        "batch": {"global": 24, "micro": 2}, "iterations": 14, "output": str(output),
+        "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
+    }
+    train.update(changes)
+    return parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 4},
+                  "train": train})

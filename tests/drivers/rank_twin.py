@@ -1,0 +1,73 @@
+"""The undisturbed twin of a small task, and how far from it still counts as equal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from nursery import PATCH, Nursery
+from unicron.events.spec.job import JobSpec
+from unicron.workers.training.reference import Difference, compare
+
+TWIN_S = 300.0
+NOISE_TIMES_MAX = 3
+ROUNDING_RATIO = 2.0**-23
+"""Relative resolution of float32: two samples of the noise can be smaller than it by chance."""
+TWINS = """
+import json, os, sys
+from pathlib import Path
+from unicron.events.spec.job import parse
+from unicron.workers import linux
+from unicron.workers.training.reference import train_undisturbed
+train = parse(json.loads(spec)).train
+num = train.num_micro_batches
+orders = [list(range(num)), list(reversed(range(num))), [(5 * i + 3) % num for i in range(num)]]
+parent, trained = os.getpid(), []
+for number, order in enumerate(orders):
+    if child := os.fork():
+        trained.append(child)
+        continue
+    linux.die_with(parent)
+    train_undisturbed(train, Path(folder) / str(number), order=order)
+    sys.exit()
+sys.exit(any(os.waitpid(child, 0)[1] for child in trained))
+"""
+"""Of `spec` into `folder`, all three beside each other, by a process that is no rank."""
+
+
+class Twin:
+    """The undisturbed twin, and the noise of summing its micro-batches in another order."""
+
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S
+                 ) -> None:
+        asked = f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}{TWINS}"
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "log"
+        with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+            trains = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin",
+                                   PATCH: asked}, output.fileno(), nothing.fileno())
+        try:
+            assert trains.wait(limit_s) == 0, log.read_text()
+        finally:
+            trains.kill()
+        self.path = folder / "0" / "final"
+        noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
+        self.noise = [max(ROUNDING_RATIO, *(getattr(noise, name) for noise in noises))
+                      for name in self.names]
+        print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
+
+    names = ("loss_rel", "param_rel")
+
+    def difference(self, path: Path) -> Difference:
+        return compare(path, self.path)
+
+    def is_equal(self, path: Path) -> bool:
+        """Losses and parameters of the checkpoint are the twin's, but for that noise."""
+        found = self.difference(path)
+        print(f"difference: {found}")
+        return self.allows(found)
+
+    def allows(self, found: Difference) -> bool:
+        return all(getattr(found, name) <= NOISE_TIMES_MAX * noise
+                   for name, noise in zip(self.names, self.noise, strict=True))

@@ -1,0 +1,280 @@
+"""A whole cluster of real processes: server, control plane, agents, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unicron.cli.cluster import local_cluster
+from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
+from unicron.cli.cluster.processes import Process
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.demo.stage import Trace
+from unicron.events.records.codec import from_plain
+from unicron.events.records.envelope import Record
+
+T = TypeVar("T")
+Spec = dict[str, Any]
+HELD_S = 1e6
+"""Tests hold ranks by their traces, and this machine may hold them too: nothing is a hang before
+this, except where a test says so."""
+LIMIT_S = 120.0
+"""What is waited for has come by then, also where other work has the cores."""
+
+
+class RealCluster:
+    """Nodes of two slots, and eyes on the log and on the ranks' traces."""
+
+    def __init__(self, path: Path, num_agents: int = 2,
+                 policy: Mapping[str, float] | None = None) -> None:
+        self.path = path
+        trace = path / "trace"
+        trace.mkdir(parents=True)
+        self._trace = Trace(trace)
+        self.state = StateDir(path / "state")
+        self.state.create()
+        file = path / "policy.yaml"
+        limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
+        file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
+        self.local = LocalCluster(self.state, Wanted(
+            num_agents=num_agents, trace_dir=str(trace), policy=str(file)))
+        self.local.choose_port()
+        self._log: list[Record] = []
+
+    def start(self) -> Client:
+        self.local.ensure_server()
+        for name in self.local.names():
+            self.local.ensure(name)
+        client = self.local.wait_control_plane()
+        self.local.wait_agents(client)
+        return client
+
+    def start_control_plane(self, crash_after: str = "") -> None:
+        """Anew; with `crash_after` it kills itself after (before: `-`) that record."""
+        environment = {"UNICRON_CRASH_AFTER_KIND": crash_after} if crash_after else {}
+        os.environ.update(environment)
+        try:
+            self.local.start(local_cluster.CONTROL_PLANE)
+        finally:
+            for name in environment:
+                del os.environ[name]
+        if not crash_after:
+            self.local.wait_control_plane()
+
+    def kill_control_plane(self) -> None:
+        process = self.local.find(local_cluster.CONTROL_PLANE)
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        self.wait_control_plane_dead()
+
+    def wait_control_plane_dead(self) -> None:
+        self.wait(lambda: self.local.find(local_cluster.CONTROL_PLANE) is None or None,
+                  "the control plane is dead")
+
+    def submit(self, spec: Spec) -> int:
+        return int(self.client().post("/v1/tasks", spec)["task"])
+
+    def client(self) -> Client:
+        return self.local.wait_control_plane()
+
+    def records(self, after: int = 0) -> list[Record]:
+        """The log behind `after`; only what is new is fetched."""
+        last = self._log[-1].seq if self._log else 0
+        new = [from_plain(line) for line in self.client().records(last, follow=False)]
+        assert [record.seq for record in new] == list(range(last + 1, last + len(new) + 1))
+        self._log += new
+        return self._log[after:]
+
+    def seq(self) -> int:
+        """The end of the log as it is now."""
+        return self.records()[-1].seq
+
+    def told(self, after: int, kind: str, **wanted: object) -> list[Record]:
+        """Records of a kind behind `after` whose bodies have these values."""
+        return [record for record in self.records(after) if record.kind == kind
+                and all(getattr(record.body, key) == value for key, value in wanted.items())]
+
+    def wait_told(self, after: int, kind: str, **wanted: object) -> Record:
+        """The first of them."""
+        return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
+                         lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
+
+    def tail(self, after: int) -> str:
+        """The log behind `after`, as last seen, in short lines, for a failed assertion."""
+        return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"
+                         for record in self._log[after:]
+                         if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind)
+
+    # --- what is broken on purpose --------------------------------------------------------------
+    def agent(self, node: str) -> Process:
+        process = self.local.find(local_cluster.agent_name(node))
+        assert process is not None, f"no agent of {node} runs"
+        return process
+
+    def kill_agent(self, node: str) -> None:
+        """The agent, and with it its ranks: a node lost."""
+        os.kill(self.agent(node).pid, signal.SIGKILL)
+
+    def start_agent(self, node: str) -> None:
+        """A killed one comes back, as a new incarnation."""
+        name = local_cluster.agent_name(node)
+        self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} is gone")
+        self.local.start(name)
+
+    def hold(self, task: int, rank: int, **asked: Any) -> Path:
+        """Have a rank do what its trace can be asked for (workers/training/process/trace.py); it is
+        asked no more when the file is gone."""
+        hold = self.path / "trace" / "hold" / f"{task}-{rank}"
+        hold.parent.mkdir(exist_ok=True)
+        new = hold.with_suffix(".new")
+        new.write_text(json.dumps(asked))
+        new.rename(hold)
+        return hold
+
+    def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
+        """The line of its trace that says it; after a time of its clock."""
+        return self.wait(lambda: next(
+            (line for line in self.traced(task) if line["event"] == "held"
+             and line["rank"] == rank and line["t"] >= after_s), None), f"rank {rank} is held")
+
+    def wait_paced(self, task: int, num: int) -> None:
+        """Until it is known of `num` ranks how fast they usually are in this generation."""
+        generation = self.task(task)["generation"]
+        for rank in range(num):
+            self.wait_told(0, "RankPaced", task=task, rank=rank, generation=generation)
+
+    def pids(self, task: int) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank["rank"]: rank["pid"] for rank in self.task(task)["ranks"]}
+
+    def kept(self, task: int, before: Mapping[int, int]) -> set[int]:
+        """The ranks whose processes are the same as `before`."""
+        now = self.pids(task)
+        return {rank for rank, pid in before.items() if now.get(rank) == pid}
+
+    def on(self, task: int, node: str) -> list[int]:
+        """The ranks of a task on a node."""
+        return [rank["rank"] for rank in self.task(task)["ranks"] if rank["node"] == node]
+
+    def wait_whole(self, task: int, num: int) -> dict[str, Any]:
+        """Until the task steps, unhurt, with `num` members and none beside them."""
+        def look() -> dict[str, Any] | None:
+            view = self.task(task)
+            assert view["state"] not in ("failed", "finished"), (view, self.endings(task))
+            members = [rank for rank in view["ranks"] if rank["state"] == "member"]
+            whole = (view["state"] in ("running", "degraded")
+                     and len(members) == len(view["ranks"]) == num)
+            if not whole or view["phase"] != "training" or view["slots"]["target"] != num:
+                return None
+            told = self.told(0, "TaskProgressed", task=task, generation=view["generation"])
+            return view if told else None
+        return self.wait(look, f"task {task} steps with {num} members")
+
+    def wait_steps(self, task: int, num: int = 3) -> None:
+        """Until the task has told of `num` more iterations."""
+        begun = self.task(task)["iteration"]
+        self.wait(lambda: self.task(task)["iteration"] >= begun + num or None,
+                  f"task {task} makes {num} steps from {begun}")
+
+    def task(self, task: int) -> dict[str, Any]:
+        view = self.client().get("/v1/state")
+        return next(item for item in view["tasks"] if item["id"] == task)
+
+    def traced(self, task: int) -> list[dict[str, Any]]:
+        """What the ranks of a task wrote about their work, oldest first."""
+        self._trace.look()
+        return sorted((line for line in self._trace.events if line["task"] == task),
+                      key=lambda line: float(line["t"]))
+
+    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
+        """What `look` finds; AssertionError, with what is known then, if that is nothing."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                found = look()
+            except (Interrupted, Refused, Unable, Unreachable):
+                found = None
+            if found is not None:
+                return found
+            time.sleep(0.01)
+        said = what if isinstance(what, str) else what()
+        raise AssertionError(f"not within {LIMIT_S:.0f} s: {said}")
+
+    def wait_traced(self, task: int, **wanted: object) -> dict[str, Any]:
+        """The newest trace line with these values; only what is new is looked at again."""
+        num_seen = 0
+
+        def look() -> dict[str, Any] | None:
+            nonlocal num_seen
+            self._trace.look()
+            new, num_seen = self._trace.events[num_seen:], len(self._trace.events)
+            fits = [line for line in new if line["task"] == task
+                    and all(line.get(key) == value for key, value in wanted.items())]
+            return max(fits, key=lambda line: float(line["t"]), default=None)
+        return self.wait(look, f"{wanted} in the trace of task {task}")
+
+    def wait_ended(self, task: int) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            view = self.task(task)
+            return view if view["state"] in ("finished", "failed", "cancelled") else None
+        return self.wait(look, f"task {task} ends")
+
+    def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
+        """The loss of every iteration, from the log alone; each told with one value.
+
+        What was done again from a checkpoint may differ by `again_rel`; the last counts.
+        """
+        told: dict[int, float] = {}
+        for record in self.records():
+            if record.kind == "TaskProgressed" and record.body.task == task:  # type: ignore[attr-defined]
+                body: Any = record.body
+                for offset, loss in enumerate(body.losses):
+                    iteration = body.first_iteration + offset
+                    before = told.setdefault(iteration, loss)
+                    assert abs(before - loss) <= again_rel * loss, f"iteration {iteration}"
+                    told[iteration] = loss
+        assert sorted(told) == list(range(len(told)))
+        return [told[iteration] for iteration in sorted(told)]
+
+    def verify(self) -> None:
+        """Export the log and decide it again in a fresh process: every decision is the same."""
+        file = self.path / "log.unicron"
+        for words in (["export", str(file), "--state", str(self.state.path)],
+                      ["replay", str(file), "--verify"]):
+            done = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words],
+                                  capture_output=True, text=True, check=False, timeout=60)
+            assert done.returncode == 0, (words, done.stdout, done.stderr)
+        assert "VERIFIED" in done.stdout + done.stderr
+        file.unlink()
+
+    def endings(self, task: int) -> str:
+        """Why processes of a task ended, and the last words of each: for a failed assertion."""
+        told = [f"{record.seq} {record.kind} {record.body}" for record in self.records()
+                if record.kind in ("RankExited", "RankErrored", "IncidentOpened", "StopRank")]
+        logs = [f"{file.name}: {file.read_text()[-400:]}"
+                for file in sorted((self.state.logs).glob(f"{task}-*/*.log"))]
+        return "\n".join([*told[-12:], *logs])
+
+    def stop(self) -> None:
+        local_cluster.stop_all(self.state, grace=False)
+
+
+@contextmanager
+def running(path: Path, num_agents: int = 2,
+            policy: Mapping[str, float] | None = None) -> Iterator[RealCluster]:
+    """Started, and stopped by pid afterwards."""
+    made = RealCluster(path, num_agents, policy)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()

@@ -1,0 +1,300 @@
+"""What the members of test_reshard.py's worlds do: from layout to layout with their state.
+
+A gradient is drawn whole, by the name of its parameter and the step, and Adam works on each element
+by itself: so after the same steps every layout has the same whole state, bit by bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import structlog
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from unicron.events.spec.job import Model, Optimizer, Train
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import Parallel, num_places
+from unicron.workers.training import rank
+from unicron.workers.training.model import cpu_device, random_draws
+
+with cpu_device.uncompiled():
+    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.communicators.group_handles import Handles
+    from unicron.workers.training.model import optimizers, training_state
+    from unicron.workers.training.model import trainee as model
+    from unicron.workers.training.process.history import History
+    from unicron.workers.training.recovery import state_exchange, state_shards
+    from unicron.workers.training.recovery.resharding import Box, Missing, Piece
+
+rank.quiet()
+LIMIT_S = 60.0
+TRAIN = Train(model=Model(num_layers=6, hidden=16, num_heads=2, sequence=8), iterations=1000,
+              optimizer=Optimizer(lr=1e-2, warmup_iterations=50, clip_grad=0.0), output="unused")
+
+
+class Layout(NamedTuple):
+    axes: Axes
+    optimizer: Any = "whole"
+
+
+Stop = tuple[Layout, int, tuple[int, ...]]
+"""What Walker.go takes."""
+
+
+class Walker:
+    """One member of the world, with its state. `turn`: by how many its place is from its number."""
+
+    def __init__(self, number: int, train: Train) -> None:
+        self.number, self.num_members = number, dist.get_world_size()
+        self.store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        dist.destroy_process_group()
+        self.train = train
+        self.generation = self.turn = self.step_version = 0
+        self.layout = Layout(Axes(dp=0))
+        self.have: state_shards.State = {}
+        self.told: training_state.Numbers | None = None
+        self.history = History()
+        with self.up(Axes(dp=self.num_members)) as made:
+            self.whole = self.build(Layout(Axes()), 0, made)
+            _take_handles(self.whole, made)
+        self.expected = _pieces_of(training_state.tensors(self.whole))
+        gc.freeze()  # what goes with a trainee is all that a collection has to look through
+
+    @contextmanager
+    def up(self, axes: Axes) -> Generator[Any]:
+        """A generation of all members; its groups."""
+        self.generation += 1
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(self.generation), self.store),
+                                rank=(self.number + self.turn) % self.num_members,
+                                world_size=self.num_members)
+        made = process_groups.build(axes, LIMIT_S)
+        try:
+            yield made
+            dist.barrier()
+        finally:
+            vars(made).clear()
+            process_groups.forget()
+            dist.destroy_process_group()
+            dist.distributed_c10d._world.group_count = 0
+
+    def build(self, layout: Layout, place: int, made: Any) -> model.Trainee:
+        train = replace(self.train, parallel=Parallel(optimizer=layout.optimizer))
+        return model.build(train, torch.device("cpu"), made, layout.axes, place)
+
+    def go(self, layout: Layout, turn: int = 0, lost: Collection[int] = ()) -> dict[int, int]:
+        """Take the state over into the next layout, and a step in it; what came from where.
+
+        `lost` are places of the last layout whose members have lost all that they had.
+        """
+        last = (self.number + self.turn) % self.num_members
+        seated = range(num_places(self.layout.axes))
+        holders = [(place + turn) % self.num_members for place in seated if place not in lost]
+        self.turn = (self.turn + turn) % self.num_members
+        has = last in seated and last not in lost
+        with self.up(layout.axes) as made:
+            place = dist.get_rank()
+            trainee, want = None, {}
+            if place < num_places(layout.axes):
+                trainee = self.build(layout, place, made)
+                want = state_shards.of(trainee)
+            if holders:
+                found = self.exchange(self.have if has else {}, want, self.told if has else None,
+                                      holders)
+            if trainee is not None:
+                if holders:
+                    training_state.adopt(trainee, found.told, self.history)
+                self.check(want, "taken over")
+                _step(trainee, want, self.step_version)
+            _step(self.whole, self.expected, self.step_version)
+            self.step_version += 1
+            self.have, self.layout, self.told = want, layout, None
+            if trainee is not None:
+                self.check(want, "stepped")
+                self.told = training_state.numbers(trainee, self.step_version, self.history)
+                _take_handles(trainee, made)
+        del trainee
+        gc.collect()
+        return found.taken if holders else {}
+
+    def exchange(
+        self,
+        have: state_shards.State,
+        want: state_shards.State,
+        told: training_state.Numbers | None,
+        holders: Collection[int],
+        *,
+        staged: bool = False,
+    ) -> exchange.Exchanged:
+        return state_exchange.exchange(
+            have,
+            want,
+            told,
+            step_version=self.step_version,
+            holders=holders,
+            nodes=["a"] * self.num_members,
+            staged=staged,
+        )
+
+    def check(self, held: state_shards.State, when: str) -> None:
+        """All of it is what the whole model has there."""
+        by_key = {piece.key: (piece, tensor) for piece, tensor in self.expected.items()}
+        odd = []
+        for piece, tensor in held.items():
+            whole, there = by_key[piece.key]
+            assert whole.kind == piece.kind
+            if not state_shards.cut(there, whole.box, piece.box).equal(tensor):
+                odd.append(piece)
+        assert not odd, f"{len(odd)} of {len(held)} pieces are not right when {when}: {odd[:3]}"
+
+
+def _step(trainee: model.Trainee, held: state_shards.State, step: int) -> None:
+    """A step with gradients that do not depend on the layout."""
+    params = {f"model.{name}": param for name, param in trainee.named_parameters()}
+    for piece, tensor in held.items():
+        if piece.key not in params:
+            continue
+        param = params[piece.key]
+        shape = _whole(piece).box.shape
+        generator = torch.Generator().manual_seed(int.from_bytes(
+            hashlib.blake2b(f"{piece.key} {step}".encode(), digest_size=6).digest()))
+        drawn = torch.randn(shape, generator=generator)
+        begin = tensor.storage_offset() - param.storage_offset()
+        param.main_grad.as_strided(tensor.shape, tensor.stride(),
+                                   param.main_grad.storage_offset() + begin).copy_(
+            state_shards.cut(drawn, Box((0,) * len(shape), shape), piece.box))
+    if trainee.mirror is not None:
+        optimizers.follow(trainee.mirror, trainee.optimizer)
+    assert all(optimizer.step()[0] for optimizer in trainee.optimizers)
+    trainee.scheduler.step(trainee.train.batch.global_)
+    for ddp in trainee.ddps:
+        if ddp.ddp_config.use_distributed_optimizer:
+            ddp.start_param_sync(force_sync=True)
+
+
+def _pieces_of(tensors: dict[str, torch.Tensor]) -> state_shards.State:
+    """Each tensor, whole, by the name of its key."""
+    return {_whole(Piece(key, state_shards.kind_of(tensor, tuple(tensor.shape)), Box((), ()))):
+            tensor for key, tensor in tensors.items()}
+
+
+def _whole(piece: Piece) -> Piece:
+    """The whole tensor that it is a piece of."""
+    shape = tuple(int(size) for size in piece.kind.partition(" ")[2].split("x") if size)
+    return piece._replace(box=Box((0,) * len(shape), shape))
+
+
+def _take_handles(trainee: model.Trainee, made: Any) -> None:
+    Handles().take(trainee.roots, process_groups.by_role(made))
+
+
+def walk(number: int, train: Train, path: Sequence[Stop]) -> list[dict[int, int]]:
+    """Along a path of layouts; what came from where at each."""
+    walker = Walker(number, train)
+    return [walker.go(*stop) for stop in path]
+
+
+def gated(number: int, train: Train, path: Sequence[Stop]) -> None:
+    """The same with Megatron's gated linear unit, whose two halves lie in one tensor."""
+    config_of = model._config
+
+    def config(train: Train, axes: Axes) -> Any:
+        made = config_of(train, axes)
+        made.gated_linear_unit = True
+        return made
+
+    model._config = config
+    random_draws.undrawn = nullcontext  # and Megatron's own draw counts: ours knows no two halves
+    random_draws.draw = lambda *given, **named: None
+    walk(number, train, path)
+
+
+def gather(number: int, train: Train, layout: Layout) -> list[str]:
+    """The whole state comes to the first member, as for a copy of it, and goes back to all."""
+    walker = Walker(number, train)
+    walker.go(layout)
+    with walker.up(layout.axes):
+        want = {} if number else {piece: torch.empty_like(tensor)
+                                  for piece, tensor in walker.expected.items()}
+        walker.exchange(walker.have, want, walker.told, range(num_places(layout.axes)))
+        walker.check(want, "gathered")
+        for tensor in walker.have.values():
+            tensor.zero_()
+        told = walker.exchange(want, walker.have, walker.told if number == 0 else None, [0])
+        walker.check(walker.have, "given back")
+        assert told.told.adam_step == 1
+    return sorted(piece.key for piece in want)
+
+
+def lose(number: int, train: Train, layout: Layout, lost: int) -> tuple[str, ...]:
+    """A member of a layout has lost all; what nobody has then."""
+    walker = Walker(number, train)
+    walker.go(layout)
+    with pytest.raises(Missing) as raised:
+        walker.go(Layout(Axes(dp=2)), 0, (lost,))
+    return raised.value.keys
+
+
+def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[str]]:
+    """One of three replicas gives what is not to be taken; what each took, and what was logged."""
+    walker = Walker(number, train)
+    walker.go(Layout(Axes(dp=3)))
+    if number == 0:
+        assert walker.told is not None
+        match what:
+            case "checksum":
+                right = state_exchange._pack
+                state_exchange._pack = lambda *given: right(*given).index_fill_(
+                    0, torch.tensor([5]), 7
+                )
+            case "step":
+                walker.told.step_version -= 1
+            case _:
+                walker.have = {piece._replace(kind=f"{piece.kind}x1"): tensor
+                               for piece, tensor in walker.have.items()}
+    with structlog.testing.capture_logs() as logged:
+        took = walker.go(Layout(Axes(dp=4)))
+    return took, {str(line["why"]) for line in logged}
+
+
+def die(number: int, train: Train) -> None:
+    """The giver is gone in the middle of it: what the taker had is what it was. Then it goes well.
+    """
+    walker = Walker(number, train)
+    walker.go(Layout(Axes(dp=2)))
+    right, packed = state_exchange._pack, 0
+
+    def pack(tensors: Sequence[Any], device: torch.device) -> Any:
+        nonlocal packed
+        packed += 1
+        if packed == 4:
+            raise RuntimeError("dies")
+        return right(tensors, device)
+
+    def give() -> state_exchange.Exchanged:
+        with walker.up(Axes(dp=2)):
+            return walker.exchange({} if number else walker.have, walker.have,
+                                   None if number else walker.told, [0], staged=True)
+
+    for tensor in walker.have.values():
+        tensor += number
+    before = {piece: tensor.clone() for piece, tensor in walker.have.items()}
+    state_exchange.CHUNK_BYTES = 2048
+    if number == 0:
+        state_exchange._pack = pack
+    with pytest.raises(RuntimeError):
+        give()
+    assert packed == (0 if number else 4)
+    assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items())
+    state_exchange._pack = right
+    found = give()
+    assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "staged"
+    found.put_in_force()
+    walker.check(walker.have, "in force")
+    assert found.told.step_version == 1

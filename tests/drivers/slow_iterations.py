@@ -1,0 +1,38 @@
+"""One iteration that does not end, though its rank passes marks: it is told by name, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, task_of
+from hangs import stalled
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+OTHERS = (0, 1, 3)
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    told: dict[str, Any] = {
+        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
+        "iteration": 1, "num_iterations": 1, "iteration_s": own_s + 0.1, "own_s": own_s,
+        "normal_s": 0.4}
+    return d.tell(d.source(process.slot.node), r.RankPaced(**(told | changes)))
+
+
+def waited_for(d: Driver, task: int) -> list[int]:
+    """All others stand in a collective; the seqs that tell so."""
+    told = [stalled(d, task, rank) for rank in OTHERS]
+    assert [kinds(x) for x in told] == [[]] * len(told)
+    return [x[0].seq for x in told]

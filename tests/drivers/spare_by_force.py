@@ -1,0 +1,103 @@
+"""The rule of hot spares by brute force: all allocations, with one and without, all next faults."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+from msgspec.structs import replace
+from unicron.control_plane.planner import constraints, planner
+from unicron.control_plane.planner.objective import exact, shift_of
+from unicron.control_plane.planner.problem import PlanInput, Wish
+
+CLOSE_RATIO = Fraction(1, 10**9)
+
+
+def plan_by_force(asked: PlanInput) -> tuple[int, ...]:
+    """What `planner.choose` must find; under limits and floors, what it finds: they are held
+    elsewhere."""
+    if asked.limits is not None or constraints.are_asked(asked):
+        return planner.choose(asked).plan.slots
+    every = exact(asked.wishes, asked.running_s, asked.num_slots)
+    rows, earned = every.rows(shift_of(every.most()))
+    ends = rows.starts.tolist()
+    options = [list(zip(*(found[begin:end].tolist() for found in (rows.sizes, rows.gains, earned)),
+                        strict=True)) for begin, end in itertools.pairwise(ends)]
+    free = steady = None
+    for vector in itertools.product(*options):
+        slots = tuple(size for size, _, _ in vector)
+        if sum(slots) > asked.num_slots:
+            continue
+        key = (sum(gain for _, gain, _ in vector), slots, sum(flop for _, _, flop in vector))
+        free = max(free, key) if free is not None else key
+        if all(_stays(wish, x) for wish, x in zip(asked.wishes, slots, strict=True)):
+            steady = max(steady, key) if steady is not None else key
+    assert free is not None
+    if steady is None or free[0] >= max(steady[0] + 1, steady[0] + asked.gain_min * steady[2]):
+        return free[1]
+    return steady[1]
+
+
+def _stays(wish: Wish, slots: int) -> bool:
+    return wish.hurt or not wish.now or wish.now not in wish.sizes or slots == wish.now
+
+
+def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fraction:
+    """What the plan earns in so long, less what its changes cost."""
+    total = Fraction(0)
+    for wish, x in zip(wishes, slots, strict=True):
+        kind_of = dict(zip(wish.sizes, wish.shapes, strict=False))
+        before = [kind for size, kind in kind_of.items() if size <= wish.now]
+        wafs = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
+        kinds = wish.transition
+        pays_s = 0.0 if not wish.now or (x == wish.now and not wish.hurt) else (
+            kinds.stop_s if not x else
+            kinds.reshape_s if before and kind_of[x] != before[-1] else
+            kinds.same_s if x == wish.now else
+            kinds.grow_s if x > wish.now else kinds.shrink_s)
+        total += Fraction(wafs[x]) * Fraction(span_s)
+        total -= Fraction(wafs.get(wish.now, 0.0)) * Fraction(pays_s)
+    return total
+
+
+def then(asked: PlanInput, slots: Sequence[int]) -> Fraction:
+    """What is expected after the next fault, of a plan of `slots`: each slot fails as likely."""
+    left = max(asked.num_slots - asked.spare_slots, 0)
+    wishes = [replace(wish, now=x, hurt=False) for wish, x in zip(asked.wishes, slots, strict=True)]
+    span_s = min(asked.repair_s, asked.mtbf_gpu_s / max(left, 1))
+    hits = [*slots, asked.num_slots - sum(slots)]
+    total = Fraction(0)
+    for hit, num in enumerate(hits):
+        if num:
+            hurt = [replace(one, hurt=i == hit) for i, one in enumerate(wishes)]
+            plan = plan_by_force(replace(asked, wishes=tuple(hurt), num_slots=left))
+            total += num * worth(hurt, plan, span_s)
+    return total / max(asked.num_slots, 1)
+
+
+def may_idle(asked: PlanInput) -> bool:
+    """Whether the plan with the spare may be chosen at all, whatever it is worth."""
+    free, kept = both(asked)
+    return any(kept) and not any(wish.now and x and not y for wish, x, y in
+                                 zip(asked.wishes, free, kept, strict=True)) and set(
+        constraints.short(asked, kept)) <= set(constraints.short(asked, free))
+
+
+def both(asked: PlanInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The plans without a spare and with one."""
+    idle = min(asked.spare_slots, asked.num_slots)
+    return plan_by_force(asked), plan_by_force(
+        replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle))
+
+
+def spare_by_force(asked: PlanInput) -> tuple[Fraction, Fraction, Fraction]:
+    """(what a spare costs until the next fault, what it saves then, how exactly both are known)."""
+    plans = both(asked)
+    now = [worth(asked.wishes, slots, asked.running_s) for slots in plans]
+    after = [then(asked, slots) for slots in plans]
+    most = sum(Fraction(max(wish.wafs, default=0.0)) * Fraction(
+        max(asked.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
+            wish.transition.grow_s, wish.transition.stop_s,
+            wish.transition.reshape_s)) for wish in asked.wishes)
+    return now[0] - now[1], after[1] - after[0], CLOSE_RATIO * most + Fraction(1, 10**300)

@@ -1,0 +1,38 @@
+"""Slow ranks: told with what they cost, started again only beyond measure, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, task_of
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+VICTIM = 2
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+def paced(d: Driver, task: int, rank: int, own_s: float = 1.0, /, *, normal_s: float = 1.0,
+          iteration_s: float = 0.0, **changes: Any) -> list[Record]:
+    it = task_of(d, task)
+    process = it.ranks[rank]
+    told: dict[str, Any] = {
+        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
+        "iteration": 20, "num_iterations": 10, "iteration_s": iteration_s or own_s + 0.1,
+        "own_s": own_s, "normal_s": normal_s}
+    return d.tell(d.source(process.slot.node), r.RankPaced(**(told | changes)))
+
+
+def known(d: Driver, task: int, **changes: Any) -> None:
+    """All are as they always are, and told so."""
+    for rank in sorted(task_of(d, task).ranks):
+        assert kinds(paced(d, task, rank, iteration_s=1.1, **changes)) == []
+    assert not task_of(d, task).slow

@@ -1,0 +1,102 @@
+"""Two tasks on three nodes, and a node that is lost under one of them: what the screens tell of."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from decider import Driver, failed, spec
+from unicron.cli.commands import incident
+from unicron.cli.history.history import history
+from unicron.cli.history.incident_records import story
+from unicron.control_plane.api.view import view
+from unicron.control_plane.decide.replay import replay
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.codec import from_plain, to_plain
+from unicron.events.records.envelope import Record
+
+Plain = dict[str, Any]
+
+
+def carry_out(d: Driver, records: list[Record]) -> None:
+    """Orders and what follows, as far as the processes that they name still live."""
+    todo = list(records)
+    while todo:
+        record = todo.pop(0)
+        try:
+            new = d.do(record.body)
+        except KeyError:
+            new = []
+        if isinstance(record.body, o.Resume):
+            new = d.progress(record.body.task)
+        todo += new
+
+
+def train(name: str, weight: float, throughput: dict[int, float], **changes: Any) -> Any:
+    return spec(name=name, weight=weight, throughput=throughput, train={
+        "iterations": 50, "output": f"/srv/{name}", "batch": {"global": 24, "micro": 2}}, **changes)
+
+
+def two_tasks(beta: dict[int, float]) -> tuple[Driver, int, int]:
+    """alpha on n1 and n2, beta on n3, both training."""
+    d = Driver(nodes=3)
+    first = d.submit(train("alpha", 2.0, {1: 1e12, 2: 1.9e12, 3: 2.6e12, 4: 2.7e12}))
+    carry_out(d, d.log[-20:])
+    second = d.submit(train("beta", 1.0, beta))
+    carry_out(d, d.log[-20:])
+    for task in (first, second):
+        d.progress(task, 4)
+    assert [len(task.target) for task in d.state.tasks.values()] == [4, 2]
+    return d, first, second
+
+
+def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
+    """The node falls silent, and the task's collectives fail; either may be the second source."""
+    survivors = [m.rank for m in d.state.tasks[task].members if m.node != node]
+    told: list[Record] = []
+    for silent in (False, True) if silent_last else (True, False):
+        if silent:
+            d.now_s += 6
+            told += d.tell("leader/abc", r.NodeSilenced(
+                node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0))
+        else:
+            told += [record for rank in survivors for record in failed(d, task, rank)]
+    carry_out(d, told)
+
+
+@functools.cache
+def gives() -> tuple[Driver, int, int]:
+    """n2 is lost under alpha; beta, unhurt, gives one of its two slots and trains on. To read."""
+    d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
+    lose(d, "n2", alpha)
+    assert [len(task.target) for task in d.state.tasks.values()] == [3, 1]
+    return d, alpha, beta
+
+
+@functools.cache
+def waits() -> tuple[Driver, int, int]:
+    """n2 is lost under alpha; beta, unhurt, gives all its slots and waits. To read."""
+    d, alpha, beta = two_tasks({2: 0.6e12})
+    lose(d, "n2", alpha)
+    return d, alpha, beta
+
+
+def plain(d: Driver) -> list[Plain]:
+    return [to_plain(record) for record in d.log]
+
+
+def facts(records: list[Plain], which: str = "", *, option: str = "") -> Plain:
+    told = history(records)
+    one = incident.pick(told, which)
+    assert one is not None
+    seen_ = view(replay(map(from_plain, records)))
+    found = story(one, records, incident.told_later(one, seen_))
+    return {**incident.facts_of(told, found, seen_, now_s=told.at_s, option=option),
+            "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
+
+
+def seen(d: Driver) -> Plain:
+    told = view(d.state)
+    told["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
+    return told

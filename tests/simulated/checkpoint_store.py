@@ -1,0 +1,63 @@
+"""Keepers on paper: what each node holds of the tasks' states, and lets go with its agent."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from unicron.events.records.types import NUM_COPIES_MAX, Copy
+from unicron.workers.checkpoint_store.protocol import Wish
+
+COPY_BYTES = 16_000
+
+
+class PaperCopy(Struct, frozen=True, kw_only=True):
+    """A state: its digest after so many steps, as a member of a generation had it."""
+
+    generation: int
+    step_version: int
+    digest: int
+
+    @property
+    def checksum(self) -> str:
+        return f"paper:{self.digest:08x}"
+
+
+class PaperKeepers:
+    """The keepers of all nodes that are up."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[str, dict[int, list[PaperCopy]]] = {}
+        self._starts: dict[str, int] = {}
+        self.num_kept = self.num_served = 0
+
+    def open(self, node: str, start: int) -> None:
+        """A keeper starts, with nothing; `start` is its number."""
+        self._shelves[node], self._starts[node] = {}, start
+
+    def close(self, node: str) -> None:
+        """The node's agent has ended, or its keeper alone: nothing is left."""
+        self._shelves.pop(node, None)
+
+    def put(self, node: str, task: int, copy: PaperCopy) -> int:
+        """The number of the keeper that takes it; 0: none, or it knows of a later generation."""
+        shelf = self._shelves.get(node)
+        if shelf is None:
+            return 0
+        known = shelf.setdefault(task, [])
+        if known and known[-1].generation > copy.generation:
+            return 0
+        shelf[task] = [*known, copy][-NUM_COPIES_MAX:]
+        self.num_kept += 1
+        return self._starts[node]
+
+    def forget(self, node: str, task: int) -> None:
+        self._shelves.get(node, {}).pop(task, None)
+
+    def find(self, task: int, wanted: Copy) -> PaperCopy | None:
+        """The newest of that generation on that node, of as many steps or more."""
+        wish = Wish(task=task, generation=wanted.generation, step_version=wanted.step_version,
+                    step_version_max=wanted.step_version_max)
+        for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):
+            if wish.fits(copy.generation, copy.step_version):
+                self.num_served += 1
+                return copy
+        return None

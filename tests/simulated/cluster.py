@@ -1,0 +1,66 @@
+"""A cluster on paper: agents and their processes behind the agents' port, with a seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from simulated.agent import PaperAgent, PaperProcess
+from simulated.environment import PaperNet, Tempo
+from unicron.events.log.port import AgentPort
+
+
+class PaperCluster:
+    """All nodes on paper. `port_of` gives each its way to the log; `clock` is in seconds."""
+
+    def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
+                 clock: Callable[[], float], tempo: Tempo | None = None) -> None:
+        self.net = PaperNet(seed, tempo or Tempo())
+        self._port_of, self._clock = port_of, clock
+        self.agents: dict[str, PaperAgent] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def boot(self, node: str, num_slots: int) -> None:
+        """Start the node's agent, in a new incarnation if it ran before."""
+        assert node not in self._running, f"{node} runs already"
+        old = self.agents.get(node)
+        incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
+        agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
+                           num_slots=num_slots, clock=self._clock,
+                           fall=lambda: self.crash(node))
+        self.agents[node] = agent
+        self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
+
+    def crash(self, node: str) -> None:
+        """The node is gone with all that runs on it."""
+        self.agents[node].crash()
+        self._running.pop(node).cancel()
+
+    def is_up(self, node: str) -> bool:
+        return node in self._running
+
+    def running(self) -> list[tuple[PaperAgent, PaperProcess]]:
+        """Every process of every living node, in a fixed order."""
+        return [(self.agents[node], self.agents[node].processes[slot])
+                for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]
+
+    def cut(self, task: int) -> bool:
+        """The connections of the task's generation are gone: its next collective, or the one that
+        is going on, fails under every member. Whether there was such a generation."""
+        groups = {p.rank.group: None for _, p in self.running()
+                  if p.rank and p.rank.task == task and p.rank.group and not p.rank.group.broken}
+        for group in groups:
+            group.hiccup()
+        return bool(groups)
+
+    def jam(self, task: int, jam_s: float) -> None:
+        """The collectives of the task's generation do not end for so long."""
+        for group in {p.rank.group: None for _, p in self.running()
+                      if p.rank and p.rank.task == task and p.rank.iterates}:
+            if group is not None:
+                group.jam(jam_s)
+
+    def stop(self) -> None:
+        """End everything, telling nobody."""
+        for node in list(self._running):
+            self.crash(node)

@@ -1,0 +1,242 @@
+"""One generation of a task on paper: complete, or broken for all its members."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulated.checkpoint_store import COPY_BYTES
+from unicron.events.records.orders import Reconfigure
+from unicron.events.records.reports import Reconfigured
+from unicron.events.records.types import Member, Origin, Taken
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import coordinates, num_places, replica
+from unicron.workers.training.recovery.settlement import deal, settle
+from unicron.workers.training.recovery.state_sources import MANY, NO_STATE, Held
+
+if TYPE_CHECKING:
+    from simulated.environment import PaperNet
+    from simulated.rank import PaperRank
+
+
+def first_digest(seed: int) -> int:
+    """What the parameters are before the first step."""
+    return zlib.crc32(f"seed {seed}".encode())
+
+
+def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
+    """What the parameters are after a step over these micro-batches."""
+    return zlib.crc32(f"{digest} {iteration} {batch}".encode())
+
+
+class PaperGeneration:
+    """One set of communicators: complete, or broken for all its members."""
+
+    def __init__(self, net: PaperNet, order: Reconfigure) -> None:
+        self.net, self.task, self.number = net, order.task, order.generation
+        self.members: tuple[Member, ...] = order.members
+        self.checkpoint, self.copies = order.checkpoint, order.copies
+        self.axes = order.axes
+        self.layout = order.axes or Axes(dp=len(order.members))
+        self.step_version = NO_STATE
+        """On which it settled."""
+        self.ranks: list[PaperRank] = []
+        self.broken = self.stop = self._jammed = False
+        self._entered: list[PaperRank] = []
+        self._pending: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        net.later(net.tempo.meet_s_max, self._give_up)
+
+    def arrive(self, rank: PaperRank) -> None:
+        self.ranks.append(rank)
+        if self.broken:
+            self._notice(rank)
+        elif len(self.ranks) == len(self.members):
+            place = {(m.rank, m.attempt): i for i, m in enumerate(self.members)}
+            self.ranks.sort(key=lambda r: place[r.key])
+            self.net.later(self.net.draw(self.net.tempo.meet_s), self._settle)
+
+    def place(self, rank: PaperRank) -> int | None:
+        """The member's place in the layout; None: it is beside."""
+        place = self.ranks.index(rank)
+        return place if place < num_places(self.layout) else None
+
+    def dealt(self, rank: PaperRank) -> tuple[int, ...]:
+        """Its replica's micro-batches of a new iteration."""
+        place = self.place(rank)
+        if place is None:
+            return ()
+        return deal(rank.train.num_micro_batches, self.layout.dp,
+                    coordinates(self.layout, place).dp)
+
+    def enter(self, rank: PaperRank) -> None:
+        """The rank is in the iteration's reduction; complete when all are."""
+        if self.broken:
+            self._notice(rank)
+            return
+        self._entered.append(rank)
+        if len(self._entered) == len(self.ranks) and not self._jammed:
+            self._complete()
+
+    def jam(self, jam_s: float) -> None:
+        """Its collectives do not end for `jam_s`, and nobody hears of it."""
+        self._jammed = True
+        self.net.later(jam_s, self._flow)
+
+    def _flow(self) -> None:
+        self._jammed = False
+        if len(self._entered) == len(self.ranks) and not self.broken:
+            self._complete()
+
+    def _complete(self) -> None:
+        self._entered = []
+        first = self.ranks[0]
+        replicas = [[self.ranks[place] for place in replica(self.layout, dp)]
+                    for dp in range(self.layout.dp)]
+        batch = tuple(sorted(i for members in replicas for i in members[0].kept))
+        if any(len({rank.kept for rank in members}) > 1 for members in replicas):
+            self.net.never(f"task {self.task} generation {self.number}: a replica is torn")
+        for rank in self.ranks[:num_places(self.layout)] if self.axes is not None else ():
+            rank.ready = True
+        if first.step_version < first.train.iterations:
+            self._check(batch)
+        for each in self.ranks:
+            self._pending[each.key] = self.net.later(
+                self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
+
+    def close(self, rank: PaperRank) -> None:
+        """A member that has taken its step closes: what it sent before still reaches the others."""
+        self.broken = True
+        for each in self.ranks:
+            if each.phase == "reducing" and each.group is self and each.key not in self._pending:
+                self._notice(each)
+
+    def lose(self, rank: PaperRank) -> None:
+        """A member died or left: whoever waits for it fails."""
+        self._forget(rank)
+        self.hiccup()
+
+    def hiccup(self) -> None:
+        """The connections are gone: who is in a collective fails, the others in their next one."""
+        self.broken = True
+        for each in self.ranks:
+            if each.phase in ("reducing", "meeting") and each.group is self:
+                self._forget(each)
+                self._notice(each)
+
+    def _forget(self, rank: PaperRank) -> None:
+        """It takes no step any more."""
+        pending = self._pending.pop(rank.key, None)
+        if pending:
+            pending.cancel()
+
+    def _stepper(self, rank: PaperRank, batch: tuple[int, ...], stop: bool) -> Callable[[], None]:
+        def step() -> None:
+            if rank.stopped_s:
+                self._pending[rank.key] = self.net.later(rank.stopped_s, step)
+                return
+            del self._pending[rank.key]
+            rank.step(batch, stop)
+
+        return step
+
+    def _notice(self, rank: PaperRank) -> None:
+        def fail() -> None:
+            if rank.stopped_s:
+                self.net.later(rank.stopped_s, fail)
+            elif rank.alive and rank.group is self:
+                rank.fail()
+
+        self.net.later(self.net.draw(self.net.tempo.notice_s), fail)
+
+    def _give_up(self) -> None:
+        if len(self.ranks) < len(self.members) and not self.broken:
+            self.broken = True
+            for rank in self.ranks:
+                self._notice(rank)
+
+    def _check(self, batch: tuple[int, ...]) -> None:
+        first = self.ranks[0]
+        where = f"task {self.task} generation {self.number} iteration {first.step_version}"
+        if batch != tuple(range(first.train.num_micro_batches)):
+            self.net.never(f"{where}: stepped on micro-batches {batch}")
+        for rank in self.ranks:
+            if not rank.alive:
+                self.net.never(f"{where}: stepped with rank {rank.rank}, which is dead")
+            if not rank.beside and (
+                    (rank.step_version, rank.digest) != (first.step_version, first.digest)):
+                self.net.never(f"{where}: rank {rank.rank} holds another state")
+        if len({r.rank for r in self.ranks}) != len(self.ranks):
+            self.net.never(f"{where}: two members are the same rank")
+
+    def _settle(self) -> None:
+        """Members settle by the rules that real ranks use."""
+        if self.broken:
+            return
+        stopped_s = max(rank.stopped_s for rank in self.ranks)
+        if stopped_s:
+            self.net.later(stopped_s, self._settle)
+            return
+        first = self.ranks[0]
+        settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches,
+                            self.axes, [r.node for r in self.ranks])
+        states: list[tuple[int, int]] = []
+        for place in settlement.holders:
+            giver = self.ranks[place]
+            if settlement.shares[place].steps:
+                giver.take_step(tuple(range(giver.train.num_micro_batches)))
+            states.append((giver.step_version, giver.digest))
+        if len(set(states)) > 1:
+            self.net.never(f"task {self.task} generation {self.number}: two states {states}")
+        nobody = not states
+        (self.step_version, digest), origin, origin_node = (
+            self._restored() if nobody else (states[0], "", ""))
+        finished = self.step_version >= first.train.iterations
+        for place, (rank, share) in enumerate(zip(self.ranks, settlement.shares, strict=True)):
+            source = share.source
+            if nobody:
+                source = 0 if place and self.step_version else NO_STATE
+            own = source == place
+            whence: Origin = origin if source == NO_STATE else "own" if own else "peer"
+            givers = [] if own or source == NO_STATE else (
+                list(settlement.holders) if source == MANY else [source])
+            if self.place(rank) is not None:
+                rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
+                rank.ready, rank.gate = False, ()
+                rank.held = None if self.axes is None else Held(
+                    axes=self.axes, optimizer=rank.train.parallel.optimizer, place=place)
+            rank.hold(() if finished else share.kept, () if finished else share.todo,
+                      settlement.begun and not finished)
+            rank.dealt_in = self.number
+            at = origin_node if source == NO_STATE else (
+                self.ranks[givers[0]] if givers else rank).node
+            rank.say(Reconfigured(
+                task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
+                step_version=self.step_version, kept=rank.kept, todo=rank.todo,
+                dealt=() if finished else share.dealt,
+                source=-1 if source == NO_STATE else (
+                    self.ranks[givers[0]] if givers else rank).rank,
+                received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
+                down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
+                taken=tuple(Taken(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
+                                  taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
+
+    def _restored(self) -> tuple[tuple[int, int], Origin, str]:
+        """The state that the first member of a generation without any finds, and where."""
+        for wanted in self.copies:
+            copy = self.net.keepers.find(self.task, wanted)
+            if copy is not None:
+                if (copy.step_version == wanted.step_version
+                        and copy.checksum != wanted.checksum):
+                    self.net.never(f"task {self.task} has two states of step {copy.step_version}")
+                if any(number > copy.generation and step < copy.step_version
+                       for number, step in self.net.gone_on.get(self.task, [])):
+                    self.net.never(f"task {self.task} comes back to step {copy.step_version} of "
+                                   f"generation {copy.generation}, which was left behind")
+                return (copy.step_version, copy.digest), "copy", wanted.node
+        train = self.ranks[0].train
+        if self.checkpoint:
+            path = self.checkpoint.removeprefix(train.output).lstrip("/")
+            return self.net.files[train.output, path], "checkpoint", ""
+        return (0, first_digest(train.seed)), "seed", ""

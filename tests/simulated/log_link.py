@@ -1,0 +1,101 @@
+"""The way between an agent on paper and the log: slow, lossy, doubling, and sometimes cut."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from msgspec import Struct
+from unicron.events.errors import Ambiguous, Unavailable
+from unicron.events.log.port import AgentPort, SentOrder
+from unicron.events.records.envelope import Report
+
+
+class Weather(Struct, frozen=True, kw_only=True):
+    """How bad the way is: shares of reports (or calls) between 0 and 1, delays in seconds."""
+
+    lost: float = 0.0
+    doubled: float = 0.0
+    delayed: float = 0.0
+    delay_s_max: float = 3.0
+    unanswered: float = 0.0
+    """Calls that raise Ambiguous after they were done."""
+    repeated: float = 0.0
+    """Reads of the orders that start again from the stream's beginning."""
+    latency_s: float = 0.001
+
+
+CALM = Weather()
+
+
+class PaperLink:
+    """An AgentPort over another one. `cut` makes the log unreachable; `weather` may change."""
+
+    def __init__(self, inner: AgentPort, rng: random.Random, weather: Weather = CALM) -> None:
+        self._inner, self._rng = inner, rng
+        self.weather = weather
+        self.cut = False
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def send(self, reports: Sequence[Report]) -> None:
+        """Hand over what the weather leaves of it; the rest comes late, twice or never."""
+        await self._pass()
+        now: list[Report] = []
+        for report in reports:
+            if self._chance(self.weather.lost):
+                continue
+            copies = 2 if self._chance(self.weather.doubled) else 1
+            for _ in range(copies):
+                if self._chance(self.weather.delayed):
+                    self._send_late(report, self._rng.uniform(0.0, self.weather.delay_s_max))
+                else:
+                    now.append(report)
+        if now:
+            await self._inner.send(now)
+        self._answer()
+
+    async def acked(self, source: str) -> int:
+        await self._pass()
+        return await self._inner.acked(source)
+
+    async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
+        await self._pass()
+        if self._chance(self.weather.repeated):
+            after = "0-0"
+        found = await self._inner.orders(node, after=after, wait_s=wait_s)
+        await self._pass()
+        return found
+
+    async def beat(self, node: str, incarnation: int) -> None:
+        await self._pass()
+        await self._inner.beat(node, incarnation)
+
+    def close(self) -> None:
+        """Forget what is still on its way."""
+        for task in sorted(self._late, key=lambda task: task.get_name()):
+            task.cancel()
+
+    async def _pass(self) -> None:
+        await asyncio.sleep(self.weather.latency_s)
+        if self.cut:
+            raise Unavailable("the log cannot be reached")
+
+    def _answer(self) -> None:
+        if self._chance(self.weather.unanswered):
+            raise Ambiguous("the reply was lost")
+
+    def _chance(self, share: float) -> bool:
+        return share > 0 and self._rng.random() < share
+
+    def _send_late(self, report: Report, delay_s: float) -> None:
+        async def send() -> None:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._inner.send([report])
+            except (Unavailable, Ambiguous):
+                return
+
+        task = asyncio.create_task(send(), name=f"late {report.source} {report.source_seq}")
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)

@@ -1,0 +1,253 @@
+"""Plans of a simulated cluster, compared with every vector of slots that there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from msgspec import Struct
+from spare_by_force import may_idle, spare_by_force
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.problem_of_state import plan_input, shapes
+from unicron.control_plane.state.cluster import ClusterState
+from unicron.control_plane.state.task import Task
+from unicron.control_plane.throughput import table as throughput
+from unicron.control_plane.throughput import training_layouts, transition_cost
+from unicron.events.records.decisions import PlanChosen, TaskWaiting
+
+NUM_TASKS_MAX = 4
+NUM_SLOTS_MAX = 8
+CLOSE_RATIO = 1e-9
+RATE_FLOPS = 1e9
+"""The unit of rates where fairness is asked for."""
+
+
+class Option(Struct, frozen=True):
+    """One task on one number of slots: G of the paper, what of that it earns before the change is
+    paid, and whether it stays as it is. With alpha: its utility, and what a share of its rate is
+    worth."""
+
+    slots: int
+    gain: float
+    earned: float
+    steady: bool
+    moves: bool
+    """A healthy task would have other slots."""
+
+
+def is_small(body: PlanChosen) -> bool:
+    """Whether all vectors can be tried."""
+    return len(body.allocations) <= NUM_TASKS_MAX and body.num_slots <= NUM_SLOTS_MAX
+
+
+def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
+    """What is wrong with a small plan that is about to be folded into `state`; empty: nothing."""
+    for given in body.allocations:
+        slots = state.tasks[given.task].spec.slots
+        if given.slots and not (slots.min <= given.slots <= slots.max
+                                and given.slots % slots.multiple_of == 0
+                                and given.slots in (slots.sizes or (given.slots,))):
+            return f"task {given.task} may not have {given.slots} slots"
+    over = [team for team, quota in state.policy.quotas.items()
+            if sum(x.slots for x in body.allocations
+                   if state.tasks[x.task].spec.team == team) > quota]
+    if over:
+        return f"team {over[0]} has more than its quota"
+    if len({state.tasks[x.task].spec.priority for x in body.allocations}) > 1:
+        return ""  # sums of several priorities are not compared here
+    rows = _options(state, body)
+    floors = _floors(state, body)
+    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
+               and all(_may_have(option, floor, row, state.policy.alpha)
+                       for option, floor, row in zip(vector, floors, rows, strict=True))]
+    fewest = min(map(_num_moves, vectors))
+    most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
+    free = steady = -math.inf
+    earned = 0.0
+    chosen, unchanged = math.nan, True
+    for vector in vectors:
+        if _num_moves(vector) > most:
+            continue
+        total = math.fsum(option.gain for option in vector)
+        free = max(free, total)
+        if _is_steady(vector, floors, fewest) and total > steady:
+            steady, earned = total, math.fsum(option.earned for option in vector)
+        if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
+                                                            strict=True)):
+            chosen, unchanged = total, _is_steady(vector, floors, fewest)
+    if math.isnan(chosen):
+        return "it does not fit"
+    close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
+    enough = steady + state.policy.gain_min * earned
+    if unchanged:
+        if chosen < steady - close or free > max(enough, steady) + close:
+            return f"G {chosen:g} leaves the healthy alone; the optimum has {free:g}"
+    elif chosen < free - close:
+        return f"G {chosen:g} is not the optimum {free:g}"
+    elif chosen < enough - close:
+        return f"G {chosen:g} changes healthy tasks; as they are, they have {steady:g}"
+    return _wrong_spare(state, body)
+
+
+def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
+    """Whether a node's slots stay idle exactly where that is worth more."""
+    asked, told = plan_input(state).asked, body.spare
+    if not asked.spare_slots or not body.allocations:
+        return "" if told is None else "it tells of a hot spare that nobody asked for"
+    if told is None or told.num_slots != asked.spare_slots:
+        return "it does not tell of the hot spare"
+    num_idle = body.num_slots - sum(x.slots for x in body.allocations)
+    if told.verdict == "idle anyway":
+        return "" if num_idle >= told.num_slots else f"{num_idle} slots are idle"
+    cost, saves, close = spare_by_force(asked)
+    if abs(told.cost_flop - cost) > close or abs(told.saves_flop - saves) > close:
+        return (f"a spare costs {float(cost):g} and saves {float(saves):g}, told are "
+                f"{told.cost_flop:g} and {told.saves_flop:g}")
+    if told.verdict == "kept":
+        return "" if saves > cost - close else "the spare costs more than it saves"
+    pays = saves > cost + close and may_idle(asked)
+    return "a spare would save more than it costs" if pays else ""
+
+
+def _num_given(body: PlanChosen) -> int:
+    """Slots that the plan gives at most: without those of a hot spare that is kept."""
+    spare = body.spare
+    return body.num_slots - (spare.num_slots if spare and spare.verdict == "kept" else 0)
+
+
+def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> bool:
+    """Whether there are the slots, also in each team's quota."""
+    return sum(option.slots for option in vector) <= _num_given(body) and all(
+        sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
+            if state.tasks[x.task].spec.team == team) <= quota
+        for team, quota in state.policy.quotas.items())
+
+
+def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
+    """The least that each task must have: in the order of floors, as long as they fit."""
+    tasks = [state.tasks[x.task] for x in body.allocations]
+    of_team: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for task in sorted(tasks, key=lambda one: (-one.spec.priority, -one.weight, one.id)):
+        team, rates = task.spec.team, _rates(state, task.id)
+        room = min(_num_given(body) - sum(found.values()),
+                   state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0))
+        levels = [task.spec.slots.floor] if task.spec.slots.floor else []
+        levels += [1] if state.policy.floor or state.policy.alpha >= 1 else []
+        wanted = [min((x for x, rate in rates.items() if rate > 0 and x >= level), default=0)
+                  for level in levels]
+        found[task.id] = next((x for x in wanted if 0 < x <= room), 0)
+        of_team[team] = of_team.get(team, 0) + found[task.id]
+    return [found[task.id] for task in tasks]
+
+
+def _may_have(option: Option, floor: int, row: list[Option], alpha: float) -> bool:
+    """From alpha 1 on, nothing is without measure worse: who has no floor waits."""
+    starves = alpha >= 1 and not floor and any(one.earned for one in row)
+    return option.slots >= floor and not (starves and option.slots)
+
+
+def _is_steady(vector: tuple[Option, ...], floors: list[int], fewest: int) -> bool:
+    """Whether it leaves the healthy as they are; where floors do not, as many as they can."""
+    return all(option.steady for option in vector) or (
+        any(floors) and 0 < fewest == _num_moves(vector))
+
+
+def _num_moves(vector: tuple[Option, ...]) -> int:
+    return sum(option.moves for option in vector)
+
+
+def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
+    wishes = {wish.task: wish for wish in plan_input(state).asked.wishes}
+    rows: list[list[Option]] = []
+    for given in body.allocations:
+        task = state.tasks[given.task]
+        rates = _rates(state, given.task)
+        hurt = wishes[given.task].hurt
+        now = given.slots_before
+        old = task.weight * _marginal(rates.get(now, 0.0), state.policy.alpha)
+        row: list[Option] = []
+        for slots in sorted({0, *rates}):
+            times = task.weight * state.mtbf_gpu_s / max(body.num_slots, 1)
+            rate = rates.get(slots, 0.0)
+            earned = times * _marginal(rate, state.policy.alpha)
+            made = times * _utility(rate, state.policy.alpha)
+            used = slots if slots == now else min(  # what is given beyond that idles
+                (size for size, other in rates.items() if other == rate), default=0)
+            lost = old * _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
+            held = hurt or now == 0 or now not in rates or slots == now
+            row.append(Option(slots, made - lost, earned, held,
+                              now > 0 and not hurt and slots != now))
+        rows.append(row)
+    return rows
+
+
+def _utility(rate: float, alpha: float) -> float:
+    """U(T) of T in GFLOP/s; of a task with nothing 0, where that is told apart."""
+    rate /= RATE_FLOPS if alpha else 1.0
+    return (0.0 if not rate else math.log(rate) if alpha == 1 else
+            rate**(1 - alpha) / (1 - alpha))
+
+
+def _marginal(rate: float, alpha: float) -> float:
+    """T U'(T)."""
+    return (rate / (RATE_FLOPS if alpha else 1.0))**(1 - alpha) if rate else 0.0
+
+
+def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -> float:
+    """D_transition, from what the state keeps of this task's changes; of `slots`, `used` train."""
+    def usual_s(kind: str) -> float:
+        known = sorted(task.stood_s.get(kind, []))
+        if len(known) < 3:
+            return math.nan
+        return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+
+    train = task.spec.training
+    before, after = (training_layouts.layout_within(train, num) if train is not None else None
+                     for num in (now, used))
+    reshapes = before is not None and after is not None and (
+        (before.tp, before.pp, before.chunks) != (after.tp, after.pp, after.chunks))
+    kind = ("reshape" if reshapes else
+            "same" if slots == now else "grow" if slots > now else "shrink")
+    found = usual_s(kind) if slots else usual_s("stop") + usual_s("start")
+    prior_s = state.policy.reshape_s if reshapes else state.policy.transition_s
+    return prior_s if math.isnan(found) else found
+
+
+def _rates(state: ClusterState, number: int) -> dict[int, float]:
+    """T(t, x) of each size: idle slots harm nobody, so it never falls."""
+    table = state.tasks[number].throughput
+    assert table is not None
+    pairs = sorted(zip(table.sizes, table.rates_flops, strict=True))
+    return {size: max(rate for other, rate in pairs if other <= size) for size, _ in pairs}
+
+
+def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
+    """Whether `weight_from` is where the next plan turns, once this one is carried out."""
+    assert state.plan is not None
+    told, num_slots = state.tasks[body.task].weight, state.plan.num_slots
+    for times, runs in ((1.0001, True), (0.9999, False)):
+        weight = body.weight_from * times
+        wishes: list[Wish] = []
+        for given in state.plan.allocations:
+            task = state.tasks[given.task]
+            assert task.throughput is not None
+            found = throughput.candidates(task.throughput, given.slots)
+            own = weight if given.task == body.task else task.weight
+            wishes.append(Wish(
+                task=task.id, name=task.spec.name, now=given.slots, hurt=False,
+                transition=transition_cost.transition(state, task),
+                sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
+                wafs=tuple(own * rate for _, rate in found), team=task.spec.team,
+                priority=task.spec.priority))
+        policy = state.policy
+        choice = planner.choose(PlanInput(
+            wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
+            gain_min=policy.gain_min, moves_max=policy.moves_max,
+            quotas=tuple(sorted(policy.quotas.items()))))
+        slots = next(x.slots for x in choice.allocations if x.task == body.task)
+        if bool(slots) != runs:
+            return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "
+                    f"and weight_from is {body.weight_from:g}")
+    return ""

@@ -1,0 +1,431 @@
+"""Training processes on paper: they hold, meet, settle, step and fail as the protocol says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from math import floor
+from statistics import fmean, median
+from typing import Literal
+
+from simulated.checkpoint_store import COPY_BYTES, PaperCopy
+from simulated.environment import PaperNet
+from simulated.generation import PaperGeneration, next_digest
+from unicron.events.records.orders import KeepCopies, Order, Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.records.reports import (
+    CheckpointSaved,
+    CollectiveFailed,
+    CopyKept,
+    Quiesced,
+    RankFinished,
+    RankReady,
+    ReconfigureFailed,
+    TaskProgressed,
+)
+from unicron.events.records.types import Body, Keeper
+from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, Held
+
+# --- The marks that a rank on paper passes: when it was where, and how long iterations took. ---
+
+NUM_NORMAL = 20
+"""Iterations of the running average."""
+FIRST_S = 2.0
+"""Taken for it before one was finished: the first is slow."""
+NUM_PACED = 8
+
+
+class Marks:
+    """Of one process. Times in seconds of the loop's clock."""
+
+    def __init__(self) -> None:
+        self.slow = 1.0
+        """So many times longer its own work takes than it should."""
+        self.num_froze = 0
+        self.frozen_until_s = 0.0
+        self._frozen_s = self._began_s = self._entered_s = -1.0
+        self._generation = 0
+        self.took_s: list[float] = []
+        """The last iterations of this generation, without its first."""
+
+    def freeze(self, at_s: float, left_s: float) -> None:
+        """It stands still; `left_s`: it did already, for so much longer."""
+        self.num_froze += 1
+        if left_s <= 0:
+            self._frozen_s = at_s
+
+    def begin(self, at_s: float, generation: int) -> None:
+        if generation != self._generation:
+            self._generation, self.took_s, self._began_s = generation, [], -1.0
+        self._entered_s = -1.0
+        if self._began_s < 0:
+            self._began_s = 0.0  # the generation's first does not count
+        else:
+            self._began_s = at_s
+
+    def enter(self, at_s: float) -> None:
+        self._entered_s = at_s
+
+    def step(self, at_s: float) -> None:
+        if self._began_s > 0:
+            self.took_s = [*self.took_s, at_s - self._began_s][-NUM_NORMAL:]
+        self._began_s, self._entered_s = max(self._began_s, 0.0), -1.0
+
+    @property
+    def normal_s(self) -> float:
+        """The running average of an iteration."""
+        return fmean(self.took_s) if self.took_s else FIRST_S
+
+    @property
+    def iteration_s(self) -> float:
+        """The median of the last ones; 0: there were too few."""
+        return median(self.took_s[-NUM_PACED:]) if len(self.took_s) >= NUM_PACED else 0.0
+
+    def works_s(self, now_s: float) -> float:
+        """For how long it has been at its own work of this iteration; 0: it is not, or its
+        generation's first."""
+        return now_s - self._began_s if self._began_s > 0 and self._entered_s < 0 else 0.0
+
+    def last_s(self, now_s: float, *, computes: bool, frozen: bool) -> float:
+        """When it passed its last mark: work passes them all the time, unless it stands."""
+        if not computes and self._entered_s >= 0:
+            return self._entered_s
+        return self._frozen_s if frozen else now_s
+
+FLOPS = 1e9
+"""FLOPs of one iteration on paper."""
+FOR_GOOD_S = 1e7
+"""Longer than any day on paper."""
+INSTANT_S = 1e-9
+"""Less is nothing: sums of seconds are not exact."""
+Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
+
+
+class PaperRank:
+    """One process of a training task. `say` takes what it reports."""
+
+    def __init__(self, net: PaperNet, order: StartRank, node: str, pid: int,
+                 say: Callable[[Body], None], end: Callable[[int], None]) -> None:
+        assert order.spec.train is not None
+        self.net, self.node, self.pid, self.say, self._end = net, node, pid, say, end
+        self.task, self.rank, self.attempt = order.task, order.rank, order.attempt
+        self.train, self.key = order.spec.train, (order.rank, order.attempt)
+        self.endpoint = f"{node}.paper:{10_000 + pid}"
+        self.phase: Phase = "loading"
+        self.alive = True
+        self.seen = 0
+        """The highest generation that it was told of."""
+        self.group: PaperGeneration | None = None
+        self.step_version, self.digest, self.trained_in = -1, 0, 0
+        self.kept: tuple[int, ...] = ()
+        self.todo: tuple[int, ...] = ()
+        self.owned: tuple[int, ...] = ()
+        self.dealt_in, self.begun = 0, False
+        self.held: Held | None = None
+        """Of which part of the model its state is; None: of all of it."""
+        self.ready, self.gate, self.beside = False, tuple[float, ...](), False
+        """`beside`: it counts the steps of others, and has no state."""
+        self.keepers: tuple[Keeper, ...] = ()
+        self._kept_s: dict[str, float] = {}
+        """When it last told that a node's keeper has a copy."""
+        self.told = 0
+        """Iterations below this one were told by a first member, as far as this one knows."""
+        self._began_s = self._micro_batch_s = self._told_s = 0.0
+        self._saves = False
+        """It leaves for good, as the first: what it holds is written before it says Quiesced."""
+        self._finished = False
+        self.goes_on_s = self._continues_s = 0.0
+        self.marks = Marks()
+        self._unread: list[Order] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._call: Callable[[], None] = self._ready
+        self._after(net.draw(net.tempo.load_s), self._ready)
+
+    # --- what the agent hands over ---------------------------------------------------------
+    def die(self) -> None:
+        """The process is gone at once; peers notice by its closed connections."""
+        self.alive = False
+        self._leave()
+
+    @property
+    def stopped_s(self) -> float:
+        """How long it still stands still; 0: it does not."""
+        left_s = self.goes_on_s - self.net.loop.time()
+        return left_s if left_s > INSTANT_S else 0.0  # a timer for then may come a rounding early
+
+    @property
+    def suspended_s(self) -> float:
+        """How long it is still stopped (SIGSTOP); 0: it is not, but may stand still."""
+        return max(self._continues_s - self.net.loop.time(), 0.0)
+
+    def stop(self, stop_s: float) -> None:
+        """SIGSTOP, and SIGCONT after `stop_s` (0: never)."""
+        until_s = self.net.loop.time() + (stop_s or FOR_GOOD_S)
+        self._continues_s = max(self._continues_s, until_s)
+        self.freeze(stop_s)
+
+    def freeze(self, stop_s: float) -> None:
+        """It computes and reads nothing for `stop_s` (0: for ever); its connections stand."""
+        stop_s = stop_s or FOR_GOOD_S
+        self.marks.freeze(self.net.loop.time(), self.stopped_s)
+        now_s, added_s = self.net.loop.time(), max(stop_s - self.stopped_s, 0.0)
+        left_s = 0.0
+        if self._timer:
+            left_s = max(self._timer.when() - max(now_s, self.goes_on_s), 0.0)
+        self.goes_on_s = max(self.goes_on_s, now_s + stop_s)
+        self._began_s += added_s
+        if self._timer:
+            self._after(left_s, self._call)
+        self.net.later(self.stopped_s, self._read)
+
+    def take(self, order: Order) -> None:
+        """An order comes in by the pipe: read at once, or when the process goes on."""
+        self._unread.append(order)
+        self._read()
+
+    def _read(self) -> None:
+        while self._unread and self.alive and not self.stopped_s:
+            match self._unread.pop(0):
+                case Quiesce() as order if self.rank in order.ranks:
+                    self.quiesce(order)
+                case Reconfigure() as order:
+                    self.reconfigure(order)
+                case Resume() as order:
+                    self.resume(order)
+                case KeepCopies() as order if order.generation == self.seen:
+                    self.keepers = order.keepers
+                case _:
+                    pass
+
+    def reconfigure(self, order: Reconfigure) -> None:
+        if order.generation <= self.seen or self.phase == "loading":
+            return
+        if not any((m.rank, m.attempt) == self.key for m in order.members):
+            return
+        self._keep_whole()
+        self._leave()
+        self._saves = False
+        self.keepers, self._kept_s = order.keepers, {}
+        self.seen, self.phase = order.generation, "meeting"
+        self.group = self.net.meet(order)
+        self.group.arrive(self)
+
+    def resume(self, order: Resume) -> None:
+        if self.group and self.group.number == order.generation and self.phase == "settled":
+            self.told, self._told_s = order.progress_from, -1.0
+            self.trained_in, self.gate = self.group.number, ()
+            if self.group.place(self) is None:
+                self.beside, self.step_version = True, self.group.step_version
+            self.net.gone_on.setdefault(self.task, []).append(
+                (self.group.number, self.step_version))
+            self._tell(now=True)
+            self.begin()
+
+    def quiesce(self, order: Quiesce) -> None:
+        if order.generation < self.seen or self.phase == "loading":
+            return
+        self.seen = order.generation
+        self._saves = order.save and order.ranks[0] == self.rank
+        if self.group is None:
+            self._answer()
+        elif order.mode == "boundary" and self.phase in ("computing", "reducing"):
+            self.group.stop = True
+        elif self.phase == "computing":
+            done = (self.net.loop.time() - self._began_s) / self._micro_batch_s
+            whole_s = self._began_s + min(floor(done) + 1, len(self.todo)) * self._micro_batch_s
+            self._after(whole_s - self.net.loop.time() + 1e-6, self._stop)
+        else:
+            self._stop()
+
+    # --- iterations --------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Run what is to do of the iteration, then meet in its reduction."""
+        self.phase, self._began_s, self.begun = "computing", self.net.loop.time(), True
+        self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s) * self.marks.slow
+        self.marks.begin(self._began_s, self.seen)
+        last = self.step_version >= self.train.iterations
+        busy_s = len(self.todo) * self._micro_batch_s
+        if last and self._is_first:
+            busy_s = self.net.draw(self.net.tempo.save_s)
+        self._after(busy_s, self._final if last else self._reduce)
+
+    def step(self, batch: tuple[int, ...], stop: bool) -> None:
+        """The reduction is complete on this rank: take the optimizer's step."""
+        assert self.group is not None
+        if self.step_version >= self.train.iterations:
+            self.say(RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
+                                  generation=self.group.number, step_version=self.step_version,
+                                  forward_calls=0))
+            self.group, self.phase, self._finished = None, "holding", True
+            self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
+            return
+        self.take_step(batch)
+        self.net.num_steps += 1
+        self.marks.step(self.net.loop.time())
+        self.kept, self.todo, self.owned, self.begun = (), (), (), False
+        self._tell(now=stop or self.step_version == self.train.iterations)
+        if self._is_first and self.train.copy_every and (
+                self.step_version % self.train.copy_every == 0):
+            copy = PaperCopy(generation=self.group.number, step_version=self.step_version,
+                             digest=self.digest)
+            for keeper in self.keepers:
+                self.net.later(self.net.draw(self.net.tempo.copy_s),
+                               partial(self._send_copy, keeper.node, copy))
+        if stop:
+            group, self.group, self.phase = self.group, None, "holding"
+            group.close(self)
+            self._answer()
+            return
+        every = self.train.checkpoint_every
+        last = self.step_version == self.train.iterations
+        if self._is_first and every and self.step_version % every == 0 and not last:
+            self._save(final=False)
+        self.todo = self.owned = self.group.dealt(self)
+        self.begin()
+
+    def take_step(self, batch: tuple[int, ...]) -> None:
+        self.digest = next_digest(self.digest, self.step_version, batch)
+        self.step_version += 1
+        self.ready, self.gate = False, (1.0,)
+
+    def fail(self) -> None:
+        """A collective failed under this rank: leave, hold, say so."""
+        assert self.group is not None
+        number, self.seen = self.group.number, max(self.seen, self.group.number)
+        was = self.phase
+        self._saves = self._saves and self.group.axes is None  # each has a part alone
+        self._keep_whole()
+        self._leave()
+        if was == "meeting":
+            self.say(ReconfigureFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                       generation=number, error="connection refused"))
+            return
+        self.say(CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                  generation=number, iteration=max(self.step_version, 0),
+                                  error="Connection closed by peer"))
+        self._answer()
+
+    def say_quiesced(self) -> None:
+        self.say(Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
+                          generation=self.seen, step_version=self.claim().step_version,
+                          micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
+
+    def claim(self) -> Claim:
+        """What it brings into a new generation."""
+        return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
+                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     trained_in=self.trained_in, held=self.held, ready=self.ready,
+                     gate=self.gate)
+
+    def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
+        """Settled: this is its part of the iteration."""
+        self.phase, self.kept, self.todo, self.begun = "settled", kept, todo, begun
+        self.owned = tuple(sorted((*kept, *todo)))
+
+    @property
+    def iterates(self) -> bool:
+        """Whether it is in an iteration: neither between generations nor after the last one."""
+        trains = self.phase in ("computing", "reducing") and self.trained_in == self.seen
+        return self.alive and trains and (
+            0 <= self.step_version < self.train.iterations)
+
+    # --- inside ------------------------------------------------------------------------------
+    @property
+    def _is_first(self) -> bool:
+        return self.group is not None and self.group.ranks[0] is self
+
+    def _after(self, delay_s: float, call: Callable[[], None]) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._call, self._timer = call, self.net.later(delay_s + self.stopped_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._call()
+
+    def _ready(self) -> None:
+        self.phase = "holding"
+        self.say(RankReady(task=self.task, rank=self.rank, attempt=self.attempt,
+                           endpoint=self.endpoint, num_params=1000, state_bytes=16_000,
+                           iteration_flops=FLOPS, data_digest="paper"))
+
+    def _reduce(self) -> None:
+        assert self.group is not None
+        self.kept = tuple(sorted((*self.kept, *self.todo)))
+        self.todo, self.phase = (), "reducing"
+        self.marks.enter(self.net.loop.time())
+        self.group.enter(self)
+
+    def _final(self) -> None:
+        """After the last iteration: the first member writes, then all meet once more."""
+        assert self.group is not None
+        if self._is_first:
+            self._save(final=True)
+        self.phase = "reducing"
+        self.group.enter(self)
+
+    def _save(self, *, final: bool) -> None:
+        path = f"gen-{self.seen}/iter-{self.step_version}"
+        self.net.files[self.train.output, path] = (self.step_version, self.digest)
+        self.say(CheckpointSaved(task=self.task, generation=self.seen,
+                                 step_version=self.step_version, path=path, ckpt_bytes=12_000,
+                                 final=final))
+
+    def _send_copy(self, node: str, copy: PaperCopy) -> None:
+        """A copy arrives, if its sender still lives and runs; a keeper's word at most a second."""
+        at_s, every_s = self.net.loop.time(), self.net.tempo.progress_s
+        if not self.alive or self.stopped_s:
+            return
+        start = self.net.keepers.put(node, self.task, copy)
+        if start and at_s - self._kept_s.get(node, -every_s) >= every_s:
+            self._kept_s[node] = at_s
+            self.say(CopyKept(task=self.task, rank=self.rank, attempt=self.attempt,
+                              generation=copy.generation, step_version=copy.step_version,
+                              node=node, copy_bytes=COPY_BYTES, checksum=copy.checksum,
+                              keeper_start=start))
+
+    def _tell(self, now: bool) -> None:
+        at_s = self.net.loop.time()
+        due = now or self._told_s < 0 or at_s - self._told_s >= self.net.tempo.progress_s
+        if not self._is_first or not due or self.told >= self.step_version:
+            return
+        assert self.group is not None
+        span = range(self.told, self.step_version)
+        self.say(TaskProgressed(task=self.task, generation=self.group.number,
+                                first_iteration=self.told,
+                                losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
+                                step_s=tuple(0.25 for _ in span), rate_flops=FLOPS / 0.25,
+                                micro_batches=self.train.num_micro_batches))
+        self.told, self._told_s = self.step_version, at_s
+
+    def _keep_whole(self) -> None:
+        """Of an interrupted computation, keep the micro-batches that are whole."""
+        if self.phase == "computing" and self._micro_batch_s and self.todo:
+            num = floor((self.net.loop.time() - self._began_s) / self._micro_batch_s)
+            self.kept = tuple(sorted((*self.kept, *self.todo[:num])))
+            self.todo = ()
+
+    def _stop(self) -> None:
+        self._keep_whole()
+        self._saves = self._saves and self.held is None
+        self._leave()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Quiesced; whoever leaves for good as the first saves before, while nothing else runs."""
+        if self._saves and self.step_version >= 0 and not self._finished:
+            self._after(self.net.draw(self.net.tempo.save_s), self._leave_a_checkpoint)
+        else:
+            self.say_quiesced()
+
+    def _leave_a_checkpoint(self) -> None:
+        self._save(final=False)
+        self.say_quiesced()
+
+    def _leave(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        group, self.group, self.phase = self.group, None, "holding"
+        if group is not None:
+            group.lose(self)

@@ -1,0 +1,103 @@
+"""An agent's eye on its ranks on paper: who passes no mark, and how fast they work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+from simulated.environment import PaperNet
+from simulated.rank import NUM_PACED, PaperRank
+from unicron.events.records.reports import RankPaced, RankStalled, RankWentOn, Whereabouts
+from unicron.events.records.types import Body
+
+WATCH_S = 0.25
+STANDS_TIMES = 3.0
+FALSE_SHARE = 0.002
+"""Of all looks at a rank: it is called stalled, and is not."""
+OWN_NOISE = (0.96, 1.04)
+CHANGED_RATIO = 1.08
+SLOW_AGAIN_TIMES = 2.0
+"""What was told of an iteration while it lasted is told again when it has lasted so much longer."""
+
+
+class Told(Struct):
+    """What was last told of one process."""
+
+    generation: int
+    stalled_s: float = -1.0
+    """The mark after which it is told to stand; below 0: it is not."""
+    slow: int = -1
+    """The iteration that was told while it lasted, too long by the rank's own work."""
+    slow_s: float = 0.0
+    """For how long then."""
+    own_s: float = 0.0
+    normal_s: float = 0.0
+
+
+class PaperWatch:
+    """Looks at one node's ranks. Where it says `own` or `collective`, that is so."""
+
+    def __init__(self, net: PaperNet, say: Callable[[Body], None]) -> None:
+        self.net, self.say = net, say
+        self._told: dict[int, Told] = {}
+        """By pid."""
+
+    def look(self, ranks: list[PaperRank]) -> None:
+        self._told = {rank.pid: self._told[rank.pid] for rank in ranks if rank.pid in self._told}
+        for rank in ranks:
+            if not rank.iterates:
+                self._told.pop(rank.pid, None)
+                continue
+            told = self._told.get(rank.pid)
+            if told is None or told.generation != rank.seen:
+                told = self._told[rank.pid] = Told(generation=rank.seen)
+            self._look(rank, told)
+            self._pace(rank, told)
+
+    def _look(self, rank: PaperRank, told: Told) -> None:
+        now_s, computes = self.net.loop.time(), rank.phase == "computing"
+        last_s = rank.marks.last_s(now_s, computes=computes, frozen=rank.stopped_s > 0)
+        normal_s = rank.marks.normal_s
+        if told.stalled_s >= 0 and last_s > told.stalled_s:
+            self.say(RankWentOn(
+                task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
+                iteration=rank.step_version, stalled_s=last_s - told.stalled_s))
+            told.stalled_s = -1.0
+        false = self.net.rng.random() < FALSE_SHARE
+        if told.stalled_s < 0 and (now_s - last_s > STANDS_TIMES * normal_s or false):
+            told.stalled_s = last_s
+            where: Whereabouts = "own" if computes else "collective"
+            self.say(RankStalled(
+                task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
+                iteration=rank.step_version, where=where, what=rank.phase,
+                collective=int(not computes), normal_s=normal_s,
+                in_s=max(now_s - last_s, STANDS_TIMES * normal_s * false)))
+
+        elif told.stalled_s < 0 and computes:
+            self._slow(rank, told, normal_s)
+
+    def _slow(self, rank: PaperRank, told: Told, normal_s: float) -> None:
+        own_s = rank.marks.works_s(self.net.loop.time())
+        again = told.slow == rank.step_version
+        if own_s <= (SLOW_AGAIN_TIMES * told.slow_s if again else STANDS_TIMES * normal_s):
+            return
+        told.slow, told.slow_s = rank.step_version, own_s
+        self.say(RankPaced(
+            task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
+            iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
+            normal_s=told.normal_s or normal_s))
+
+    def _pace(self, rank: PaperRank, told: Told) -> None:
+        iteration_s = rank.marks.iteration_s
+        if not iteration_s:
+            return
+        low_s, high_s = self.net.tempo.micro_batch_s
+        own_s = (len(rank.owned) or 1) * (low_s + high_s) / 2 * rank.marks.slow
+        own_s *= self.net.draw(OWN_NOISE)
+        if told.own_s and 1 / CHANGED_RATIO < own_s / told.own_s < CHANGED_RATIO:
+            return
+        told.own_s, told.normal_s = own_s, told.normal_s or own_s
+        self.say(RankPaced(
+            task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
+            iteration=rank.step_version, num_iterations=NUM_PACED, iteration_s=iteration_s,
+            own_s=own_s, normal_s=told.normal_s))

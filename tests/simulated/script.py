@@ -1,0 +1,190 @@
+"""Lives of a simulated cluster by script: every row of the table, and one more fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+from simulated.log_link import CALM, Weather
+from simulated.world import World
+from unicron.events.records.envelope import Record
+from unicron.events.records.reports import NodeDrained, NodeUndrained, TaskSubmitted
+from unicron.events.spec import job as spec
+
+SLOW = Weather(latency_s=0.15)
+PATIENCE_S = 60.0
+"""How long a scene waits for what it needs; a second fault may have made that impossible."""
+
+
+def job(name: str, low: int, high: int, iterations: int, weight: float = 1.0) -> TaskSubmitted:
+    """A training task of which every slot earns alike."""
+    return TaskSubmitted(spec=spec.parse({
+        "apiVersion": spec.API_VERSION, "name": name, "weight": weight,
+        "slots": {"min": low, "max": high},
+        "train": {"iterations": iterations, "output": f"/out/{name}", "checkpoint_every": 6}}))
+
+
+class OneRank(World):
+    """One task on two nodes, one rank killed, and one leader that dies around one append."""
+
+    def __init__(self, doom: str, doom_seq: int) -> None:
+        super().__init__(7, only_leaders=True)
+        self.doom, self.doom_seq = doom, doom_seq
+
+    async def live(self) -> list[Record]:
+        self.begin()
+        for port in self.leader_ports():
+            port.doom, port.doom_seq = self.doom, self.doom_seq
+        succession = asyncio.create_task(self._succeed())
+        await self.write("job", job("job", 2, 4, 15))
+        while self.cluster.net.num_steps < 16:
+            await asyncio.sleep(0.05)
+        agent, process = self.cluster.running()[2]
+        agent.kill(process)
+        records = await self.finish()
+        succession.cancel()
+        return records
+
+    async def _succeed(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if not self.leaders:
+                self.start_leader()
+
+
+class SecondFault(World):
+    """A life that passes every row of the transition table, and a fault right after one record.
+
+    The fault strikes once, in the instant of the append of the `nth` record by which `row` is
+    carried out.
+    """
+
+    def __init__(self, seed: int, row: str, fault: str, nth: int) -> None:
+        super().__init__(seed)
+        # Reports that come late shall find their rank a member, and not lost already.
+        self.policy = replace(self.policy, suspect_s_max=self.policy.silence_s_max)
+        self.row, self.fault, self.nth = row, fault, nth
+        self.nodes = {"n0": 2, "n1": 2, "n2": 1}
+        self._provoked: dict[str, Callable[[int], None]] = {}
+        self._struck: asyncio.Task[None] | None = None
+
+    def saw(self, record: Record, row: str) -> None:
+        super().saw(record, row)
+        task: int = getattr(record.body, "task", 0)
+        if row in self._provoked:
+            self.loop.call_soon(self._provoked.pop(row), task)
+        if row == self.row:
+            self.nth -= 1
+            if self.nth == 0:
+                self._strike(task)
+
+    def _strike(self, task: int) -> None:
+        self.tell(f"{self.fault} at {self.row}")
+        if self.fault == "collective failed":
+            for link in self.links.values():
+                link.weather = SLOW
+        self._struck = asyncio.create_task(self._faults()[self.fault](task))
+
+    def _faults(self) -> dict[str, Callable[[int], Awaitable[None]]]:
+        return {"rank killed": self._kill, "node lost": self._lose, "leader died": self._depose,
+                "collective failed": self._cut}
+
+    async def _kill(self, task: int) -> None:
+        while not self.chaos.strike_rank(task):
+            await asyncio.sleep(0.001)
+
+    async def _lose(self, task: int) -> None:
+        while task not in self.tasks_running():
+            await asyncio.sleep(0.001)
+        await self.chaos.crash(task)
+
+    async def _depose(self, task: int) -> None:
+        self.witness.hit(task, "leader died")
+        await self.chaos.kill_leader()
+
+    async def _cut(self, task: int) -> None:
+        """As soon as there is a collective; the witness counts it when its failure is told.
+
+        Orders are slow meanwhile: who fails in a collective says so before it reads any.
+        """
+        for _ in range(500):
+            if self.cluster.cut(task):
+                break
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(1.0)
+        for link in self.links.values():
+            link.weather = CALM
+
+    # --- the scenes ------------------------------------------------------------------------------
+    async def live(self) -> list[Record]:
+        self.begin()
+        main = await self.write("job", job("job", 2, 5, 150))
+        await self._steps(main, 3)
+        await self._a_rank_dies(main)
+        await self._the_network_fails(main)
+        await self._it_gives_way(main)
+        await self._it_moves(main)
+        if self._struck is not None:
+            await self._struck
+        await self.make_peace()
+        return await self.finish()
+
+    async def _a_rank_dies(self, main: int) -> None:
+        """Also while it comes back, and while the generation after that comes up."""
+        def a_member_dies(task: int) -> None:
+            member = self.rng.choice(self.witness.state.tasks[task].members)
+            self.chaos.strike_rank(task, rank=member.rank)
+
+        self._provoked["training/seats_differ"] = a_member_dies
+        self._provoked["quiescing/boundary_disturbed"] = lambda _: self._provoked.update(
+            {"quiescing/every_member_quiesced": a_member_dies})
+        self.chaos.strike_rank(main)
+        await self._healthy(main)
+
+    async def _the_network_fails(self, main: int) -> None:
+        """And one node tells so late that the others count as all that there is."""
+        link = self.links["n1"]
+        self.cluster.cut(main)
+        link.cut = True
+        await asyncio.sleep(self.rng.uniform(1.0, 1.5))
+        link.cut = False
+        await self._healthy(main)
+
+    async def _it_gives_way(self, main: int) -> None:
+        """Another task takes all slots, so this one saves and leaves, and comes back later.
+
+        In every other life the one who is to save dies, and so does who is told to after it.
+        """
+        def saver_dies(task: int) -> None:
+            self.chaos.strike_rank(task, rank=self.witness.state.tasks[task].saver)
+
+        if self.seed % 2:
+            self._provoked["training/no_slots"] = saver_dies
+            self._provoked["quiescing/boundary_disturbed"] = saver_dies
+        other = await self.write("big", job("big", 5, 5, 4, weight=100.0))
+        await self._until(lambda: self.witness.state.tasks[other].outcome != "")
+        await self._healthy(main)
+
+    async def _it_moves(self, main: int) -> None:
+        await self.ask("drain", NodeDrained(node="n1"))
+        await self._steps(main, 3)
+        await self.ask("undrain", NodeUndrained(node="n1"))
+        await self._steps(main, 3)
+
+    async def _healthy(self, main: int) -> None:
+        task = self.witness.state.tasks[main]
+        await self._until(lambda: task.phase == "training" and not task.incident)
+        await self._steps(main, 2)
+
+    async def _steps(self, main: int, num: int) -> None:
+        while main not in self.witness.state.tasks:
+            await asyncio.sleep(0.1)
+        task = self.witness.state.tasks[main]
+        goal = task.iteration + num
+        await self._until(lambda: task.iteration >= goal)
+
+    async def _until(self, there: Callable[[], bool]) -> None:
+        until_s = self.loop.time() + PATIENCE_S
+        while not there() and self.loop.time() < until_s:
+            await asyncio.sleep(0.05)

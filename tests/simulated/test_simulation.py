@@ -1,0 +1,102 @@
+"""A cluster's worst days in virtual time: seeded faults first, then peace, and what must hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from simulated.agent import STEP_S
+from simulated.script import OneRank
+from simulated.seeds import quiet, simulate
+from simulated.world import World
+from unicron.control_plane.throughput.flops import iteration_flops
+from unicron.events.records import codec
+from unicron.events.records.decisions import IncidentClosed, TaskPlaced, ThroughputSet
+from unicron.events.records.envelope import Record
+from unicron.events.records.orders import StartRank, StopRank
+from unicron.events.records.reports import TaskSubmitted
+from unicron.events.spec.job import JobSpec
+from unicron.events.spec.model import MegatronModel
+
+NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
+ONCE_FAILED = (328,)
+"""A checkpoint was read after slots were left on purpose, and then came another fault."""
+"""A share of what `make simulation` runs."""
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Iterator[None]:
+    """Hundreds of leaders need not say that they lead."""
+    quiet()
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *ONCE_FAILED])
+def test_faults_then_peace(seed: int) -> None:
+    simulate(lambda: World(seed))
+
+
+def lose_a_rank(doom: str = "", doom_seq: int = 0) -> tuple[World, list[Record]]:
+    """The one world in which a rank dies, with a leader that dies around append `doom_seq`."""
+    return simulate(lambda: OneRank(doom, doom_seq))
+
+
+@pytest.mark.parametrize("doom", ["before", "after"])
+def test_a_leader_may_die_around_any_append(doom: str) -> None:
+    """Around every record of a first start and of a whole recovery, one world for each."""
+    _, undisturbed = lose_a_rank()
+    for seq in range(1, len(undisturbed) + 1):
+        where = f"{doom} seq {seq} {undisturbed[seq - 1].kind}"
+        world, records = lose_a_rank(doom, seq)
+        assert world.num_leaders == 2, where
+        assert world.cluster.net.num_stopped == 0, where
+        starts = [r.body.rank for r in records if isinstance(r.body, StartRank)]
+        assert sorted(starts) == [0, 1, 2, 2, 3], f"{where}: a healthy rank was started again"
+        healed = [r.body for r in records if isinstance(r.body, IncidentClosed)]
+        assert [(b.outcome, b.iterations_lost, b.ckpt_read) for b in healed] == [
+            ("healed", 0, False)], where
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_dead_control_plane_hurts_nobody(seed: int) -> None:
+    """Only leaders die here, are cut off, or fight: no rank is stopped, none starts again."""
+    world, records = simulate(lambda: World(seed, only_leaders=True))
+    assert world.num_leaders > 2
+    assert world.cluster.net.num_stopped == 0
+    assert not [r for r in records if isinstance(r.body, StopRank) or r.kind == "IncidentOpened"]
+    starts = [(r.body.task, r.body.rank) for r in records if isinstance(r.body, StartRank)]
+    assert len(starts) == len(set(starts)), "a healthy rank was started again"
+
+
+def test_commands_are_measured_by_what_they_print() -> None:
+    """Through faults and restarts no measured rate is off from what they really achieve."""
+    num_measured = 0
+    for seed in range(60):
+        seats: dict[int, int] = {}
+        for record in simulate(lambda seed=seed: World(seed))[1]:
+            match record.body:
+                case TaskSubmitted(spec=JobSpec(model=MegatronModel() as model)):
+                    seats[record.seq] = 0
+                case TaskPlaced() as body if body.task in seats:
+                    seats[body.task] = len(body.seats)
+                case ThroughputSet(origin="measured") as body if body.task in seats:
+                    size = seats[body.task]
+                    rate = body.rates_flops[body.sizes.index(size)]
+                    step_s = iteration_flops(model) / rate * size
+                    assert STEP_S[0] <= step_s * 1.000001, f"seed {seed} seq {record.seq}"
+                    assert step_s <= STEP_S[1] * 1.000001, f"seed {seed} seq {record.seq}"
+                    num_measured += 1
+                case _:
+                    pass
+        if num_measured >= 5:
+            return
+    raise AssertionError(f"{num_measured} measurements in 60 worlds")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_seed_writes_the_same_log(seed: int) -> None:
+    first, second = (simulate(lambda: World(seed))[1] for _ in range(2))
+    assert [codec.encode_record(r) for r in first] == [codec.encode_record(r) for r in second]

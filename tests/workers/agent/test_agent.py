@@ -1,0 +1,240 @@
+"""The agent and processes: how they end, where their output goes, which orders are obeyed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from agent_driver import House, alive, command, go, house, python, train, until, until_text
+from unicron.events.log.memory import MemoryLog
+from unicron.events.records.orders import StartRank, StopRank
+from unicron.events.records.reports import NodeJoined, OrderRefused, RankExited, RankStarted
+from unicron.events.records.types import Slot
+from unicron.workers.agent.processes.launcher import Node, environment
+from unicron.workers.host import linux
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+# --- how processes end --------------------------------------------------------------------------
+@pytest.mark.parametrize(("code", "exit_code", "number"), [
+    ("pass", 0, None), ("raise SystemExit(3)", 3, None),
+    ("import os; os.abort()", None, signal.SIGABRT),
+    ("import os; os.kill(os.getpid(), 9)", None, signal.SIGKILL)])
+def test_exit_codes_and_signals(memory: MemoryLog, tmp_path: Path, code: str,
+                                exit_code: int | None, number: int | None) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(python(code))
+            (exited,) = await one.leader.wait(RankExited)
+            (started,) = one.leader.all(RankStarted)
+            assert (exited.exit_code, exited.signal) == (exit_code, number)
+            assert exited.pid == started.pid
+            assert not Path(f"/proc/{exited.pid}").exists()
+
+    go(test)
+
+
+def test_output_goes_to_a_file_and_its_tail_into_the_record(memory: MemoryLog,
+                                                            tmp_path: Path) -> None:
+    code = ("import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK',"
+            "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST')));"
+            "sys.stderr.write('x' * 9000 + 'the end')")
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(python(code), rank=1, attempt=4)
+            (exited,) = await one.leader.wait(RankExited)
+            assert len(exited.tail) == 4096
+            assert exited.tail.endswith("the end")
+            (started,) = one.leader.all(RankStarted)
+            assert started.log_path == str(tmp_path / "logs/1-job/rank-1.attempt-4.log")
+            text = Path(started.log_path).read_text()
+            assert text.splitlines()[0] == "1 2 1 127.0.0.1 4242 1 4 127.0.0.9"
+
+    go(test)
+
+
+GRANDCHILDREN = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+children = [subprocess.Popen(sleep).pid,
+            subprocess.Popen(sleep, start_new_session=True).pid]
+open(sys.argv[1], "w").write(" ".join(map(str, children)))
+if sys.argv[2] == "die":
+    os._exit(1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["die", "stay"])
+def test_a_slot_is_free_only_when_grandchildren_are_gone(memory: MemoryLog, tmp_path: Path,
+                                                         how: str) -> None:
+    linux.adopt_orphans()
+    note = tmp_path / "children"
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(command(sys.executable, "-c", GRANDCHILDREN, str(note), how))
+            if how == "stay":
+                await until(lambda: (note.exists() and note.read_text().count(" ")) or None)
+                await one.stop_rank(grace_s=0.0)
+            await one.leader.wait(RankExited)
+            pids = [int(pid) for pid in note.read_text().split()]
+            assert len(pids) == 2
+            assert [pid for pid in pids if alive(pid)] == []
+
+    go(test)
+
+
+def test_stop_gives_grace_then_kills(memory: MemoryLog, tmp_path: Path) -> None:
+    polite = "import signal, sys, time\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up')\n"
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\n"
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank, code in enumerate((polite, deaf)):
+                await one.start(python(code + "time.sleep(60)"), rank=rank)
+            await one.leader.wait(RankStarted, 2)
+            for started in one.leader.all(RankStarted):
+                await until_text(started.log_path)
+            for rank in (0, 1):
+                await one.stop_rank(rank, grace_s=0.3)
+                await one.stop_rank(rank, grace_s=0.3)  # told twice
+            by_rank = {e.rank: e for e in await one.leader.wait(RankExited, 2)}
+            assert by_rank[0].exit_code == 7
+            assert by_rank[1].signal == signal.SIGKILL
+            await one.stop_rank(0)  # gone already: harmless
+            assert one.leader.all(OrderRefused) == []
+
+    go(test)
+
+
+def test_a_stopped_process_ends_too(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(python("import signal, time; signal.signal(15, print); print('up');"
+                                   "time.sleep(60)"))
+            (started,) = await one.leader.wait(RankStarted)
+            await until_text(started.log_path)
+            os.kill(started.pid, signal.SIGSTOP)
+            await one.stop_rank(grace_s=0.2)
+            (exited,) = await one.leader.wait(RankExited)
+            assert exited.signal == signal.SIGKILL
+
+    go(test)
+
+
+def test_what_a_rank_is_told_by_its_environment(tmp_path: Path) -> None:
+    node = Node(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
+                state_dir=tmp_path)
+    order = StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
+                      spec=train(0), num_seats=4, host="", port=0, checkpoint="")
+    on_cpu = environment(order, node, {"UNICRON_MINE": "x"})
+    assert on_cpu["UNICRON_MINE"] == "x"
+    assert (on_cpu["OMP_NUM_THREADS"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert "RANK" not in on_cpu
+    assert environment(order, node, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    traced = msgspec.structs.replace(node, devices=("4", "5"), trace=True)
+    on_gpu = environment(order, traced, {})
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "5"
+    assert on_gpu["UNICRON_TRACE_DIR"] == str(tmp_path / "trace")
+    told = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("3", "4", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in told, "a command chooses by LOCAL_RANK"
+
+
+# --- which orders are obeyed --------------------------------------------------------------------
+def test_a_slot_is_used_by_one_at_a_time(memory: MemoryLog, tmp_path: Path) -> None:
+    sleep = python("import time; time.sleep(60)")
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(sleep)
+            await one.leader.wait(RankStarted)
+            await one.start(sleep, task=2)            # waits for the slot
+            await one.start(sleep, task=3)            # waits, and is stopped before it starts
+            await one.leader.order(StopRank(nodes=("n1",), task=3, rank=0, attempt=1, grace_s=1.0,
+                                            why="test"))
+            (never,) = await one.leader.wait(RankExited)
+            assert (never.task, never.pid, never.signal) == (3, 0, signal.SIGTERM)
+            await one.stop_rank(grace_s=0.0)
+            await one.leader.wait(RankStarted, 2)
+            kinds = [(type(r.body).__name__, getattr(r.body, "task", 0)) for r in
+                     one.leader.records if isinstance(r.body, RankStarted | RankExited)]
+            assert kinds == [("RankStarted", 1), ("RankExited", 3), ("RankExited", 1),
+                             ("RankStarted", 2)]
+
+    go(test)
+
+
+def test_a_higher_attempt_fences_the_lower(memory: MemoryLog, tmp_path: Path) -> None:
+    sleep = python("import time; time.sleep(60)")
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(sleep, attempt=2)
+            await one.leader.wait(RankStarted)
+            await one.start(sleep, attempt=1)         # overtaken
+            await one.start(sleep, attempt=3)
+            await one.leader.wait(RankStarted, 2)
+            assert [s.attempt for s in one.leader.all(RankStarted)] == [2, 3]
+            assert [e.attempt for e in one.leader.all(RankExited)] == [2]
+
+    go(test)
+
+
+def test_refused_with_a_reason(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            seqs = [await one.start(command("/no/such/program")),
+                    await one.start(python("pass"), slot=Slot(node="n1", index=2)),
+                    await one.start(python("pass"), slot=Slot(node="n2", index=0))]
+            refused = await one.leader.wait(OrderRefused, 3)
+            assert {r.order for r in refused} == set(seqs)
+            assert any("/no/such/program" in r.why for r in refused)
+            await one.start(python("pass"))           # the slot is free again
+            await one.leader.wait(RankExited)
+
+    go(test)
+
+
+def test_orders_for_a_predecessor_start_nothing(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        before = House(memory, tmp_path)
+        leading = asyncio.create_task(before.leader.run())
+        await until(lambda: before.leader.epoch or None)
+        # One given before the agent joins, of no incarnation; one that races with its joining.
+        await before.start(python("pass"), incarnation=0)
+        await before.start(python("pass"), rank=1, incarnation=6)
+        serving = asyncio.create_task(before.agent.run(before.stop))
+        await before.leader.wait(NodeJoined)
+        await before.start(python("pass"), rank=1, incarnation=6)
+        await before.start(python("pass"), attempt=2)
+        await before.leader.wait(RankExited)
+        assert [(s.rank, s.attempt) for s in before.leader.all(RankStarted)] == [(0, 2)]
+        before.stop.set()
+        await serving
+        leading.cancel()
+
+    go(test)
+
+
+def test_orders_written_anew_are_duplicates(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(python("pass"))
+            await one.leader.wait(RankExited)
+            orders = [r for r in one.leader.records if isinstance(r.body, StartRank)]
+            one.leader.epoch = await memory.start_epoch("again")
+            await memory.rebuild_orders(orders, epoch=one.leader.epoch)
+            await one.start(python("pass"), rank=1)
+            await one.leader.wait(RankExited, 2)
+            assert [s.rank for s in one.leader.all(RankStarted)] == [0, 1]
+
+    go(test)

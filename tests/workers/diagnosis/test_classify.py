@@ -1,0 +1,362 @@
+"""The classifier on real lines: each row of the table, lines that mean nothing, any text at all."""
+
+from __future__ import annotations
+
+import csv
+import json
+import string
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confusion import tables
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unicron.control_plane.incidents.severity import TABLE
+from unicron.workers.diagnosis.classifier import (
+    LINE_CHARS_MAX,
+    NOTHING,
+    OVERLAP_CHARS,
+    RULES,
+    Verdict,
+    classify,
+)
+from unicron.workers.diagnosis.rules.hardware import XIDS
+from unicron.workers.diagnosis.rules.ignored import QUIET_RULES
+
+DATA = Path(__file__).parents[2] / "data"
+SAMPLES = ("error_lines.jsonl", "error_lines_more.jsonl", "error_lines_drawn.jsonl")
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+LABELLED = [line for name in SAMPLES for line in lines_of(name)]
+QUIET = [line["text"] for line in LABELLED if not line["status"]]
+
+
+@pytest.mark.parametrize("line", LABELLED, ids=lambda line: line["text"][:60])
+def test_each_labelled_line_gets_its_row(line: dict[str, Any]) -> None:
+    verdict = classify(line["text"])
+    assert verdict.status == line["status"], verdict
+    assert TABLE.get(verdict.status, "NONE") == line["severity"], verdict
+
+
+@pytest.mark.parametrize("text", [
+    "Loaded the network from net.pt, unexpected keys: []",
+    "The network failed to converge within 10 epochs, validation error 0.31",
+    "network loss 0.3, reconstruction error 0.02",
+    "residual connection of block 3: error norm 1e-3",
+    "If the connection fails it is tried again",
+    "socket 1: cannot read its NUMA distance, using 10",
+    "Gloo picks an interface by itself; where that is unexpected set GLOO_SOCKET_IFNAME",
+    "NCCL falls back to sockets where InfiniBand failed",
+    "rdma link mlx5_0/1 state ACTIVE, error counters 12 since boot",
+    "nfs: mount options soft,timeo=600,retrans=2, failures are told to the program",
+    "mlx5_core 0000:01:00.0: error reporting on",
+    "weka: 3 backends, fail domains 2",
+    "lustre: mount with flock, error=remount-ro",
+    "NFS exports: fail over to nas-2 after 30 s",
+    "nfsd: last error 0", "nfs: 3 mounts, error 0", "nfs_volume: failed=0",
+    "nfs4_callback: failover partner is nas-2", "nfs_cache: 12 hits, 0 failed",
+    "nfs4_state: reclaim complete, no failed locks",
+    " 12%|#2 | 120/1000 [00:10<01:12, 12.2it/s, val_error=0.3]",
+])
+def test_words_of_networks_alone_are_no_fault(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize("text", [
+    line for line in (DATA / "boot_lines.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")])
+def test_what_a_healthy_machine_prints_as_it_boots_means_nothing(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize("text", [
+    "nvidia_peermem: module verification failed: signature and/or required key missing",
+    "Error: Driver 'pcspkr' is already registered, aborting...",
+    "nvme nvme0: I/O 512 QID 3 timeout, aborting", "nvme nvme0: Abort status: 0x371",
+    "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 "
+    "(errno: 99 - Cannot assign requested address).",
+    "WARNING:urllib3.connectionpool:Retrying (Retry(total=4, connect=None)) after connection "
+    "broken by 'NewConnectionError(': [Errno 111] Connection refused')': /api/5",
+    "urllib3.connectionpool Retrying (9 attempts remain) after connection broken by "
+    "'ReadTimeoutError(\"Read timed out.\")': /path",
+])
+def test_what_is_tried_again_by_who_tells_it_means_nothing(text: str) -> None:
+    assert not classify(text).status
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ("iommu: fault on device 0000:4e:00.0", "invalid DMA mapping"),
+    ("DMAR: DRHD: handling fault status reg 102", "invalid DMA mapping"),
+    ("arm-smmu-v3: unhandled context fault: fsr=0x402", "invalid DMA mapping"),
+    ("nvme nvme0: I/O 25 QID 0 timeout, reset controller", "lost connection"),
+    ("[W socket.cpp:558] [c10d] The client socket has failed to connect to [n1]:29500 "
+     "(errno: 99 - Cannot assign requested address).", "other network errors"),
+    ("[E socket.cpp:922] [c10d] The client socket has timed out after 60s while trying to "
+     "connect to (10.0.0.1, 29500).", "other network errors"),
+    ("requests.exceptions.ConnectionError: Max retries exceeded with url: /api",
+     "other network errors"),
+])
+def test_what_is_like_it_and_does_fail_keeps_its_row(text: str, status: str) -> None:
+    assert classify(text).status == status, classify(text)
+
+
+def test_a_call_of_rdma_that_failed_is_ones_own_whatever_it_failed_with() -> None:
+    for why in ("Connection timed out", "Connection refused", "Connection reset by peer"):
+        verdict = classify("n1:118:220 [0] ibvwrap.c:118 NCCL WARN Call to ibv_modify_qp failed "
+                           f"with error {why}")
+        assert (verdict.status, verdict.rule, verdict.second_hand) == (
+            "other network errors", "ib-call", False)
+
+
+@pytest.mark.parametrize("text", [
+    "rdma transport: connection to 10.0.0.4 failed", "gloo error: no route", "Network failure",
+    "weka: backend 3 is unreachable", "UCX: cannot connect to 10.0.0.4",
+    "12%|#2 | 120/1000 [00:10<01:12, 12.2it/s][rank0]: OSError: [Errno 113] No route to host",
+])
+def test_what_networks_tell_as_failed_is_a_fault(text: str) -> None:
+    assert TABLE[classify(text).status] == "SEV3", classify(text)
+
+
+def test_the_samples_hold_every_row_with_many_lines_that_mean_nothing() -> None:
+    assert {line["status"] for line in LABELLED} == {"", *TABLE} - {"wrong input"}
+    assert len(QUIET) >= 50
+
+
+def test_the_page_holds_the_tables_that_come_out_today() -> None:
+    page = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
+    assert tables() in page, "make confusion prints them anew"
+
+
+def test_the_xids_are_those_of_the_catalogue() -> None:
+    with (DATA / "xid_catalog.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 172
+    assert {int(row["xid"]): row["unicron_status_suggested"] for row in rows} == XIDS
+
+
+@pytest.mark.parametrize("xid", sorted(set(XIDS) - {154}))
+def test_an_xid_is_read_by_its_number_in_every_spelling(xid: int) -> None:
+    for text in (f"[1.2] NVRM: Xid (PCI:0000:05:00): {xid}, pid=1, name=python3, Ch 00000008",
+                 f"NVRM: Xid (0000:05:00): {xid}, Channel 1", f"XID errors: {xid}", f"xid={xid}"):
+        assert (classify(text).status, classify(text).code) == (XIDS[xid], xid), text
+
+
+def test_codes_that_need_their_text() -> None:
+    def nvlink(word: str) -> str:
+        return f"NVRM: Xid (PCI:0000:04:00): 145, RLW_CTRL {word} XC0 i0 Link 00 (0x00000003)"
+
+    def recovery(value: str) -> str:
+        return ("NVRM: Xid (PCI:0009:01:00): 154, GPU recovery action changed from 0x4 (Drain and "
+                f"Reset) to {value}")
+
+    assert classify(nvlink("Fatal")).status == "NVLink errors"
+    assert classify(nvlink("Nonfatal")).status == ""
+    assert classify(recovery("0x0 (None)")).status == ""
+    assert classify(recovery("0x2 (Node Reboot Required)")).status == "GPU driver errors"
+    assert classify("NVRM: Xid (PCI:0009:01:00): 99999, of tomorrow").status == ""
+    assert classify("XID 149.37 (err status 0x00000000) NETIR on GPU 3").device == "3"
+
+
+@pytest.mark.parametrize(("text", "peer"), [
+    ("NCCL WARN NET/IB : Got completion from peer 10.3.0.61<39430> with error 12, opcode 129",
+     "10.3.0.61:39430"),
+    ("RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185",
+     "172.28.0.12:43185"),
+    ("socketProgress: Connection closed by remote peer node2<42830>", "node2:42830"),
+    ("Connect to fe80::966d:ae03:a2:8cf0%ib1<17943> failed : Connection refused",
+     "[fe80::966d:ae03:a2:8cf0%ib1]:17943"),
+    ("The client socket has timed out after 1800s while trying to connect to (127.0.0.1, 48391).",
+     "127.0.0.1:48391"),
+    ("failed to connect to [::ffff:198.18.0.1]:3254 (errno: 110 - Connection timed out).",
+     "198.18.0.1:3254"),
+    ("ERROR connecting to 10.87.137.19: Connection refused [111]", "10.87.137.19"),
+    ("recvValue failed on SocketImpl(fd=1, addr=[a]:48750, remote=[b.local]:20000): "
+     "Connection reset by peer", "b.local:20000"),
+    ("OSError: [Errno 104] Connection reset by peer", ""),
+])
+def test_whom_a_line_names_at_the_other_end(text: str, peer: str) -> None:
+    assert classify(text).peer == peer
+
+
+@pytest.mark.parametrize(("text", "device"), [
+    ("NVRM: Xid (PCI:0000:05:00): 79, pid=1, GPU has fallen off the bus.", "0000:05:00"),
+    ("NVRM: GPU 0000:29:00.0: GPU has fallen off the bus.", "0000:29:00.0"),
+    ("Unable to determine the device handle for GPU 0000:02:00.0: GPU is lost.", "0000:02:00.0"),
+    ("for CUDA device ordinal 3: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error", "3"),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", ""),
+])
+def test_which_gpu_a_line_names(text: str, device: str) -> None:
+    assert classify(text).device == device
+
+
+def test_a_carrier_gives_way_to_what_it_carries() -> None:
+    watchdog = "[Rank 1] NCCL watchdog thread terminated with exception: "
+    for inner, status in (("CUDA error: uncorrectable ECC error encountered", "ECC errors"),
+                          ("CUDA error: an illegal memory access", "illegal memory access"),
+                          ("Watchdog caught collective operation timeout", "NCCL timeout")):
+        assert classify(watchdog + inner).status == status
+    text = ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1331, unhandled system error"
+            "\nLast error:\nsocketStartConnect: Connect to 10.0.0.2<45763> failed : Connection "
+            "refused")
+    assert classify(text)[:2] == ("connection refused", "connection-refused")
+
+
+def test_a_peers_end_is_second_hand_while_a_fault_of_ones_own_is_not() -> None:
+    for text in ("Connection closed by peer [10.0.0.1]:4", "remote process exited or there was a "
+                 "network error", "Watchdog caught collective operation timeout"):
+        assert classify(text).second_hand, text
+    for text in ("ValueError: bad", "CUDA error: unknown error", "OSError: [Errno 5] Input/output "
+                 "error", "Connection refused"):
+        assert not classify(text).second_hand, text
+
+
+def test_of_a_traceback_the_innermost_exception_decides() -> None:
+    text = ('Traceback (most recent call last):\n  File "train.py", line 3, in step\n'
+            '    raise ConnectionResetError("CUDA error: uncorrectable ECC error")\n'
+            "ValueError: no such layer\n\nDuring handling of the above exception, another "
+            'exception occurred:\n\nTraceback (most recent call last):\n  File "a.py", line 9\n'
+            "    close()\nConnectionResetError: [Errno 104] Connection reset by peer\n")
+    verdict = classify(text)
+    assert verdict == Verdict("other software errors", "exception",
+                              line="ValueError: no such layer")
+
+
+def test_the_code_that_a_traceback_quotes_says_nothing_behind_a_prefix_either() -> None:
+    for prefix in ("", "[rank3]: ", "(Worker pid=12) ", "  | "):
+        text = "\n".join(prefix + line for line in (
+            "Traceback (most recent call last):", '  File "train.py", line 3, in step',
+            '    raise OSError("CUDA error: uncorrectable ECC error")',
+            "ValueError: no such layer"))
+        assert classify(text).rule == "exception", prefix
+        assert classify(text).line.endswith("ValueError: no such layer"), prefix
+
+
+# --- an exception group: each member stands alone ------------------------------------------------
+def group_of(*members: str) -> str:
+    """As Python prints it: `members` are the statements that raise; no sources at hand."""
+    names: dict[str, Any] = {}
+    exec(compile("caught = []\n" + "".join(
+        f"try:\n    raise {member}\nexcept Exception as error:\n    caught.append(error)\n"
+        for member in members) + "group = ExceptionGroup('connection reset in the workers', "
+        "caught)", "<string>", "exec"), names)
+    return "".join(traceback.format_exception(names["group"]))
+
+
+ECC = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
+RESET = "ConnectionResetError(104, 'Connection reset by peer')"
+SOFTWARE = "ValueError('no such layer')"
+
+
+@pytest.mark.parametrize(("members", "status"), [
+    ((ECC,), "ECC errors"), ((SOFTWARE, ECC), "ECC errors"), ((ECC, RESET), "ECC errors"),
+    ((RESET, ECC), "ECC errors"), ((RESET, SOFTWARE), "other software errors"),
+    ((SOFTWARE, RESET), "other software errors"), ((RESET,), "connection reset"),
+    ((f"ExceptionGroup('inner', [{SOFTWARE}, {ECC}])", RESET), "ECC errors"),
+])
+def test_a_groups_members_are_read_each_alone(members: tuple[str, ...], status: str) -> None:
+    text = group_of(*members)
+    assert '  |   File "' in text or len(members) == 1, text
+    for prefix in ("", "[rank1]: "):
+        told = "\n".join(prefix + line for line in text.splitlines())
+        assert classify(told).status == status, told
+
+
+def test_a_groups_own_message_is_its_wrapper() -> None:
+    verdict = classify(group_of(SOFTWARE))
+    assert verdict.line.endswith("ValueError: no such layer")
+    assert not classify("ExceptionGroup: connection reset in it (2 sub-exceptions)").status
+
+
+def test_in_a_chain_the_first_raised_decides_and_in_a_member_too() -> None:
+    chain = ("ConnectionResetError: [Errno 104] Connection reset by peer\n\nThe above exception "
+             "was the direct cause of the following exception:\n\nValueError: no batch")
+    assert classify(chain).rule == "connection-reset"
+    member = "".join(f"    | {line}\n" for line in chain.splitlines())
+    group = (f"  | ExceptionGroup: x (1 sub-exception)\n  +-+{'-' * 16} 1 {'-' * 16}\n{member}"
+             f"    +{'-' * 36}\n")
+    assert classify(group).rule == "connection-reset"
+
+
+def test_a_wrong_job_is_its_own_row() -> None:
+    assert classify("unicron.events.errors.UsageError: no such shard").status == "wrong input"
+
+
+# --- any text at all -----------------------------------------------------------------------------
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_gets_a_row_of_the_table_or_nothing(text: str) -> None:
+    verdict = classify(text)
+    assert verdict.status in {"", *TABLE}
+    assert verdict.rule or verdict == NOTHING
+
+
+@settings(deadline=None)
+@given(st.sampled_from(LABELLED), st.lists(st.sampled_from(QUIET), max_size=4),
+       st.lists(st.sampled_from(QUIET), max_size=4))
+def test_lines_that_mean_nothing_change_no_verdict(
+        line: dict[str, Any], before: list[str], behind: list[str]) -> None:
+    assert classify("\n".join([*before, line["text"], *behind])).status == line["status"]
+
+
+@settings(deadline=None)
+@given(st.sampled_from([line for line in LABELLED if line["status"]]),
+       st.integers(LINE_CHARS_MAX, 3 * LINE_CHARS_MAX))
+@example(next(line for line in LABELLED if "TCP client failed to connect" in line["text"]), 6986)
+def test_a_cause_far_inside_a_long_line_is_found(line: dict[str, Any], ahead: int) -> None:
+    last = line["text"].splitlines()[-1]
+    alone = classify(last)
+    if len(line["text"].splitlines()) == 1 and len(last) < OVERLAP_CHARS:
+        found = classify("." * ahead + " " + last + " " + "." * ahead)
+        assert found.status == alone.status or alone.rule == "exception", (found, alone)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from([word for rule in RULES for word in rule.words]), min_size=1,
+                max_size=3), st.sampled_from(["", " ", "=", ":0", "a" * 50, "\n"]))
+def test_time_is_linear_in_the_text_whatever_it_repeats(words: list[str], between: str) -> None:
+    unit = between.join(words) + between
+
+    def cost_s(num_chars: int) -> float:
+        text = (unit * (num_chars // len(unit) + 1))[:num_chars]
+        begun_s = time.process_time()
+        classify(text)
+        return time.process_time() - begun_s
+
+    cost_s(1_000)
+    assert cost_s(40_000) < 1.0  # measured: 0.04 s; a quadratic pattern takes minutes
+
+
+FRAGMENTS = [*sorted({word for rule in (*RULES, *QUIET_RULES) for word in rule.words}),
+             *string.printable, "\u0130", "\ud800", "\x00", '  File "a", line 1', "[rank0]: ",
+             "  | ",
+             "+---------------- 1 ----------------", "(1 sub-exception)", "xid (", "peer 1.2:3"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=40), st.sampled_from(["", " ", "\n", ": "]))
+def test_whatever_rules_look_for_in_whatever_order_raises_nothing(
+        fragments: list[str], between: str) -> None:
+    verdict = classify(between.join(fragments))
+    assert verdict.status in {"", *TABLE}
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "0", "(", "|", "-", ":a", "nfs ", "nccl ", "network ",
+                                  "lustreerror ", "nvrm: ", "error ", "1.1.1.1:", "[0] "])
+def test_repeats_of_a_quarter_megabyte_are_judged_within_seconds(unit: str) -> None:
+    text = unit * (250_000 // len(unit))
+    begun_s = time.process_time()
+    classify(text)
+    assert time.process_time() - begun_s < 10.0  # measured: at most 0.6 s
+
+
+def test_a_megabyte_in_one_line_is_judged_within_seconds() -> None:
+    begun_s = time.process_time()
+    assert classify("x" * 1_000_000 + " CUDA error: unknown error").status == "CUDA errors"
+    assert time.process_time() - begun_s < 10.0  # measured: 0.4 s

@@ -1,0 +1,343 @@
+"""Where a hang is (workers/diagnosis/hang_locator.py): real dumps, jobs on paper, every shape,
+wrong input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hung_job import Job, Layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from locate_setup import Dumped, hung
+from unicron.cli.app import run_command
+from unicron.workers.diagnosis.flight_recorder import NotADump, read
+from unicron.workers.diagnosis.hang_locator import Located, listed, locate
+
+DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
+LAYOUTS = st.sampled_from([Layout(2, 1, 1), Layout(1, 1, 4), Layout(1, 4, 1), Layout(2, 2, 2),
+                           Layout(4, 2, 2), Layout(2, 4, 2), Layout(2, 2, 3)])
+
+
+def found(dumps: Dumped) -> Located:
+    return locate(read(rank, dump) for rank, dump in dumps.items())
+
+
+def named(dumps: Dumped) -> list[int]:
+    return [one.rank for one in found(dumps).suspects]
+
+
+# --- real dumps -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "state"), [("lock_gil_1st", "not entered"),
+                                             ("gpu_error_1st", "not completed")])
+def test_real_dumps(name: str, state: str) -> None:
+    """Exactly the ranks into which the fault was injected, and all others only wait."""
+    document = json.loads((DATA / f"{name}.json").read_text())
+    guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
+    dumps = {int(rank): dump for rank, dump in document["ranks"].items()}
+    where = found(dumps)
+    assert [one.rank for one in where.suspects] == guilty
+    assert {one.state for one in where.suspects} == {state}
+    assert {one.rank for one in where.waiting} == dumps.keys() - set(guilty)
+    assert where.verdict == "hang"
+
+
+@pytest.mark.parametrize("name", ["lock_gil_1st", "gpu_error_1st"])
+def test_real_dumps_without_the_guilty(name: str) -> None:
+    """Where the guilty left no dump, their absence shows them, and nobody else."""
+    document = json.loads((DATA / f"{name}.json").read_text())
+    guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
+    where = found({int(rank): dump for rank, dump in document["ranks"].items()
+                   if int(rank) not in guilty})
+    assert [one.rank for one in where.suspects] == guilty == list(where.missing)
+    assert {one.state for one in where.suspects} == {"no dump"}
+
+
+# --- jobs on paper --------------------------------------------------------------------------------
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
+def test_stopped_ranks_of_a_job_that_waits_for_each_call(
+        data: st.DataObject, layout: Layout, num: int, only_active: bool) -> None:
+    """Ranks that stop between two calls are all named, and nobody else is."""
+    calls = Job(layout, {}).num_calls_min - 1
+    ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
+                              max_size=min(num, layout.num_ranks - 1)))
+    stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
+    job = Job(layout, stopped)
+    job.run()
+    reached = sorted(rank for rank, at in stopped.items() if job.completed[rank] == at)
+    dumps = {rank: job.dump(rank, only_active=only_active) for rank in range(layout.num_ranks)}
+    assert named(dumps) == reached
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9), only_active=st.booleans(),
+       with_status=st.booleans())
+def test_one_stopped_rank_of_a_job_that_runs_ahead(
+        data: st.DataObject, layout: Layout, window: int, only_active: bool,
+        with_status: bool) -> None:
+    rank = data.draw(st.integers(0, layout.num_ranks - 1))
+    at = data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))
+    dumps = hung(layout, {rank: at}, window, only_active=only_active, with_status=with_status)
+    assert named(dumps) == [rank]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9))
+def test_nobody_innocent_is_named_where_several_stop(
+        data: st.DataObject, layout: Layout, window: int) -> None:
+    """One that stopped while it waited for another that stopped cannot be told from a waiter."""
+    ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
+                              max_size=max(layout.num_ranks // 4, 1)))
+    calls = Job(layout, {}).num_calls_min - 1
+    stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
+    names = named(hung(layout, stopped, window))
+    assert names
+    assert set(names) <= ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), layout=LAYOUTS, window=st.integers(1, 6))
+def test_a_rank_without_a_dump(data: st.DataObject, layout: Layout, window: int) -> None:
+    rank = data.draw(st.integers(0, layout.num_ranks - 1))
+    at = data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))
+    dumps = hung(layout, {rank: at}, window)
+    del dumps[rank]
+    if layout.num_ranks > 2:
+        assert named(dumps) == [rank]
+    assert found(dumps).verdict == "hang"
+
+
+@given(layout=LAYOUTS, only_active=st.booleans())
+def test_a_job_that_does_not_hang(layout: Layout, only_active: bool) -> None:
+    where = found(hung(layout, {}, only_active=only_active))
+    assert (where.verdict, where.suspects, where.waiting) == ("none", (), ())
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), layout=st.sampled_from([Layout(2, 2, 2), Layout(4, 2, 1), Layout(2, 4, 2)]),
+       window=st.integers(1, 6), unseen=st.integers(3, 9), only_active=st.booleans())
+def test_a_device_that_no_longer_answers(data: st.DataObject, layout: Layout, window: int,
+                                         unseen: int, only_active: bool) -> None:
+    """It sees no end any more of what its peers finish with it, and stops soon after."""
+    rank = data.draw(st.integers(0, layout.num_ranks - 1))
+    at = data.draw(st.integers(unseen + 1, Job(layout, {}).num_calls_min - 1))
+    job = Job(layout, {rank: at}, window, {rank: unseen})
+    job.run()
+    assert named({one: job.dump(one, only_active=only_active)
+                  for one in range(layout.num_ranks)}) == [rank]
+
+
+# --- one wait at a time ---------------------------------------------------------------------------
+def entry(seq: int, name: str = "all_reduce", *, state: str = "scheduled", group: str = "0",
+          order: int | None = None, at_s: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"record_id": seq if order is None else order, "pg_id": int(group),
+            "process_group": [group, "undefined"], "collective_seq_id": seq, "p2p_seq_id": 0,
+            "op_id": seq, "profiling_name": f"nccl:{name}", "time_created_ns": int(at_s * 1e9),
+            "state": state, "retired": False, "is_p2p": False, **more}
+
+
+def dump(*entries: dict[str, Any], groups: dict[str, list[int]] | None = None,
+         **more: Any) -> dict[str, Any]:
+    config = {name: {"name": name, "desc": "undefined", "ranks": str(ranks)}
+              for name, ranks in (groups or {"0": [0, 1, 2, 3]}).items()}
+    return {"version": "2.9", "entries": list(entries), "pg_config": config, "pg_status": {},
+            **more}
+
+
+def test_all_in_the_same_collective_is_the_network() -> None:
+    where = found({rank: dump(entry(7)) for rank in range(4)})
+    assert (where.verdict, where.suspects) == ("network", ())
+    assert [(one.seq, one.ranks) for one in where.stuck] == [(7, (0, 1, 2, 3))]
+    assert len(where.waiting) == 4
+
+
+def test_a_kernel_that_has_not_started() -> None:
+    """All have entered; the recorder notes starts, and one rank's device is busy elsewhere."""
+    dumps = {rank: dump(entry(6, state="completed"), entry(7, state="started"))
+             for rank in range(4)}
+    dumps[2] = dump(entry(6, state="completed", time_discovered_started_ns=5), entry(7))
+    (suspect,) = found(dumps).suspects
+    assert (suspect.rank, suspect.state, suspect.seq) == (2, "not started", 7)
+
+
+def test_another_collective_than_its_peers() -> None:
+    dumps = {rank: dump(entry(7)) for rank in range(4)}
+    dumps[3] = dump(entry(7, "broadcast"))
+    (suspect,) = found(dumps).suspects
+    assert (suspect.rank, suspect.state) == (3, "mismatched")
+    assert "called broadcast as number 7" in suspect.why
+
+
+def test_who_waits_behind_a_stuck_collective_is_not_stuck_itself() -> None:
+    """All have entered both; the second is held by the first, which is named alone."""
+    groups = {"1": [0, 1], "2": [1, 2]}
+    first, second = entry(7, group="1", order=0), entry(9, group="2", order=0)
+    where = found({0: dump(first, groups=groups), 2: dump(second, groups=groups),
+                   1: dump(first, {**second, "record_id": 1}, groups=groups)})
+    assert (where.verdict, where.suspects) == ("network", ())
+    assert [(one.group, one.ranks) for one in where.stuck] == [("1", (0, 1))]
+    assert {one.rank: one.ranks for one in where.waiting} == {0: (), 1: (), 2: (1,)}
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """Two groups entered in two orders: a circle; the oldest wait's is named, without certainty."""
+    groups = {"1": [0, 1], "2": [0, 1]}
+    where = found({0: dump(entry(1, group="1", at_s=1), groups=groups),
+                   1: dump(entry(1, group="2", at_s=2), groups=groups)})
+    assert [(one.rank, one.confidence) for one in where.suspects] == [(1, "low")]
+    assert "circle" in where.suspects[0].why
+
+
+def test_one_who_gave_up_accuses_nobody() -> None:
+    """Aborted work looks finished: it shows nothing of those who have not finished it."""
+    dumps = {rank: dump(entry(7)) for rank in range(3)}
+    dumps[3] = dump(entry(7, state="completed"), entry(8, state="completed"))
+    assert 0 not in {one.rank for one in found(dumps).suspects}
+
+
+def test_groups_of_one_name_the_newest_counts() -> None:
+    """A rank that has rebuilt its groups: entries of the old ones never end."""
+    old = entry(90, order=1)
+    dumps = {rank: dump(old, entry(3, order=2, pg_id=5)) for rank in range(3)}
+    dumps[3] = dump(old, entry(2, order=2, pg_id=5, state="completed"))
+    assert named(dumps) == [3]
+
+
+def test_a_short_wait_is_no_hang() -> None:
+    def at(dumped_s: float) -> Dumped:
+        dumps = {rank: dump(entry(7, at_s=10.0), dumped_ns=int(dumped_s * 1e9))
+                 for rank in range(3)}
+        return {**dumps, 3: dump(entry(6, state="completed"), dumped_ns=int(dumped_s * 1e9))}
+
+    assert found(at(10.2)).verdict == "none"
+    assert named(at(14.0)) == [3]
+
+
+def test_one_dump_alone_blames_nobody() -> None:
+    where = found({0: dump(entry(7))})
+    assert (where.verdict, where.suspects, where.missing) == ("hang", (), (1, 2, 3))
+
+
+def test_gloo_retires_and_never_completes() -> None:
+    done = entry(6, retired=True, profiling_name="gloo:all_reduce")
+    dumps = {rank: dump(done, entry(7, profiling_name="gloo:all_reduce")) for rank in range(3)}
+    assert named({**dumps, 3: dump(done)}) == [3]
+
+
+@pytest.mark.parametrize(("ranks", "text"), [
+    ([3], "rank 3"), ([3, 1, 2, 9], "ranks 1-3, 9"), (range(0, 30, 2),
+                                                      "ranks 0, 2, 4, 6, 8, 10 and 9 runs more")])
+def test_ranks_in_words(ranks: Iterable[int], text: str) -> None:
+    assert listed(list(ranks)) == text
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_no_document_breaks_the_reader(document: Any) -> None:
+    for one in (document, {"entries": document}, {"entries": [document]},
+                dump(entry(1), pg_status=document), dump({**entry(1), "process_group": document})):
+        try:
+            read(0, one)
+        except NotADump:
+            pass
+
+
+# --- the command ----------------------------------------------------------------------------------
+def test_one_file_per_rank_as_json_or_as_torch_pickles_them(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumps = hung(Layout(2, 2, 1), {3: 4})
+    for rank, one in dumps.items():
+        if rank % 2:
+            (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(one, protocol=2))
+        else:
+            (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(one))
+    (tmp_path / "fault_injection.log").write_text("not a dump")
+    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [one["rank"] for one in answer["suspects"]] == [3]
+    assert (answer["verdict"], answer["ranks"], answer["missing"]) == ("hang", 4, [])
+    assert {"why", "group", "collective", "seq", "state"} <= answer["suspects"][0].keys()
+    assert {one["rank"] for one in answer["waiting"]} == {0, 1, 2}
+
+
+def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["locate", str(DATA / "lock_gil_1st.json")]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("hang: ranks 9, 14 of 16 ranks\n")
+    assert "did not enter all_to_all 45265" in page
+    assert "unicron classify FILE" in page
+    assert max(map(len, page.splitlines())) <= 100
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return print, ("run",)
+
+
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("dump_0", b"", "empty"),
+    ("dump_0", b"  \n", "empty"),
+    ("dump_0", b'{"entries": [', "cut off"),
+    ("dump_0", b"\x80\x02}q\x00", "cut off"),
+    ("dump_0", b"\x99{}", "neither a pickle nor text in UTF-8"),
+    ("dump_0", b'{"entries": []}', "nothing was recorded"),
+    ("dump_0", b'{"entries":\n [}', "no JSON from line 2, column 3 on"),
+    ("dump_0", b"[" * 100_000, "nested too deep"),
+    ("dump_0", b"{}", "no list `entries`"),
+    ("dump_0", b"[1]", "no list `entries`"),
+    ("dump_0", b'{"entries": [{"process_group": 3}]}', "malformed"),
+    ("dump_0", b'{"ranks": {}}', "`ranks` is empty"),
+    ("dump_0", b'{"ranks": {"a": {}}}', "which is no rank"),
+    ("dump", b'{"entries": []}', "does not end in a rank"),
+    ("dump_0", pickle.dumps(Evil(), protocol=2), "refused"),
+])
+def test_wrong_files(name: str, data: bytes, words: str, tmp_path: Path,
+                     capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, a hint, exit 2; and nothing in the file is run."""
+    (tmp_path / name).write_bytes(data)
+    assert run_command(["locate", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert [line.partition(" ")[0] for line in said.err.splitlines()] == ["error:", "hint:"]
+
+
+def test_wrong_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tmp_path / "a_0", tmp_path / "b_0"
+    for path in (one, other):
+        path.write_text(json.dumps(dump(entry(1))))
+    (tmp_path / "inner").mkdir()
+    for paths, words in (([one, other], "rank 0 is there twice"),
+                         ([tmp_path / "none"], "no such file"),
+                         ([tmp_path / "inner"], "no dump in this folder"),
+                         ([Path("/dev/null")], "not a file")):
+        assert run_command(["locate", *map(str, paths)]) == 2
+        assert words in capsys.readouterr().err
+    assert run_command(["locate"]) == 2
+
+
+def test_a_file_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from unicron.workers.diagnosis import flight_recorder
+
+    monkeypatch.setattr(flight_recorder, "FILE_BYTES_MAX", 1 << 20)
+    with (tmp_path / "dump_0").open("wb") as file:
+        file.truncate(3 << 20)
+    assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
+    assert "longer than 1 MiB" in capsys.readouterr().err
+
+
+def test_one_broken_file_of_a_folder_may_be_left_out(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
+    (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
+    assert run_command(["locate", str(tmp_path)]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.endswith("dump_1: cut off, or not a flight-recorder dump: its pickle cannot be "
+                          "read to the end")
+    assert hint.startswith("hint: leave it out")

@@ -1,0 +1,319 @@
+"""Health of a node: what is told, and when; disk, memory and processes; a call that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from agent_driver import go, until
+from health_driver import Clock, write
+from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
+from unicron.events.records.types import Body
+from unicron.workers.agent.health.blocking_call import Aside, Late
+from unicron.workers.agent.health.debounce import Bursts, Ladder, Steady
+from unicron.workers.agent.health.finding import (
+    BURST_QUIET_S,
+    BURST_S_MAX,
+    ERRED_NUM_MAX,
+    ERRED_WITHIN_S,
+    Erred,
+    Finding,
+    Look,
+    worst,
+)
+from unicron.workers.agent.health.health_monitor import Health, Sources
+from unicron.workers.agent.health.machine import Blocked, Disk, Memory
+from unicron.workers.agent.processes.launcher import Node
+from unicron.workers.host import linux
+
+BAD: CheckHealth = "unhealthy"
+
+
+def says(steady: Steady, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
+    """What is told of looks in a row."""
+    told = (steady.see(Finding("c", health, "why", is_fact=is_fact)) for health in healths)
+    return [one.health for one in told if one is not None]
+
+
+# --- when it is told ----------------------------------------------------------------------------
+def test_one_look_alone_tells_nothing_and_lasting_ones_tell_once() -> None:
+    assert says(Steady(), "healthy", "healthy") == [], "the first healthy is not told"
+    assert says(Steady(), BAD, "healthy", BAD, "healthy", BAD) == []
+    assert says(Steady(), BAD, BAD, BAD, BAD) == [BAD]
+    steady = Steady()
+    assert says(steady, BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy") == [BAD]
+    assert says(steady, "healthy", "healthy") == ["healthy"], "three in a row at last"
+
+
+def test_a_fact_is_told_at_once_but_its_end_is_not() -> None:
+    steady = Steady()
+    assert says(steady, BAD, is_fact=True) == [BAD]
+    assert says(steady, "healthy", is_fact=True) == []
+
+
+def test_worse_in_changing_ways_is_told_too() -> None:
+    assert says(Steady(), "degraded", BAD, "degraded") == [BAD]
+
+
+def test_figures_are_no_change_but_another_reason_is() -> None:
+    steady = Steady()
+    assert says(steady, "degraded", "degraded") == ["degraded"]
+    assert steady.see(Finding("c", "degraded", "other figures")) is None
+    assert steady.see(Finding("c", "degraded", rule="r")) is None
+    changed = steady.see(Finding("c", "degraded", rule="r"))
+    assert changed is not None
+    assert changed.rule == "r"
+
+
+def test_a_value_at_its_limit_does_not_flap() -> None:
+    ladder = Ladder(100.0, 10.0)
+    assert [ladder.level(v) for v in (101, 99, 101, 99, 124, 126)] == [
+        "healthy", "degraded", "degraded", "degraded", "degraded", "healthy"]
+    assert [ladder.level(v) for v in (9, 11, 12, 13, 99, 126)] == [
+        "unhealthy", "unhealthy", "unhealthy", "degraded", "degraded", "healthy"]
+
+
+def test_the_worst_part_speaks_for_the_whole() -> None:
+    parts = [Finding("", "degraded", "slow"), Finding("", "unhealthy", "a", rule="r"),
+             Finding("", "unhealthy", "b")]
+    assert worst("gpu/0", parts) == Finding("gpu/0", "unhealthy", "a; b", rule="r")
+    assert worst("gpu/0", []) == Finding("gpu/0", "healthy")
+
+
+# --- bursts -------------------------------------------------------------------------------------
+def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
+    bursts, error = Bursts(), Erred("kernel", "ECC errors", "xid-48", "line", (1,), 48)
+    told = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
+    assert [one.text for one in told if one] == ["line"]
+    nvml = error._replace(origin="nvml", text="the same by NVML")
+    assert bursts.take(nvml, 6.0) is None, "one XID, told from two sides"
+    assert bursts.take(error._replace(devices=(2,)), 6.0) is not None, "another GPU"
+    at_s = 6.0
+    while at_s < BURST_S_MAX:
+        at_s += BURST_QUIET_S / 2
+        again = bursts.take(error, at_s)
+    assert again is not None
+    assert again.text == "line (and 13 equal ones before)"
+    later = bursts.take(error, at_s + 2 * BURST_QUIET_S)
+    assert later is not None
+    assert later.text == "line", "it had ended, and nothing was untold"
+
+
+def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
+    bursts = Bursts()
+    told = [bursts.take(Erred("kernel", "s", f"rule-{n}", "line"), 0.001 * n) for n in range(5000)]
+    assert sum(one is not None for one in told) == ERRED_NUM_MAX
+    after = bursts.take(Erred("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
+    assert after is not None
+    assert after.text == f"line ({5000 - ERRED_NUM_MAX} other errors were not told)"
+
+
+# --- calls that hang ----------------------------------------------------------------------------
+def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
+    async def test() -> None:
+        aside: Aside[int] = Aside("t")
+        free, num = threading.Event(), 0
+
+        def hangs() -> int:
+            nonlocal num
+            num += 1
+            free.wait(60.0)
+            return num
+
+        for _ in range(3):
+            with pytest.raises(Late):
+                await aside.call(hangs, 0.02)
+        free.set()
+        assert await aside.call(hangs, 30.0) == 1
+        with pytest.raises(OSError, match="gone"):
+            await aside.call(_raises, 30.0)
+        assert await aside.call(lambda: 7, 30.0) == 7
+
+    go(test)
+
+
+def _raises() -> int:
+    raise OSError("gone")
+
+
+class Scripted:
+    """A reader that says what the test has set; it hangs while `free` is not set."""
+
+    name, every_s, s_max = "scripted", 0.01, 0.05
+
+    def __init__(self) -> None:
+        self.look = Look([Finding("scripted", "healthy")])
+        self.free = threading.Event()
+        self.free.set()
+
+    def read(self) -> Look:
+        self.free.wait(60.0)
+        return self.look
+
+
+def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        told: list[Body] = []
+        reader = Scripted()
+        health = _health(tmp_path, told, reader)
+        running = asyncio.create_task(health.run())
+        await asyncio.sleep(0.1)
+        assert told == []
+        reader.free.clear()
+        await until(lambda: told or None)
+        reader.free.set()
+        await until(lambda: told[1:] or None)
+        assert [(one.check, one.health, one.rule) for one in told
+                if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
+                                                       ("scripted", "healthy", "")]
+        reader.look = Look([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
+                           [Erred("network", "link flapping", "r", "t")])
+        await until(lambda: told[3:] or None)
+        running.cancel()
+        assert sorted(told[2:], key=lambda one: type(one).__name__) == [
+            DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
+                        rule="r", text="t"),
+            HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
+                          devices=(1,), status="ECC errors", rule="r")]
+
+    go(test)
+
+
+def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        told: list[Body] = []
+        reader = Scripted()
+        running = asyncio.create_task(_health(tmp_path, told, reader).run())
+        for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
+            reader.look = Look([Finding("c", BAD if devices else "healthy", devices=devices)])
+            await until(lambda num=num: told[num - 1:] or None)
+        running.cancel()
+        assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
+            (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
+
+    go(test)
+
+
+def _health(folder: Path, told: list[Body], *readers: Scripted) -> Health:
+    (folder / "kmsg").touch()
+    node = Node(name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder)
+    return Health(node, Sources(readers=readers, kmsg=folder / "kmsg"), told.append)
+
+
+# --- disk ---------------------------------------------------------------------------------------
+def test_this_machines_own_disk_memory_and_processes_are_readable(tmp_path: Path) -> None:
+    (disk,) = Disk(tmp_path).read().findings
+    assert (disk.check, list(tmp_path.iterdir())) == ("disk", [])
+    (memory,) = Memory().read().findings
+    assert memory.check == "memory"
+    (blocked,) = Blocked(b"UNICRON_PROCESS=none").read().findings
+    assert blocked == Finding("processes", "healthy")
+
+
+def _room(bavail: int, *, favail: int = 900, flag: int = 0) -> os.statvfs_result:
+    return os.statvfs_result((4096, 4096, 1 << 30, bavail, bavail, 1000, favail, favail, flag,
+                              255))
+
+
+@pytest.mark.parametrize(("room", "health", "words"), [
+    (_room(1 << 20), "healthy", ""),
+    (_room(1 << 17), "degraded", "512 MiB free"),
+    (_room(1 << 13), "unhealthy", "32 MiB free"),
+    (_room(1 << 20, favail=40), "degraded", "4.0% of inodes free"),
+    (_room(1 << 20, flag=os.ST_RDONLY), "unhealthy", "mounted read-only"),
+])
+def test_a_disk_by_its_room(tmp_path: Path, room: os.statvfs_result, health: str,
+                            words: str) -> None:
+    (found,) = Disk(tmp_path, look_at=lambda _: room).read().findings
+    assert (found.health, words in found.why) == (health, True)
+
+
+def test_a_disk_whose_writes_fail_or_take_long(tmp_path: Path) -> None:
+    (found,) = Disk(Path("/proc/self/fd"), look_at=lambda _: _room(1 << 20)).read().findings
+    assert (found.health, found.rule) == ("unknown", "disk-write")
+    slow = iter((0.0, 6.0))
+    (found,) = Disk(tmp_path, clock=lambda: next(slow)).read().findings
+    assert (found.health, found.why) == ("degraded", f"{tmp_path}: a small write took 6 s")
+
+
+# --- memory -------------------------------------------------------------------------------------
+MEMINFO = "MemTotal:       24684084 kB\nMemFree:        1000 kB\nMemAvailable:   {} kB"
+
+
+def _memory(root: Path, available: int = 20_000_000, **more: str) -> Finding:
+    write(root, {"proc/meminfo": MEMINFO.format(available), **more})
+    (found,) = Memory(root).read().findings
+    return found
+
+
+def test_memory_of_the_machine_of_the_container_and_the_pressure(tmp_path: Path) -> None:
+    assert _memory(tmp_path).health == "healthy"
+    low = _memory(tmp_path, 500_000)
+    assert (low.health, low.why) == ("degraded", "2.0% of memory is available")
+    stalled = "some avg10=60.00 avg60=9 avg300=1 total=9\nfull avg10=31.40 avg60=4 avg300=0 total=9"
+    write(tmp_path, {"proc/pressure/memory": stalled})
+    assert _memory(tmp_path).why == "everything waited for memory 31 % of 10 s"
+    write(tmp_path, {"proc/pressure/memory": stalled.replace("31.40", "0.00"),
+                     "proc/self/cgroup": "0::/pod/main"})
+    group = tmp_path / "sys/fs/cgroup/pod/main"
+    write(group, {"memory.max": "max", "memory.current": "1000"})
+    assert _memory(tmp_path).health == "healthy"
+    write(group, {"memory.max": "1000", "memory.stat": "anon 1\ninactive_file 500"})
+    assert _memory(tmp_path).health == "healthy", "what is only cached can be had"
+    write(group, {"memory.stat": "anon 1\ninactive_file 10"})
+    found = _memory(tmp_path)
+    assert (found.why, found.rule) == ("1.0% of the container's memory is left",
+                                       "memory-container-low")
+
+
+def test_memory_in_a_group_of_the_old_hierarchy(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "4:memory:/job\n0::/"})
+    group = tmp_path / "sys/fs/cgroup/memory"
+    write(group, {"memory.limit_in_bytes": "9223372036854771712"})
+    assert _memory(tmp_path).health == "healthy"
+    write(group / "job", {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "990",
+                          "memory.stat": "total_inactive_file 5"})
+    assert _memory(tmp_path).why == "1.5% of the container's memory is left"
+
+
+# --- processes ----------------------------------------------------------------------------------
+def _status(switches: int) -> str:
+    return f"Name:\tpython\nvoluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t1"
+
+
+def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> None:
+    clock, state, ppid = Clock(), "D", 1
+    reader = Blocked(b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)], tmp_path)
+
+    def look(after_s: float, switches: int) -> Finding:
+        clock.now_s += after_s
+        write(tmp_path, {"41/status": _status(switches), "41/comm": "python",
+                         "41/wchan": "rpc_wait_bit_killable"})
+        (found,) = reader.read().findings
+        return found
+
+    assert [look(15.0, n).health for n in (1, 2, 3, 4)] == ["healthy"] * 4, "it reads, slowly"
+    assert [look(15.0, 4).health for _ in range(2)] == ["healthy", "degraded"]
+    assert look(15.0, 4).why == ("python (pid 41) cannot be ended: in rpc_wait_bit_killable for "
+                                 "45 s")
+    assert look(1.0, 5).health == "healthy"
+    ppid = 2
+    assert [look(40.0, 5).health for _ in range(3)] == ["healthy"] * 3, "the kernel's own"
+
+
+def test_what_health_costs(tmp_path: Path) -> None:
+    """All readers of this machine, each once: what they take a second, at their periods."""
+    from unicron.workers.agent.health.network import Network
+
+    node_readers = (Network(), Disk(tmp_path), Memory(), Blocked(b"M="))
+    cost_ratio = 0.0
+    for reader in node_readers:
+        reader.read()
+        began_s = time.process_time()
+        reader.read()
+        cost_ratio += (time.process_time() - began_s) / reader.every_s
+    assert cost_ratio < 0.005, f"{cost_ratio:.2%} of a core"

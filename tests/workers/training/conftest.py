@@ -1,0 +1,69 @@
+"""Drivers of real ranks for tests, and the undisturbed twins that they are held to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Nursery
+from rank_driver import Driver, small_spec
+from rank_twin import Twin
+
+
+@pytest.fixture
+def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
+    """Makes drivers, whose ranks are forked: `drive(dropout=0.1, iterations=20)`."""
+    made: list[Driver] = []
+
+    def make(**changes: Any) -> Driver:
+        folder = tmp_path / f"driver-{len(made)}"
+        folder.mkdir()
+        output = changes.pop("output", folder / "out")
+        made.append(Driver(small_spec(output, **changes), folder, nursery))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A world of one; its groups."""
+    import torch.distributed as dist
+    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.model import cpu_device
+
+    cpu_device.stand_in()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield process_groups.build(None, 60)
+    process_groups.forget()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Ranks in a tenth of the time, for tests that need many."""
+    made = Nursery(tmp_path_factory.mktemp("nursery") / "zygote.log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable[..., Twin]:
+    """`twin(dropout, **changes)` of `small_spec`, trained once for all who ask for the same."""
+    made: dict[str, Twin] = {}
+
+    def of(dropout: float = 0.0, **changes: Any) -> Twin:
+        asked = json.dumps({**changes, "dropout": dropout}, sort_keys=True)
+        if asked not in made:
+            folder = tmp_path_factory.mktemp("twin")
+            spec = small_spec(folder / "out", dropout=dropout, **changes)
+            made[asked] = Twin(spec, folder, nursery)
+        return made[asked]
+
+    return of

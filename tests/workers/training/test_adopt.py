@@ -1,0 +1,193 @@
+"""A loop of one's own: what it may be, how it is driven, and that it needs no agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launcher import launch
+from unicron.events.spec.job import Train
+from unicron.events.spec.model import Axes
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
+TRAIN = Train(iterations=4, output="/tmp/none")
+
+
+# --- what it may be -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("change", "why"), [
+    ("none", ""),
+    ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
+    ("scaled", "gradients scaled by the number of replicas: the number changes"),
+    ("sums", "gradients summed in 16 bits: such a sum depends on its order"),
+    ("sgd", "the state of torch.optim.sgd.SGD is not known"),
+    ("sharded", "the optimizer is whole, and loop.parallel.optimizer says that it is not"),
+    ("schedule", "its schedule is a SimpleNamespace"),
+    ("layout", "`build` was asked for Axes(tp=2"),
+    ("no length", "the stages of a pipeline have to know how long a sample is"),
+    ("no names", "the parts of a Sequential in a pipeline have no names of their own"),
+])
+def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> None:
+    import torch
+    from msgspec.structs import replace
+    from unicron.workers.training.adopt import custom_loop
+    from unicron.workers.training.model import optimizers
+    from unicron.workers.training.model import trainee as model
+
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    (ddp,), scheduler, train, axes = trainee.ddps, trainee.scheduler, TRAIN, Axes()
+    if change == "bare":
+        ddp = trainee.modules[0]
+    elif change == "scaled":
+        ddp.config.calculate_per_token_loss = False
+    elif change == "sums":
+        ddp.config.bf16, ddp.ddp_config.grad_reduce_in_fp32 = True, False
+    elif change == "sgd":
+        optimizers.chained(trainee.optimizer)[0].optimizer = torch.optim.SGD(ddp.parameters())
+    elif change == "sharded":
+        train = replace(train, parallel=replace(train.parallel, optimizer="sharded"))
+    elif change == "schedule":
+        scheduler = SimpleNamespace()
+    elif change == "layout":
+        axes = Axes(tp=2)
+    elif change in ("no length", "no names"):
+        train = replace(train, parallel=replace(train.parallel, pipeline=(1, 2)))
+        if change == "no length":
+            train = replace(train, model=replace(train.model, sequence=0))
+        else:
+            ddp.module = torch.nn.Sequential(ddp.module)
+    if not why:
+        custom_loop.check([ddp], trainee.optimizer, scheduler, train, axes)
+        return
+    with pytest.raises(custom_loop.Unfit) as unfit:
+        custom_loop.check([ddp], trainee.optimizer, scheduler, train, axes)
+    assert str(unfit.value).startswith(why)
+
+
+# --- how it is driven -----------------------------------------------------------------------------
+class Others(dict[str, bytes]):
+    """The store of a generation, in which the other member has said what it is in."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+class Script:
+    """A driver whose steps are written down: None is a generation, a number an iteration, and a
+    negative one a generation whose state has had so many steps."""
+
+    def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
+        self.settled = 0
+        self.iteration = SimpleNamespace()
+        self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
+        self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, wake=None,
+                                             store=Others())
+        self._script, self._fails, self._others = steps, fails, others
+
+    def steps(self) -> Generator[int | None]:
+        for step in self._script:
+            if step is not None and step >= 0:
+                self.settled = step + 1
+                yield step
+                continue
+            self.settled = self.settled if step is None else -step
+            self.communicators.store["between/1"] = self._others.pop(0).encode()
+            yield None
+
+    def together(self, call: Any) -> bool:
+        if self._fails.pop(0):
+            return False
+        call()
+        return True
+
+
+def job(script: Script, iterations: int = 4) -> Any:
+    from unicron.workers.training.adopt.adoption import Job
+
+    return Job(script, SimpleNamespace(  # type: ignore[arg-type]
+        train=SimpleNamespace(iterations=iterations), made=None))
+
+
+def test_a_loop_sees_each_iteration_once_whatever_is_healed_in_it() -> None:
+    made = job(Script([None, 0, None, None, 1, 2, 3], [], [""] * 3))
+    assert [(iteration, made.step()) for iteration in made] == [(n, n) for n in range(4)]
+    made.finish()
+
+
+def test_one_who_comes_later_begins_where_the_others_are() -> None:
+    script = Script([None, 2, 3], [], [""])
+    made = job(script)
+    script.settled = 2
+    assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
+
+
+def test_a_step_that_the_others_have_taken_is_taken_and_what_they_may_be_past_is_skipped() -> None:
+    made = job(Script([None, 0, -2, 2, 3], [False, False], [""] * 2))
+    called: list[int] = []
+    seen = []
+    for iteration in made:
+        seen.append((iteration, made.step()))
+        made.evaluate(lambda: called.append(made.iteration))
+        if iteration == 2:
+            break
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    assert called == [1, 3]
+
+
+def test_where_the_task_is_set_back_the_step_says_which_it_was() -> None:
+    made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
+    assert [(iteration, made.step()) for iteration in made] == [(0, 0), (1, 1), (2, 1), (2, 2),
+                                                               (3, 3)]
+
+
+def test_the_last_step_may_be_the_others() -> None:
+    made = job(Script([None, 0, 1, 2, -4], [], [""] * 2))
+    assert [made.step() for _ in made] == [0, 1, 2, 3]
+    made.finish()
+    assert made.step() == -1
+
+
+def test_an_evaluation_that_all_were_in_is_done_again() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], ["", "1.1"]))
+    for _ in made:
+        made.step()
+        break
+    assert made.evaluate(lambda: 7) == 7
+
+
+def test_one_that_a_newcomer_knows_nothing_of_is_skipped_and_all_others_until_the_step() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], ["", ""]))
+    called: list[int] = []
+    for _ in made:
+        made.step()
+        break
+    assert made.evaluate(lambda: called.append(1)) is None
+    assert made.evaluate(lambda: called.append(2)) is None
+    assert called == []
+    made.step()
+    assert made.evaluate(lambda: 3) == 3
+
+
+# --- without an agent -----------------------------------------------------------------------------
+def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
+    """The example, by `num` processes as a launcher starts them; its lines."""
+    found = launch(EXAMPLE, ["--iterations", "5", "--micro-batches", "4", "--losses",
+                             str(folder / name)], num)
+    assert [code for code, _ in found] == [0] * num, found
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_same_script_trains_without_an_agent(tmp_path: Path) -> None:
+    one, two = run(tmp_path, "one", 1), run(tmp_path, "two", 2)
+    assert [line["iteration"] for line in two] == list(range(5))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-6)
+    assert {line["ranks"] for line in two} == {2}
+    assert "validation" in one[4]
+    assert "validation" in two[4]

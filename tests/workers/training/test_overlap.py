@@ -1,0 +1,193 @@
+"""The reduction overlapped with the last backward: struck anywhere, it is the twin that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix.cells import Cell, cells
+from matrix.trial import Trials
+from unicron.events.records.reports import CheckpointSaved, CollectiveFailed
+
+Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
+STRUCK = 4
+"""The iteration that is struck; rank 1 of three has micro-batches 1, 4, 7, 10."""
+BUCKETS = 4
+KILLED = {
+    "inside backward", "before the reduction", "token count", "entering a bucket",
+    "entering the third bucket of four", "buckets whole on some ranks", "reduction whole",
+    "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
+    "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
+    "join: first micro-batch",
+}
+RAISING = {"entering the third bucket of four"}
+
+
+@pytest.fixture(scope="module")
+def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("matrix"), nursery)
+
+
+def overlapped() -> list[Any]:
+    """A rank is killed at every point from the last backward on; in the third bucket it raises."""
+    there = [cell for cell in cells() if cell.variant.name == "overlapped" and not cell.absent
+             and ((cell.point.name in KILLED and cell.fault == "SIGKILL")
+                  or (cell.point.name in RAISING and cell.fault == "exception"))]
+    assert len(there) == len(KILLED) + len(RAISING)
+    return [pytest.param(cell, id=cell.name) for cell in there]
+
+
+@pytest.mark.parametrize("cell", overlapped())
+def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> None:
+    verdict = trials.run(cell)
+    assert verdict.outcome == "equal", verdict.why
+
+
+@pytest.fixture
+def three(drive: Drive) -> Any:
+    """Three ranks that overlap."""
+    driver = drive(overlap=True, bucket_params=20_000)
+    driver.start(0, 1, 2)
+    return driver
+
+
+def finish(driver: Any, ranks: list[int], twin: Any) -> None:
+    """To the end: no iteration is lost, and the result is the twin's."""
+    driver.finish(ranks)
+    assert sorted(driver.losses()) == list(range(14))
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    assert twin.is_equal(Path(driver.spec.train.output) / saved.path)
+
+
+def forwards(driver: Any, ranks: list[int], iteration: int) -> list[int]:
+    return sorted(line["micro_batch"] for rank in ranks for line in driver.trace(rank)
+                  if line["event"] == "forward" and line["iteration"] == iteration)
+
+
+def buckets(driver: Any, rank: int, iteration: int, generation: int) -> list[tuple[int, bool]]:
+    """Which buckets the rank launched, in order, and whether in the midst of a backward."""
+    return [(line["bucket"], line["micro_batch"] >= 0) for line in driver.trace(rank)
+            if line["event"] == "bucket"
+            and (line["iteration"], line["generation"]) == (iteration, generation)]
+
+
+def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins) -> None:
+    """Rank 0 saw bucket 0 whole, rank 2 none, and nobody all: the iteration is not done."""
+    three.hold(1, "bucket", STRUCK, bucket=1)
+    late = three.hold(2, "bucket_done", STRUCK, bucket=0)
+    three.form([0, 1, 2])
+    three.held(1, STRUCK)
+    three.held(2, STRUCK)
+    three.strike(0, iteration=STRUCK, event="bucket_done")
+    three.kill(1)
+    assert three.wait(CollectiveFailed, 0).iteration == STRUCK
+    held = three.quiesce([0, 2], "now")
+    late.unlink()
+    assert {rank: (told.step_version, told.buckets_reduced, told.num_buckets)
+            for rank, told in held.items()} == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
+    told = three.form([0, 2])
+    assert {rank: told[rank].kept for rank in (0, 2)} == {0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
+    finish(three, [0, 2], twin(0.0))
+    assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
+
+
+def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twin: Twins) -> None:
+    """No process dies: the same members meet again, and nobody has anything left to run."""
+    three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
+    pids = {rank: three.processes[rank].popen.pid for rank in (0, 1, 2)}
+    three.form([0, 1, 2])
+    for rank in (0, 1, 2):
+        assert three.wait(CollectiveFailed, rank).iteration == STRUCK
+    assert "on purpose" in three.told(CollectiveFailed, 1)[0].error
+    held = three.quiesced([0, 1, 2])
+    assert held[1].micro_batches == (1, 4, 7, 10)
+    assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
+    told = three.form([0, 1, 2])
+    assert not any(told[rank].todo for rank in told)
+    finish(three, [0, 1, 2], twin(0.0))
+    assert {line["pid"] for rank in pids for line in three.trace(rank)} == set(pids.values())
+    assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
+
+
+def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
+        three: Any, twin: Twins) -> None:
+    """Rank 1 in the midst of it; rank 0 waits; rank 2 has two left. All go on with what they have,
+    one with a backward left to run, two with none."""
+    here = three.hold(1, "bucket", STRUCK, bucket=1)
+    there = three.hold(2, "backward", STRUCK, micro_batch=8)
+    three.form([0, 1, 2])
+    three.held(1, STRUCK)
+    three.held(2, STRUCK)
+    three.strike(0, iteration=STRUCK, event="bucket", nth=BUCKETS)
+    three.ask_to_leave([0, 1, 2], "now")
+    assert not three.quiesced([0])[0].buckets_reduced
+    here.unlink()
+    there.unlink()
+    held = three.quiesced([1, 2])
+    assert held[1].micro_batches == (1, 4, 7, 10), "the one it was in is whole"
+    assert held[2].micro_batches == (2, 5, 8)
+    assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
+    told = three.form([0, 1, 2])
+    assert {rank: told[rank].todo for rank in told} == {0: (), 1: (), 2: (11,)}
+    finish(three, [0, 1, 2], twin(0.0))
+    for rank, in_backward in ((0, False), (1, False), (2, True)):
+        assert buckets(three, rank, STRUCK, 2) == [(n, in_backward) for n in range(BUCKETS)]
+    assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
+
+
+def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: Twins) -> None:
+    """Nor is it said again that it does, where that was said before."""
+    here = three.hold(1, "reduce", STRUCK)
+    three.form([0, 1, 2])
+    three.held(1, STRUCK)
+    for rank in (0, 2):
+        three.strike(rank, iteration=STRUCK, event="bucket")
+    three.ask_to_leave([0, 1, 2], "now")
+    three.heard(1)
+    here.unlink()
+    held = three.quiesced([0, 1, 2])
+    assert held[1].micro_batches == (1, 4, 7, 10), "its backward is as any other"
+    told = [line["event"] for line in three.trace(1) if line["iteration"] == STRUCK]
+    assert told.count("reduce") == 1
+    assert "stats" not in told
+    three.form([0, 1, 2])
+    finish(three, [0, 1, 2], twin(0.0))
+
+
+def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
+    """Too late for the stats of this iteration: all stop after the next."""
+    here = three.hold(1, "bucket", STRUCK, bucket=1)
+    three.form([0, 1, 2])
+    three.held(1, STRUCK)
+    for rank in (0, 2):
+        three.strike(rank, iteration=STRUCK, event="bucket")
+    three.ask_to_leave([0, 1, 2], "boundary")
+    here.unlink()
+    held = three.quiesced([0, 1, 2])
+    assert {told.step_version for told in held.values()} == {STRUCK + 2}
+    three.form([0, 1, 2])
+    finish(three, [0, 1, 2], twin(0.0))
+
+
+def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
+        drive: Drive, twin: Twins) -> None:
+    """A bucket for every parameter: in a backward they are ready in another order than Megatron's
+    list of them, by which a rank in its first iteration goes."""
+    driver = drive(overlap=True, bucket_params=1)
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.strike(0, iteration=STRUCK, event="backward")
+    held = driver.quiesce([0, 1], "boundary")
+    version = held[0].step_version
+    driver.start(2)
+    driver.form([0, 1, 2])
+    finish(driver, [0, 1, 2], twin(0.0))
+    newcomer, old = (buckets(driver, rank, version, 2) for rank in (2, 0))
+    assert [number for number, _ in newcomer] == [number for number, _ in old]
+    assert len(old) > 20
+    assert not any(inside for _, inside in newcomer)
+    assert all(inside for _, inside in old)

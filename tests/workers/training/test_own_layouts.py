@@ -1,0 +1,209 @@
+"""Loops of one's own in layouts: broken anywhere, they go on in what is left as if nothing was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Nursery
+from rank_driver import WAIT_S, Driver
+from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.records.reports import CheckpointSaved
+from unicron.events.spec.job import parse
+from unicron.events.spec.model import Axes
+from unicron.workers.training.reference import compare
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
+ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
+EVALUATED = 5
+"""After so many iterations the example evaluates."""
+RELATIVE_MAX = 1e-5
+SCRIPT = """
+import os, runpy, sys
+os.environ["UNICRON_FD"], sys.argv = str(fd), {argv}
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit()
+"""
+Loops = Callable[..., Driver]
+
+
+def loop(folder: Path, nursery: Nursery, *words: str, copy_every: int = 0, **parallel: Any
+         ) -> Driver:
+    """A driver whose ranks run the example."""
+    argv = [str(EXAMPLE), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
+            "--losses", str(folder / "losses"), *words]
+    spec = parse({
+        "apiVersion": "unicron/v1", "name": "own", "slots": {"min": 1, "max": 4},
+        "command": argv, "heal": "in-memory",
+        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "parallel": parallel,
+                 "copy_every": copy_every, "output": str(folder / "out")}})
+    driver = Driver(spec, folder, nursery)
+    driver.patch = SCRIPT.format(argv=argv)
+    return driver
+
+
+@pytest.fixture
+def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+    """`loops("--sharded", pipeline=[2])`, once in a test."""
+    made: list[Driver] = []
+
+    def make(*words: str, **asked: Any) -> Driver:
+        made.append(loop(tmp_path, nursery, *words, **asked))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Driver]:
+    """What one rank ends with to which nothing happens."""
+    driver = loop(tmp_path_factory.mktemp("undisturbed"), nursery)
+    try:
+        driver.start(0)
+        driver.form([0])
+        saved(driver, [0])
+        yield driver
+    finally:
+        driver.close()
+
+
+def saved(driver: Driver, ranks: list[int]) -> Path:
+    """To the end; the final checkpoint."""
+    driver.finish(ranks)
+    told = driver.told(CheckpointSaved)[-1]
+    assert told.final
+    assert driver.spec.loop is not None
+    return Path(driver.spec.loop.output) / told.path
+
+
+def validations(folder: Path) -> dict[int, float]:
+    """What the evaluations have found, by iteration; each is told once."""
+    lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+    found = [(line["iteration"], line["validation"]) for line in lines if "validation" in line]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def finish(driver: Driver, ranks: list[int], undisturbed: Driver) -> None:
+    gap = compare(saved(driver, ranks), saved(undisturbed, []))
+    print(gap)
+    assert gap.num_losses == ITERATIONS
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
+    assert validations(driver.folder) == pytest.approx(validations(undisturbed.folder),
+                                                       rel=RELATIVE_MAX)
+
+
+ANY = {"tensor": [1, 2], "pipeline": [1, 2, 4]}
+
+
+@pytest.mark.parametrize("axes", [TP2DP2, PP2DP2, Axes(tp=2, pp=2), Axes(pp=2, chunks=2)],
+                         ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}x{axes.chunks}")
+def test_undisturbed_it_is_as_one_rank(loops: Loops, undisturbed: Driver, axes: Axes) -> None:
+    driver = loops(**ANY | {"chunks": axes.chunks})
+    ranks = list(range(axes.tp * axes.pp * axes.dp))
+    driver.start(*ranks)
+    driver.form(ranks, axes=axes)
+    finish(driver, ranks, undisturbed)
+
+
+CASES = {
+    "tp2dp2_to_tp2": Case(TP2DP2, 3, "backward", (0, 1), Axes(tp=2)),
+    "tp2dp2_to_dp3": Case(TP2DP2, 0, "reduce", (1, 2, 3), Axes(dp=3)),
+    "tp2dp2_to_pp2": Case(TP2DP2, 2, "step", (0, 1, 3), Axes(pp=2)),
+    "pp2dp2_to_pp2": Case(PP2DP2, 3, "backward", (0, 2), Axes(pp=2)),
+    "pp2dp2_to_dp3": Case(PP2DP2, 0, "stage", (1, 2, 3), Axes(dp=3)),
+    "pp2dp2_at_the_gate": Case(PP2DP2, 2, "gate", (0, 1, 3), Axes(pp=2)),
+    "pp2dp2_in_the_first": Case(PP2DP2, 3, "forward", (0, 1, 2), Axes(tp=2), iteration=0),
+    "dp4_to_tp2_beside": Case(Axes(dp=4), 1, "reduce", (0, 2, 3), Axes(tp=2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
+    case = CASES[name]
+    driver = loops(**ANY)
+    told = strike(driver, case)
+    assert {one.step_version for one in told.values()} <= {case.iteration, case.iteration + 1}
+    finish(driver, list(case.members), undisturbed)
+
+
+def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed: Driver) -> None:
+    ranks = [0, 1, 2, 3]
+    driver = loops("--sharded", **ANY, optimizer="sharded")
+    driver.start(*ranks)
+    hold = driver.hold(1, "backward", STRUCK)
+    driver.form(ranks, axes=TP2DP2)
+    driver.held(1, STRUCK)
+    driver.ask_to_leave(ranks, "now")
+    driver.heard(*ranks)
+    hold.unlink()
+    driver.quiesced(ranks)
+    told = driver.form(ranks, axes=Axes(pp=2, dp=2))
+    assert {one.step_version for one in told.values()} == {STRUCK}
+    finish(driver, ranks, undisturbed)
+
+
+DIES_EVALUATING = """
+import os, signal, time
+from pathlib import Path
+from unicron.workers.training import adopt
+
+def evaluating(*given, evaluate=adopt.evaluate, rank=os.environ["UNICRON_RANK"]):
+    if rank != "1":
+        Path({folder!r}, "evaluating-" + rank).touch()
+        return evaluate(*given)
+    last_s = time.monotonic() + 30
+    while len(list(Path({folder!r}).glob("evaluating-*"))) < {others} and time.monotonic() < last_s:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+adopt.evaluate = evaluating
+"""
+"""Rank 1 dies in the evaluation that so many others have come to."""
+
+
+def dies_evaluating(driver: Driver, others: int) -> None:
+    driver.patch = DIES_EVALUATING.format(folder=str(driver.folder), others=others) + driver.patch
+
+
+@pytest.mark.parametrize(("before", "left", "after"), [
+    (Axes(dp=3), [0, 2], Axes(dp=2)), (TP2DP2, [2, 3], Axes(tp=2))], ids=["dp3", "tp2dp2"])
+def test_an_evaluation_that_a_rank_dies_in_is_done_again(
+        loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
+    driver = loops(**ANY)
+    ranks = list(range(before.tp * before.dp))
+    dies_evaluating(driver, len(ranks) - 1)
+    driver.start(*ranks)
+    driver.form(ranks, axes=before)
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.quiesce([rank for rank in ranks if rank != 1], "now")
+    told = driver.form(left, axes=after)
+    assert {one.step_version for one in told.values()} == {EVALUATED}
+    finish(driver, left, undisturbed)
+
+
+def test_one_that_a_rank_had_not_come_to_is_skipped_by_all(
+        loops: Loops, undisturbed: Driver) -> None:
+    driver = loops(**ANY)
+    dies_evaluating(driver, 1)
+    driver.start(0, 1, 2)
+    hold = driver.hold(0, "reduced", EVALUATED - 1)
+    driver.form([0, 1, 2], axes=Axes(dp=3))
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.ask_to_leave([0, 2], "now")
+    driver.heard(0, 2)
+    hold.unlink()
+    left = driver.quiesced([0, 2])
+    assert [left[rank].step_version for rank in (0, 2)] == [EVALUATED - 1, EVALUATED]
+    told = driver.form([0, 2], axes=Axes(dp=2))
+    assert {one.step_version for one in told.values()} == {EVALUATED}
+    gap = compare(saved(driver, [0, 2]), saved(undisturbed, []))
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
+    assert validations(driver.folder) == {}

@@ -1,0 +1,118 @@
+"""Loops that cannot heal in memory: trained all the same, and what nobody can train is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import launch
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
+SHARDED = "use_distributed_optimizer=asked.sharded"
+PER_TOKEN = "calculate_per_token_loss=True"
+STEP = "        iteration = job.step()\n"
+CHANGES = {
+    "as it is": [],
+    "scaled": [(PER_TOKEN, "calculate_per_token_loss=False")],
+    "struck": [(PER_TOKEN, "calculate_per_token_loss=False"),
+               (STEP, f"{STEP}        if iteration == 2 and "
+                "'STRUCK' in __import__('os').environ:\n            __import__('os')._exit(9)\n")],
+    "apart": [("import torch\n", "import os\nimport torch\nos.environ['UNICRON_LOOP'] = "
+               "os.environ['UNICRON_LOOP'].replace('RANK', os.environ['RANK'])\n")],
+    "gathers late": [(PER_TOKEN, "calculate_per_token_loss=False"),
+                     (SHARDED, "use_distributed_optimizer=True, overlap_param_gather=True")],
+    "sgd": [('optimizer="adam"', 'optimizer="sgd"')],
+    "experts": [(PER_TOKEN, "calculate_per_token_loss=True, expert_model_parallel_size=2, "
+                            "num_moe_experts=2")],
+    "misspelt": [("adopt(build=build", "adopt(bild=build")],
+    "mean": [("adopt(build=build", 'adopt(loss="per_mean", build=build')],
+    "number": [("sample=sample", "sample=7")],
+    "two": [("return ddps, optimizer, scheduler", "return ddps, optimizer")],
+}
+
+
+def changed(folder: Path, change: str) -> Path:
+    """The example with one thing in it changed."""
+    text = EXAMPLE.read_text()
+    for old, new in CHANGES[change]:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "train.py").write_text(text)
+    return folder / "train.py"
+
+
+def run(folder: Path, change: str, num: int, iterations: int = 4, **more: str
+        ) -> list[tuple[int, str]]:
+    """The exit code of each of `num` processes, and what it said to stderr."""
+    script = changed(folder, change)
+    return launch(script, ["--iterations", str(iterations), "--micro-batches", "3", "--losses",
+                           str(folder / "losses")], num, **more)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "losses").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(folder, "as it is", 1)[0][0] == 0
+    return losses(folder)
+
+
+@pytest.mark.parametrize("change", ["scaled", "gathers late"])
+def test_what_only_healing_forbids_trains_by_a_launcher(
+        tmp_path: Path, undisturbed: list[float], change: str) -> None:
+    found = run(tmp_path, change, 2)
+    assert [code for code, _ in found] == [0, 0], found
+    assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-6)
+
+
+def test_another_optimizer_trains(tmp_path: Path, undisturbed: list[float]) -> None:
+    assert run(tmp_path, "sgd", 1)[0][0] == 0
+    found = losses(tmp_path)
+    assert len(found) == len(undisturbed)
+    assert found[0] == undisturbed[0]
+    assert found[-1] != undisturbed[-1]
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ("misspelt", "adopt: bild is none of its arguments (it takes build, sample"),
+    ("mean", "adopt: loss is 'per_mean' (give per_token or per_micro_batch)"),
+    ("number", "adopt: sample is 7, no function"),
+    ("two", "`build` has to return three things"),
+    ("experts", "expert parallel: its ranks run in lockstep"),
+])
+def test_what_is_wrong_is_one_line(tmp_path: Path, change: str, line: str) -> None:
+    ((code, said),) = run(tmp_path, change, 1)
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert line in said.splitlines()[-1]
+
+
+def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
+        tmp_path: Path, undisturbed: list[float]) -> None:
+    task: dict[str, Any] = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "out"),
+                            "checkpoint_every": 2}
+
+    def begin(**more: str) -> int:
+        ((code, _),) = run(tmp_path, "struck", 1, UNICRON_TASK="7", UNICRON_LOOP=json.dumps(task),
+                           **more)
+        return code
+
+    assert begin(STRUCK="") == 9
+    assert len(losses(tmp_path)) == 2
+    assert begin() == 0
+    assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-6)
+    assert [one.name for one in (tmp_path / "out" / "task-7").iterdir()] == ["iter-4"]
+
+
+def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(tmp_path: Path) -> None:
+    task = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "of-RANK"),
+            "checkpoint_every": 4}
+    for code, last in ((0, ""), (2, "some ranks go on from iteration 0, others from 4")):
+        found = run(tmp_path, "apart", 2, UNICRON_TASK="7", UNICRON_LOOP=json.dumps(task))
+        assert [one for one, _ in found] == [code, code], found
+        assert all(last in said for _, said in found)

@@ -1,0 +1,406 @@
+"""The page between a rank and its agent, and what the agent's watch tells of what stands in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from agent_driver import train
+from unicron.events.records.orders import StartRank
+from unicron.events.records.reports import RankPaced, RankStalled, RankWentOn
+from unicron.events.records.types import Body, Slot
+from unicron.workers.agent.monitoring import process_state
+from unicron.workers.agent.monitoring.rank_monitor import (
+    PAUSE_S,
+    STALL_S_MIN,
+    TELL_S,
+    WATCH_S,
+    Watch,
+)
+from unicron.workers.diagnosis.step_time import LENIENT_S, WINDOW_NUM
+from unicron.workers.ipc import progress_page as pulse_module
+from unicron.workers.ipc.progress_page import OUTSIDE_CODE, OWN_CODE, RING_NUM, Page, Pulse
+from unicron.workers.training.process.trace import Event
+
+WRITER = """
+import sys
+from unicron.workers.ipc.progress_page import OWN_CODE, Pulse
+pulse = Pulse(int(sys.argv[1]))
+print("up", flush=True)
+number = 0
+while True:
+    number += 1
+    pulse.begin(number, number, "usual")
+    for _ in range(3):
+        pulse.enter(str(number % 10) * 16, OWN_CODE)
+        pulse.worked()
+    pulse.finish()
+"""
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    made = Page()
+    yield made
+    made.close()
+
+
+def rank_of(page: Page) -> Pulse:
+    return Pulse(os.dup(page.fd))
+
+
+def test_a_mark_is_read_as_it_was_written(page: Page) -> None:
+    pulse = rank_of(page)
+    assert page.mark() is None
+    assert page.done(0) == []
+    pulse.mark("start", OUTSIDE_CODE)
+    pulse.begin(3, 7, "boundary")
+    pulse.worked()
+    pulse.enter("stats")
+    before_s = time.monotonic()
+    time.sleep(0.02)
+    pulse.mark("stats_done", OWN_CODE)
+    mark = page.mark()
+    assert mark is not None
+    assert (mark.num, mark.generation, mark.iteration, mark.kind) == (4, 3, 7, "boundary")
+    assert (mark.what, mark.phase, mark.collective, mark.micro_batches) == (
+        "stats_done", OWN_CODE, 1, 1)
+    assert mark.began_s <= before_s <= mark.at_s <= time.monotonic()
+    assert 0.02 <= mark.waited_s <= mark.at_s - mark.began_s
+    pulse.finish()
+    (done,) = page.done(0)
+    assert (done.num, done.generation, done.iteration, done.kind) == (1, 3, 7, "boundary")
+    assert done.own_s == pytest.approx(done.iteration_s - mark.waited_s)
+    assert page.done(1) == []
+    pulse.begin(3, 8, "usual")
+    mark = page.mark()
+    assert mark is not None
+    assert (mark.collective, mark.micro_batches, mark.waited_s) == (0, 0, 0.0)
+
+
+def test_every_event_has_room(page: Page) -> None:
+    pulse = rank_of(page)
+    for event in (*get_args(Event), "stats_done"):
+        pulse.mark(event, OWN_CODE)
+        mark = page.mark()
+        assert mark is not None
+        assert mark.what == event
+
+
+def test_a_rank_without_a_page_writes_nothing() -> None:
+    pulse = Pulse()
+    pulse.begin(1, 1, "usual")
+    pulse.enter("stats")
+    pulse.finish()
+
+
+def test_the_ring_keeps_the_last(page: Page) -> None:
+    pulse = rank_of(page)
+    for iteration in range(10 * RING_NUM + 7):
+        pulse.begin(1, iteration, "usual")
+        pulse.finish()
+    num, found = 0, list[int]()
+    while done := page.done(num):
+        num = done[-1].num
+        found += [one.iteration for one in done]
+    assert found == list(range(found[0], 10 * RING_NUM + 7)), "in order, up to the last"
+
+
+def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: Page) -> None:
+    """It is stopped a hundred times, wherever that is: a mark is that before, or that after."""
+    os.set_inheritable(page.fd, True)
+    with subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(page.fd)],
+                          pass_fds=[page.fd], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            seen, num = set[int](), 0
+            for _ in range(100):
+                time.sleep(0.001)
+                os.kill(writer.pid, signal.SIGSTOP)
+                mark = page.mark()
+                if mark is not None:
+                    assert mark.num >= num
+                    num = mark.num
+                    seen.add(num)
+                    assert mark.generation == mark.iteration
+                    if mark.what not in ("begin", "end"):
+                        assert mark.what == str(mark.iteration % 10) * 16
+                for done in page.done(max(0, mark.iteration - 5 if mark else 0)):
+                    assert done.num == done.generation == done.iteration
+                os.kill(writer.pid, signal.SIGCONT)
+            assert len(seen) > 10
+        finally:
+            writer.kill()
+
+
+# --- the watch ----------------------------------------------------------------------------------
+class Told:
+    """A watch over ranks that this process plays, by a clock that is ours."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, num_ranks: int = 1) -> None:
+        self.now_s = 1000.0
+        patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.bodies: list[Body] = []
+        self.watch = Watch(lambda body, at_s: self.bodies.append(body))
+        self.ranks: list[Pulse] = []
+        self.orders: list[StartRank] = []
+        self.iteration = 0
+        for rank in range(num_ranks):
+            order = StartRank(nodes=("n1",), task=1, rank=rank, attempt=1,
+                              slot=Slot(node="n1", index=rank), spec=train(0), num_seats=num_ranks,
+                              host="", port=0, checkpoint="")
+            page = self.watch.open(order)
+            assert page is not None
+            self.ranks.append(rank_of(page))
+            self.watch.begin(order, page, os.getpid())
+            self.orders.append(order)
+
+    def close(self) -> None:
+        for order in self.orders:
+            self.watch.drop(order)
+
+    def iterate(self, num: int, own_s: float = 0.1, wait_s: float = 0.1) -> None:
+        for _ in range(num):
+            self.iteration += 1
+            for pulse in self.ranks:
+                pulse.begin(1, self.iteration, "usual")
+            self.go(own_s)
+            for pulse in self.ranks:
+                pulse.enter("stats")
+            self.go(wait_s)
+            for pulse in self.ranks:
+                pulse.mark("reduced", OWN_CODE)
+                pulse.finish()
+        self.go(WATCH_S)
+
+    def go(self, in_s: float) -> None:
+        """Time passes, and the watch looks as often as it does."""
+        until_s = self.now_s + in_s
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + WATCH_S)
+            self.watch.look(self.now_s)
+
+    def take(self, kind: type[Any]) -> list[Any]:
+        found = [body for body in self.bodies if isinstance(body, kind)]
+        self.bodies = [body for body in self.bodies if not isinstance(body, kind)]
+        return found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    made = Told(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_stall_is_told_once_with_where_and_then_that_it_went_on(told: Told) -> None:
+    told.iterate(10)
+    (pulse,) = told.ranks
+    pulse.begin(1, 50, "usual")
+    pulse.mark("forward", OWN_CODE)
+    told.go(STALL_S_MIN - WATCH_S)
+    assert told.bodies == []
+    told.go(10)
+    (stalled,) = told.take(RankStalled)
+    assert (stalled.iteration, stalled.where, stalled.what, stalled.collective) == (
+        50, "own", "forward", 0)
+    assert STALL_S_MIN < stalled.in_s <= STALL_S_MIN + 2 * WATCH_S
+    assert stalled.normal_s == pytest.approx(0.2)
+    assert stalled.stack
+    pulse.enter("stats")
+    told.go(WATCH_S)
+    (went,) = told.take(RankWentOn)
+    assert (went.iteration, told.bodies) == (50, [])
+    assert went.stalled_s == pytest.approx(10 + STALL_S_MIN - WATCH_S)
+    told.go(10)
+    (stalled,) = told.take(RankStalled)
+    assert (stalled.where, stalled.collective) == ("collective", 1)
+
+
+def test_a_long_iteration_has_three_times_as_long(told: Told) -> None:
+    told.iterate(10, own_s=1.5, wait_s=0.5)
+    told.ranks[0].begin(1, 50, "usual")
+    told.go(6.0)
+    assert told.bodies == []
+    told.go(2 * WATCH_S)
+    assert len(told.take(RankStalled)) == 1
+
+
+def test_outside_of_training_nobody_stalls(told: Told) -> None:
+    told.iterate(10)
+    told.ranks[0].mark("save", OUTSIDE_CODE)
+    told.go(2 * LENIENT_S)
+    assert told.bodies == []
+
+
+def test_a_first_iteration_has_a_lenient_limit_and_none_where_nothing_is_known(told: Told) -> None:
+    (pulse,) = told.ranks
+    pulse.begin(1, 0, "first")
+    told.go(2 * LENIENT_S)
+    assert told.bodies == []
+    told.iterate(10)
+    pulse.begin(2, 11, "first")
+    told.go(LENIENT_S)
+    assert told.bodies == []
+    told.go(2 * WATCH_S)
+    (stalled,) = told.take(RankStalled)
+    assert (stalled.generation, stalled.iteration) == (2, 11)
+
+
+def test_one_that_stands_still_in_its_second_iteration_is_told(told: Told) -> None:
+    """A newcomer whose peers died under it, and whose connections do not tell it so."""
+    (pulse,) = told.ranks
+    pulse.begin(1, 0, "first")
+    told.go(9.0)
+    pulse.finish()
+    pulse.begin(1, 1, "usual")
+    pulse.enter("stats")
+    told.go(10 * 9.0)
+    assert told.bodies == []
+    told.go(3 * WATCH_S)
+    assert told.take(RankStalled)[0].iteration == 1
+
+
+@pytest.mark.parametrize("away_s", [0.6, PAUSE_S + 0.5, 500.0])
+def test_a_watch_that_was_away_lets_everybody_show_themselves_first(told: Told, away_s: float
+                                                                    ) -> None:
+    told.iterate(10)
+    told.ranks[0].begin(1, 50, "usual")
+    told.go(0.5)
+    told.now_s += away_s
+    told.watch.look(told.now_s)
+    assert told.bodies == [], "it came back this moment"
+    left_s = STALL_S_MIN - 0.5 if away_s < PAUSE_S else STALL_S_MIN
+    told.go(left_s - 2 * WATCH_S)
+    assert told.bodies == []
+    told.go(4 * WATCH_S)
+    assert len(told.take(RankStalled)) == 1
+
+
+def test_a_rank_that_waits_for_a_core_is_not_stalled(told: Told, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    told.iterate(10)
+    told.ranks[0].begin(1, 50, "usual")
+    began_s = told.now_s
+
+    def look(pid: int) -> process_state.Look:
+        at_s = told.now_s - began_s
+        return process_state.Look(told.now_s, "R", 0.0, min(at_s, 5.0))
+
+    monkeypatch.setattr(process_state, "look", look)
+    told.go(5.0)
+    assert told.bodies == [], "it was given no core"
+    told.go(STALL_S_MIN)
+    assert len(told.take(RankStalled)) == 1, "since then it was"
+
+
+def test_the_pace_is_told_when_known_and_when_it_has_changed_for_good(told: Told) -> None:
+    told.iterate(WINDOW_NUM - 1)
+    assert told.bodies == []
+    told.iterate(1)
+    (first,) = told.take(RankPaced)
+    assert first.num_iterations == WINDOW_NUM
+    assert (first.own_s, first.normal_s, first.iteration_s) == pytest.approx((0.1, 0.1, 0.2))
+    told.iterate(WINDOW_NUM, own_s=0.1, wait_s=0.4)
+    assert told.bodies == [], "it waits longer for others; its own work is as it was"
+    told.iterate(2 * WINDOW_NUM, own_s=0.15)
+    (second,) = told.take(RankPaced)
+    assert (second.own_s, second.normal_s) == pytest.approx((0.15, 0.1))
+    told.iterate(10 * WINDOW_NUM, own_s=0.15)
+    assert told.bodies == []
+
+
+def test_paces_are_told_at_a_bounded_rate(told: Told) -> None:
+    told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
+    began_s = told.now_s
+    num = 0
+    for _ in range(100):
+        told.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
+        told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
+        num += len(told.take(RankPaced))
+    assert 1 < num <= 2 + (told.now_s - began_s) / TELL_S / 4, "the window grows each time"
+
+
+def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
+    told.iterate(WINDOW_NUM)
+    told.take(RankPaced)
+    (pulse,) = told.ranks
+    pulse.begin(1, 50, "usual")
+    while told.now_s < 1000 + 60 and not told.bodies:
+        told.go(0.2)
+        pulse.mark("micro_batch", OWN_CODE)
+    (slow,) = told.take(RankPaced)
+    assert (slow.iteration, slow.num_iterations, told.bodies) == (50, 1, [])
+    assert slow.own_s == pytest.approx(STALL_S_MIN, abs=0.3)
+    pulse.enter("stats")
+    pulse.mark("reduced", OWN_CODE)
+    pulse.finish()
+    told.iteration = 50
+    told.iterate(WINDOW_NUM)
+    told.go(TELL_S)
+    (again,) = told.take(RankPaced)
+    assert again.own_s == pytest.approx(0.1), "as it has been since"
+    assert told.bodies == []
+
+
+def test_who_waits_for_a_slow_one_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch, 2)
+    told.iterate(10)
+    slow, waits = told.ranks
+    for pulse in told.ranks:
+        pulse.begin(1, 50, "usual")
+    waits.enter("stats")
+    for _ in range(45):
+        slow.mark("forward", OWN_CODE)
+        told.go(0.1)
+    paced = told.take(RankPaced)
+    assert [one.rank for one in paced] == [0] * 3
+    assert [one.own_s for one in paced] == pytest.approx([1.0, 2.0, 4.0], abs=0.3)
+    (stalled,) = told.take(RankStalled)
+    assert (stalled.rank, stalled.where) == (1, "collective")
+    told.close()
+
+
+def test_a_watch_that_was_away_for_many_iterations_reads_the_last(told: Told) -> None:
+    (pulse,) = told.ranks
+    for iteration in range(10 * RING_NUM):
+        pulse.begin(1, iteration, "usual")
+        told.now_s += 0.1
+        pulse.finish()
+    told.watch.look(told.now_s)
+    (paced,) = told.take(RankPaced)
+    assert paced.own_s == pytest.approx(0.1)
+
+
+def test_what_is_not_watched_has_no_page(told: Told) -> None:
+    assert Watch(lambda body, at_s: None, is_on=False).open(told.orders[0]) is None
+    told.close()  # and once more when the test ends
+
+
+def test_marks_come_while_a_thread_holds_nothing_up(page: Page) -> None:
+    """A reader and a writer in one process, at full speed for a moment: every mark is whole."""
+    pulse, over = rank_of(page), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            pulse.begin(number, number, "usual")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    last_s = time.monotonic() + 0.3
+    while time.monotonic() < last_s:
+        mark = page.mark()
+        assert mark is None or mark.generation == mark.iteration == mark.num
+    over.set()
+    writer.join()

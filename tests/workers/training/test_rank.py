@@ -1,0 +1,384 @@
+"""Real ranks: a generation up and down in the same process, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.events.records.reports import (
+    CheckpointSaved,
+    CollectiveFailed,
+    ReconfigureFailed,
+    TaskProgressed,
+)
+from unicron.workers.training.reference import read
+
+Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
+ALL = [0, 1, 2, 3]
+ITERATIONS = 14
+WAIT_S = 60.0
+FREED_S_MAX = 20.0
+"""A member told to stop at once must have stopped by then, on a busy machine; untold, it waits for
+25 s at least."""
+
+
+def _final(driver: Any, generation: int) -> Path:
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    assert saved.path == f"gen-{generation}/iter-{ITERATIONS}"
+    return Path(driver.spec.train.output) / saved.path
+
+
+def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
+    """(rank, micro-batch) of every forward pass of an iteration."""
+    return [(rank, line["micro_batch"]) for rank in ALL for line in driver.trace(rank)
+            if line["event"] == "forward" and line["iteration"] == iteration]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
+        drive: Drive, twin: Twins, dropout: float) -> None:
+    driver = drive(dropout=dropout)
+    driver.start(*ALL)
+    pids = {rank: driver.processes[rank].popen.pid for rank in ALL}
+    path = driver.hold(2, "forward", 4, micro_batch=10)
+    driver.form(ALL)
+    left = [0, 1, 3]
+    for rank in left:  # a reduction is not done everywhere at one moment
+        driver.strike(rank, iteration=4, event="forward")
+    driver.held(2, 4)
+    driver.kill(2)
+    path.unlink()
+    held = driver.quiesce(left, "now")
+    assert all(told.step_version == 4 for told in held.values())
+    told = driver.form(left, progress_from=4)
+    assert [told[rank].kept for rank in left] == [held[rank].micro_batches for rank in left]
+    dealt = sorted(item for rank in left for item in told[rank].dealt)
+    assert dealt == [2, 6, 10], "what the dead rank had been dealt, and nothing else"
+    assert all(told[rank].source == rank for rank in left)
+
+    driver.strike(0, iteration=7, event="forward")
+    stopped = driver.quiesce(left, "boundary")
+    assert len({told.step_version for told in stopped.values()}) == 1
+    assert all(told.micro_batches == () for told in stopped.values())
+    driver.start(2, attempt=2)
+    told = driver.form(ALL, progress_from=stopped[0].step_version)
+    ready = driver.processes[2].ready
+    assert {one.rank for one in told[2].taken} == set(left), "each gives a part"
+    assert told[2].source in left
+    assert told[2].received_bytes == ready.state_bytes
+    assert sorted(item for rank in ALL for item in told[rank].todo) == list(range(12))
+    assert not any(told[rank].dealt for rank in ALL)
+    driver.finish(ALL)
+
+    struck = _forwards(driver, 4)
+    assert len([rank for rank, _ in struck if rank == 2]) == 3, "it died in the iteration"
+    assert sorted(item for rank, item in struck if rank != 2) == list(range(12))
+    for iteration in [*range(4), *range(5, ITERATIONS)]:
+        assert sorted(item for _, item in _forwards(driver, iteration)) == list(range(12))
+    assert {rank: driver.processes[rank].popen.pid for rank in left} == {
+        rank: pids[rank] for rank in left}
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(dropout).is_equal(_final(driver, 3))
+
+
+def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
+        drive: Drive, twin: Twins) -> None:
+    driver = drive(dropout=0.1, checkpoint_every=6)
+    driver.start(*ALL)
+    driver.form(ALL)
+    driver.finish(ALL)
+    assert twin(0.1).is_equal(_final(driver, 1))
+    told = driver.told(TaskProgressed)
+    assert {report.micro_batches for report in told} == {12}
+    assert all(report.rate_flops > 0 for report in told)
+    assert [saved.path for saved in driver.told(CheckpointSaved)] == [
+        "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
+    half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
+    assert half["numbers.step_version"] == 6
+    assert half["numbers.consumed_samples"] == 6 * 24
+
+    again = drive(dropout=0.1, output=driver.spec.train.output)
+    again.start(0, 1)
+    again.generation = 1
+    first, second = again.form([0, 1], checkpoint="gen-1/iter-6").values()
+    assert (first.step_version, first.source, first.origin) == (6, -1, "checkpoint")
+    assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
+    again.finish([0, 1])
+    assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
+    assert twin(0.1).is_equal(_final(again, 2))
+
+
+def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
+        drive: Drive, twin: Twins) -> None:
+    driver = drive()
+    driver.start(*ALL)
+    driver.hold(2, "forward", 3, micro_batch=6)
+    driver.form(ALL)
+    driver.held(2, 3)
+    driver.processes[2].signal(signal.SIGSTOP)
+    left = [0, 1, 3]
+    for rank in left:
+        driver.strike(rank, iteration=3, event="reduce")
+    time.sleep(0.5)
+    assert not driver.told(CollectiveFailed), "a stopped peer is silent"
+    began_s = time.monotonic()
+    held = driver.quiesce(left, "now")
+    assert time.monotonic() - began_s < FREED_S_MAX
+    assert all(len(told.micro_batches) == 3 for told in held.values())
+    driver.kill(2)
+
+    # The member whose store was named stops, and dies, while the others wait for it.
+    driver.processes[0].signal(signal.SIGSTOP)
+    driver.reconfigure(left)
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    driver.kill(0)
+    left = [1, 3]
+    again = driver.quiesce(left, "now")
+    assert time.monotonic() - began_s < FREED_S_MAX
+    assert {rank: again[rank].micro_batches for rank in left} == {
+        rank: held[rank].micro_batches for rank in left}
+    assert len(driver.told(ReconfigureFailed)) == 2
+    told = driver.form(left, progress_from=3)
+    assert sorted(item for rank in left for item in told[rank].dealt) == [0, 2, 4, 6, 8, 10]
+    driver.finish(left)
+    assert twin(0.0).is_equal(_final(driver, 3))
+
+
+def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
+        drive: Drive, twin: Twins) -> None:
+    """No order comes after the fault: CollectiveFailed, Quiesced, hold; then all goes on."""
+    driver = drive()
+    driver.start(0, 1, 2)
+    driver.hold(1, "reduce", 2)
+    driver.form([0, 1, 2])
+    driver.held(1, 2)
+    driver.kill(1)
+    alone = driver.left_by_themselves([0, 2])
+    assert alone, "the fault itself has one leave"
+    assert {report.rank for report in driver.told(CollectiveFailed)} == alone
+    held = driver.quiesced([0, 2])
+    versions = {told.step_version for told in held.values()}
+    assert versions == {2}
+    again = driver.quiesce([0, 2], "now")
+    assert again == held, "told to leave what it has left, a rank says the same again"
+    driver.form([0, 2], progress_from=2)
+    driver.finish([0, 2])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
+BELIEVES_IT_FAILED = """
+from unicron.workers.training import reduction
+right, calls = reduction.finalize_model_grads, []
+def whole_and_yet_failed(*args, **options):
+    calls.append(right(*args, **options))
+    if len(calls) == 5:
+        raise RuntimeError("Connection closed by peer")
+reduction.finalize_model_grads = whole_and_yet_failed
+"""
+
+
+def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins) -> None:
+    """One saw the reduction fail after the others had it whole: they stepped, it did not."""
+    driver = drive()
+    driver.start(0, 2)
+    driver.patch = BELIEVES_IT_FAILED
+    driver.start(1)
+    driver.form([0, 1, 2])
+    held = driver.quiesced([0, 1, 2])
+    assert {rank: told.step_version for rank, told in held.items()} == {0: 5, 1: 4, 2: 5}
+    assert len(held[1].micro_batches) == 4
+    told = driver.form([0, 1, 2], progress_from=5)
+    assert {report.step_version for report in told.values()} == {5}
+    assert [told[rank].source == rank for rank in (0, 1, 2)] == [True, False, True]
+    assert told[1].received_bytes == driver.processes[1].ready.state_bytes
+    assert told[1].kept == ()
+    driver.finish([0, 1, 2])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
+IS_SLOW_TO_SCALE = """
+import time
+from megatron.core.distributed import DistributedDataParallel
+right, calls = DistributedDataParallel.scale_gradients, []
+def slow(self, factor):
+    calls.append(factor)
+    if len(calls) == 3:
+        print("scaling", flush=True)
+        time.sleep(3)
+    right(self, factor)
+DistributedDataParallel.scale_gradients = slow
+"""
+
+
+def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
+    """What it does with the others' data takes seconds: a big model, few cores."""
+    driver = drive()
+    driver.start(0)
+    driver.patch = IS_SLOW_TO_SCALE
+    driver.start(1)
+    driver.form([0, 1])
+    driver.says(1, "scaling")
+    driver.kill(0)
+    held = driver.quiesce([1], "now")[1]
+    assert (held.step_version, len(held.micro_batches)) in ((2, 6), (3, 0))
+    time.sleep(3)
+    driver.form([1], progress_from=2)
+    driver.finish([1])
+    assert twin(0.0).is_equal(_final(driver, 2))
+
+
+IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
+import time
+from unicron.workers.training import state
+adopt = state.adopt
+def slow(*told):
+    print("taking", flush=True)
+    time.sleep(2)
+    return adopt(*told)
+state.adopt = slow
+"""
+
+
+def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
+        drive: Drive, twin: Twins) -> None:
+    """Told to stop while it puts a peer's state in force, and then the only one left."""
+    driver = drive()
+    driver.start(0, 2)
+    driver.patch = IS_SLOW_TO_TAKE
+    driver.start(1)
+    driver.form([0, 1, 2])
+    assert driver.quiesced([0, 1, 2])[1].step_version == 4
+    driver.reconfigure([0, 1, 2])
+    driver.says(1, "taking")
+    told = driver.quiesce([0, 1, 2], "now")
+    assert {rank: report.step_version for rank, report in told.items()} == {0: 5, 1: 5, 2: 5}
+    assert told[1].micro_batches == (), "its sum was of the step before"
+    driver.kill(0)
+    driver.kill(2)
+    driver.form([1], progress_from=5)
+    driver.finish([1])
+    assert twin(0.0).is_equal(_final(driver, 3))
+
+
+SMALL_CHUNKS = """
+from unicron.workers.training import chunks
+chunks.CHUNK_BYTES = 1 << 16
+"""
+TAKES_SLOWLY = SMALL_CHUNKS + """
+import time
+unpack = chunks._unpack
+def slow(chunk, tensors):
+    print("taking", flush=True)
+    time.sleep(0.1)
+    return unpack(chunk, tensors)
+chunks._unpack = slow
+"""
+
+
+@pytest.mark.parametrize("victim", ["giver", "taker"])
+def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
+        drive: Drive, twin: Twins, victim: str) -> None:
+    driver = drive()
+    driver.patch = SMALL_CHUNKS
+    driver.start(0, 1)
+    driver.patch = TAKES_SLOWLY
+    driver.start(2)
+    driver.form([0, 1])
+    driver.strike(1, iteration=2, event="forward", nth=2)
+    held = driver.quiesce([0, 1], "now")
+    assert any(told.micro_batches for told in held.values())
+    driver.reconfigure([0, 1, 2])
+    driver.says(2, "taking", 9)
+    dead = {"giver": 0, "taker": 2}[victim]
+    driver.kill(dead)
+    left = [rank for rank in (0, 1, 2) if rank != dead]
+    told = driver.quiesce(left, "now")
+    assert told[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
+    if victim == "giver":
+        assert told[2].step_version == -1, "half a state is none"
+    # Between Reconfigured and Resume another one dies: what was settled is settled anew.
+    driver.reconfigure(left)
+    again = driver.reconfigured(left)
+    assert len({report.step_version for report in again.values()}) == 1
+    driver.kill(left[-1])
+    driver.quiesce(left[:-1], "now")
+    driver.form(left[:-1], progress_from=2)
+    driver.finish(left[:-1])
+    assert twin(0.0).is_equal(_final(driver, 4))
+
+
+def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
+    """Without a checkpoint, what the seed built is gone: it is built again."""
+    driver = drive(iterations=10_000)
+    driver.patch = SMALL_CHUNKS
+    driver.start(0)
+    driver.patch = TAKES_SLOWLY
+    driver.start(1)
+    driver.form([0])
+    driver.quiesce([0], "boundary")
+    driver.reconfigure([0, 1])
+    driver.says(1, "taking", 9)
+    driver.kill(0)
+    assert driver.quiesce([1], "now")[1].step_version == -1
+    first = driver.losses()[0]
+    assert driver.form([1])[1].origin == "seed"
+    told = driver.wait(TaskProgressed, 1)
+    assert told.first_iteration == 0
+    assert told.losses[0] == pytest.approx(first, rel=1e-6)
+
+
+REMEMBERS_MUCH = """
+from unicron.workers.training.process.history import History
+right = History.add
+def add(self, iteration, loss, step_s):
+    right(self, iteration, loss, step_s)
+    if self.first == 0:
+        self.replace(-600_000, [1.5] * 600_000 + self.losses, [0.25] * 600_000 + self.step_s)
+History.add = add
+"""
+
+
+def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
+    driver = drive(iterations=10_000)
+    driver.patch = REMEMBERS_MUCH
+    driver.start(0)
+    driver.patch = ""
+    driver.start(1)
+    driver.form([0])
+    driver.quiesce([0], "boundary")
+    told = driver.form([0, 1])
+    assert {rank: report.source for rank, report in told.items()} == {0: 0, 1: 0}
+    driver.quiesce([0, 1], "boundary")
+
+
+WRONG = """
+from unicron.workers.training.step.iteration import Iteration
+right = Iteration._micro_batch
+def wrong(self, item, begin):
+    struck = self.step_version == 4 and item == 5
+    if struck and fault == "dropped":
+        self.done.append(item)
+        return
+    right(self, item, begin)
+    if struck:
+        right(self, item, begin)
+Iteration._micro_batch = wrong
+"""
+
+
+@pytest.mark.parametrize("fault", ["dropped", "doubled"])
+def test_one_wrong_micro_batch_fails_the_comparison(
+        drive: Drive, twin: Twins, fault: str) -> None:
+    driver = drive()
+    driver.patch = f"fault = {fault!r}{WRONG}"
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    assert not twin(0.0).is_equal(_final(driver, 1))

@@ -1,0 +1,61 @@
+"""Tasks whose replicas are several ranks: broken anywhere, they go on in what layout is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.records.reports import CheckpointSaved
+from unicron.events.spec.model import Axes
+
+Drive = Callable[..., Any]
+Twins = Callable[..., Any]
+NUM_ITERATIONS = 6
+MODEL = {"num_layers": 6, "hidden": 64, "num_heads": 4, "sequence": 64, "dropout": 0.0}
+ANY = {"tensor": [1, 2], "pipeline": [1, 2, 3]}
+
+
+CASES = {
+    "tp2dp2_to_tp2": Case(TP2DP2, 3, "forward", (0, 1), Axes(tp=2)),
+    "tp2dp2_to_dp3": Case(TP2DP2, 3, "backward", (0, 1, 2), Axes(dp=3)),
+    "tp2dp2_to_pp3": Case(TP2DP2, 0, "reduce", (1, 2, 3), Axes(pp=3)),
+    "pp2dp2_to_pp2": Case(PP2DP2, 3, "forward", (0, 2), Axes(pp=2)),
+    "pp2dp2_to_dp3": Case(PP2DP2, 0, "backward", (1, 2, 3), Axes(dp=3)),
+    "dp4_to_tp2_beside": Case(Axes(dp=4), 1, "reduce", (0, 2, 3), Axes(tp=2)),
+    "tp2dp2_at_the_gate": Case(TP2DP2, 2, "gate", (0, 1, 3), Axes(tp=2)),
+    "tp2dp2_stepping": Case(TP2DP2, 2, "step", (0, 1, 3), Axes(tp=2)),
+}
+
+
+def finish(driver: Any, ranks: list[int], twin: Any) -> None:
+    driver.finish(ranks)
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    gap = twin.difference(Path(driver.spec.train.output) / saved.path)
+    print(gap, twin.noise)
+    assert gap.num_losses == NUM_ITERATIONS
+    assert gap.loss_rel < 1e-5
+    assert gap.param_rel < 1e-5
+
+
+@pytest.mark.parametrize("axes", [Axes(tp=2), Axes(pp=2), TP2DP2, PP2DP2, Axes(pp=3)],
+                         ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
+def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
+    driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
+    ranks = list(range(axes.tp * axes.pp * axes.dp))
+    driver.start(*ranks)
+    driver.form(ranks, axes=axes)
+    finish(driver, ranks, twin(iterations=NUM_ITERATIONS, model=MODEL))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_is_lost(drive: Drive, twin: Twins, name: str) -> None:
+    case = CASES[name]
+    driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
+    told = strike(driver, case)
+    assert {one.step_version for one in told.values()} <= {2, 3}
+    assert len({one.step_version for one in told.values()}) == 1
+    finish(driver, list(case.members), twin(iterations=NUM_ITERATIONS, model=MODEL))

@@ -1,0 +1,212 @@
+"""Checkpoints that are due are written beside training: whole or not at all, never in the way."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_driver import TASK
+from unicron.events.records.orders import Quiesce
+from unicron.events.records.reports import CheckpointSaved, RankErrored, RankFinished
+from unicron.workers.training.checkpoint import checkpoint
+
+Drive = Callable[..., Any]
+Twins = Callable[[float], Any]
+ITERATIONS = 14
+LOGGED_S_MAX = 30.0
+
+
+@pytest.fixture
+def driver(drive: Drive) -> Any:
+    return drive(checkpoint_every=3, copy_every=0)
+
+
+def halves(output: Path) -> list[Path]:
+    """What is neither whole nor gone."""
+    return [path for path in output.glob("gen-*/*") if path.suffix]
+
+
+def written(log: Path, text: str, num: int) -> None:
+    """Wait until the rank's log says this so often."""
+    last_s = time.monotonic() + LOGGED_S_MAX
+    while log.read_text().count(text) < num:
+        assert time.monotonic() < last_s, log.read_text()
+        time.sleep(0.005)
+
+
+def saved(driver: Any) -> list[tuple[int, int, bool]]:
+    return [(one.generation, one.step_version, one.final) for one in driver.told(CheckpointSaved)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
+        driver: Any, twin: Twins) -> None:
+    driver.start(0, 1)
+    log = driver.processes[0].log
+    path = driver.hold(0, "saved", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.strike(0, iteration=8, event="forward")
+    assert saved(driver) == [], "it is not told before it is whole"
+    path.unlink()
+    driver.finish([0, 1])
+    assert saved(driver)[0] == (1, 3, False)
+    assert saved(driver)[-1] == (1, ITERATIONS, True)
+    assert "checkpoint skipped" in log.read_text()
+    final = driver.told(CheckpointSaved)[-1]
+    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
+
+
+def test_what_was_written_beside_training_is_the_state_of_its_step(
+        driver: Any, twin: Twins) -> None:
+    """Training has gone on before it is written: what is read back is the snapshot."""
+    driver.start(0)
+    path = driver.hold(0, "saving", 6)
+    driver.form([0])
+    driver.held(0, 6)
+    driver.strike(0, iteration=8, event="forward")
+    path.unlink()
+    told = driver.wait(CheckpointSaved, 0, where=lambda one: one.step_version == 6)
+    driver.kill(0)
+    driver.start(0, attempt=2)
+    (came,) = driver.form([0], checkpoint=told.path).values()
+    assert (came.step_version, came.origin) == (6, "checkpoint")
+    driver.finish([0])
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    final = driver.told(CheckpointSaved)[-1]
+    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
+
+
+@pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
+def test_who_dies_while_it_saves_is_followed_by_one_who_saves(
+        driver: Any, twin: Twins, event: str) -> None:
+    """Nothing was told, so nothing is published; what is half is gone with the next that is due."""
+    driver.start(0, 1)
+    driver.hold(0, event, 3)
+    waits = driver.hold(1, "reduce", 4)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.held(1, 4)
+    driver.kill(0)
+    waits.unlink()
+    output = Path(driver.spec.train.output)
+    assert bool(halves(output)) == (event == "save_mid")
+    assert (output / "gen-1/iter-3").exists() == (event == "saved")
+    assert saved(driver) == []
+    driver.quiesce([1], "now")
+    driver.form([1])
+    driver.finish([1])
+    assert (saved(driver)[0], saved(driver)[-1]) == ((2, 6, False), (2, ITERATIONS, True))
+    assert {generation for generation, _, _ in saved(driver)} == {2}
+    assert halves(output) == []
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(0.0).is_equal(output / "gen-2" / f"iter-{ITERATIONS}")
+
+
+@pytest.mark.parametrize("then", ["raise", "fail"])
+def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) -> None:
+    driver.start(0)
+    driver.hold(0, "saving", 3, then=then)
+    driver.form([0])
+    told = driver.wait(RankErrored, 0)
+    assert told.error == {"raise": "Struck", "fail": "RuntimeError"}[then]
+    assert "on purpose: saving of iteration 3" in told.text
+    assert told.iteration >= 3
+    assert driver.processes[0].popen.wait(20) == 1
+    assert saved(driver) == []
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any) -> None:
+    driver.start(0)
+    log, output = driver.processes[0].log, Path(driver.spec.train.output)
+    blocked = output / "gen-1"
+    driver.hold(0, "forward", 2, micro_batch=0)
+    driver.form([0])
+    driver.held(0, 2)
+    blocked.write_text("no folder can be made here")
+    for iteration in (4, 10):
+        driver.hold(0, "forward", iteration, micro_batch=0)
+        driver.held(0, iteration)
+        written(log, "checkpoint not saved", 1)
+    assert log.read_text().count("checkpoint not saved; training goes on") == 1
+    assert f"{output}/gen-1/iter-3: Not a directory" in log.read_text()
+    blocked.unlink()
+    driver.hold(0, "forward", ITERATIONS, micro_batch=0)
+    driver.finish([0])
+    assert saved(driver)[-1] == (1, ITERATIONS, True)
+    assert log.read_text().count("checkpoints are saved again") == 1
+    assert driver.told(RankErrored) == []
+
+
+def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -> None:
+    """It has the time for one write."""
+    driver.start(0)
+    path = driver.hold(0, "save_mid", 3)
+    driver.form([0])
+    driver.held(0, 3)
+    driver.strike(0, iteration=4, event="forward")
+    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,),
+                         save=True), [0])
+    last_s = time.monotonic() + LOGGED_S_MAX
+    while not [line for line in driver.trace(0)
+               if line["event"] == "save" and line["iteration"] > 3]:
+        assert time.monotonic() < last_s, driver.story()
+        time.sleep(0.005)
+    path.unlink()
+    held = driver.quiesced([0])[0]
+    assert saved(driver) == [(1, held.step_version, False)]
+    output, log = Path(driver.spec.train.output), driver.processes[0].log.read_text()
+    assert [one.name for one in output.glob("gen-1/*")] == [f"iter-{held.step_version}"]
+    assert "checkpoint given up: a newer one is wanted" in log
+    assert "not saved" not in log
+    assert driver.told(RankErrored) == []
+
+
+def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path: Path) -> None:
+    half = tmp_path / "gen-1" / f"iter-3.1{checkpoint.PARTIAL}"
+    half.mkdir(parents=True)
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, few[1]))  # no folder can be opened
+    try:
+        checkpoint.clear(str(tmp_path), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    assert half.exists()
+    checkpoint.clear(str(tmp_path), 2)
+    assert not half.exists()
+
+
+def test_who_is_not_the_first_any_more_ends_when_it_has_written(
+        driver: Any, twin: Twins) -> None:
+    """Else its process would leave half of it, of a generation of which nobody publishes."""
+    driver.start(0, 1)
+    path = driver.hold(0, "save_mid", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.quiesce([0, 1], "now")
+    driver.form([1, 0])
+    driver.wait(RankFinished, 1)
+    assert driver.told(RankFinished, 0) == []
+    assert saved(driver)[-1] == (2, ITERATIONS, True)
+    path.unlink()
+    driver.finish([0, 1])
+    assert (1, 3, False) not in saved(driver), "what is half of an old generation is cleared away"
+    assert halves(Path(driver.spec.train.output)) == []
+    assert twin(0.0).is_equal(Path(driver.spec.train.output) / "gen-2" / f"iter-{ITERATIONS}")
+
+
+def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
+    """The generation ended while it was written: nobody publishes it."""
+    driver.start(0, 1)
+    path = driver.hold(0, "saving", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.quiesce([0, 1], "now")
+    driver.form([0, 1])
+    path.unlink()
+    told = driver.wait(CheckpointSaved, 0)
+    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    driver.finish([0, 1])

@@ -1,0 +1,181 @@
+"""Tasks whose optimizer is sharded: what a loss costs, and that what goes on is the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_stores import LocalKeeper, named
+from unicron.events.records.reports import CheckpointSaved, CopyKept
+from unicron.events.spec.model import Axes
+
+Drive = Callable[..., Any]
+Twins = Callable[..., Any]
+TASK = 7
+NUM_ITERATIONS = 6
+STRUCK = 4
+EVERY = 3
+SHARDED = {"optimizer": "sharded"}
+RELATIVE_MAX = {"fp32": 1e-5, "bf16": 3e-3}
+
+
+def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
+          **changes: Any) -> Any:
+    driver = drive(iterations=NUM_ITERATIONS, parallel=parallel, **changes)
+    driver.start(*ranks)
+    return driver
+
+
+def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") -> None:
+    """To the end, where it is the twin."""
+    driver.finish(ranks)
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(
+        Path(driver.spec.train.output) / saved.path)
+    print(gap)
+    assert gap.num_losses == NUM_ITERATIONS
+    assert gap.loss_rel < RELATIVE_MAX[precision]
+    assert gap.param_rel < RELATIVE_MAX[precision]
+
+
+def stopped(driver: Any, held: int, iteration: int, ranks: list[int]) -> None:
+    """One is held in this iteration, and the others have passed all their micro-batches of it."""
+    driver.held(held, iteration)
+    for rank in ranks:
+        if rank != held:
+            driver.strike(rank, iteration=iteration, event="stats")
+
+
+def copied(driver: Any) -> tuple[Any, ...]:
+    """The copy after EVERY iterations, as an order names it, as soon as a keeper has it."""
+    (keeper,) = driver.keepers
+    keeper.wait(TASK, lambda stored: stored.offer.step_version == EVERY)
+    return (named(keeper, driver.wait(CopyKept, 0)),)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, precision: str) -> None:
+    ranks = [0, 1, 2]
+    driver = ready(drive, ranks, precision=precision)
+    driver.form(ranks)
+    finish(driver, ranks, twin, precision)
+
+
+@pytest.mark.parametrize("event", ["backward", "gate", "step_mid", "gather"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stopped_anywhere_it_loses_nothing_while_all_live(
+        drive: Drive, twin: Twins, precision: str, event: str) -> None:
+    """Also in another layout, where the sums of an iteration under way go along."""
+    ranks = [0, 1, 2]
+    driver = ready(drive, ranks, precision=precision)
+    driver.form(ranks)
+    hold = driver.hold(1, event, STRUCK)
+    stopped(driver, 1, STRUCK, ranks)
+    driver.ask_to_leave(ranks, "now")
+    driver.heard(*ranks)
+    hold.unlink()
+    driver.quiesced(ranks)
+    hold = driver.hold(1, event, STRUCK + 1)
+    told = driver.form(ranks)
+    has_stepped = event in ("step_mid", "gather")
+    assert {one.step_version for one in told.values()} == {STRUCK + has_stepped}
+    assert {one.origin for one in told.values()} == {"peer" if has_stepped else "own"}
+    stopped(driver, 1, STRUCK + 1, ranks)
+    driver.ask_to_leave(ranks, "now")
+    driver.heard(*ranks)
+    hold.unlink()
+    driver.quiesced(ranks)
+    kept = [one.kept for one in driver.form(ranks, axes=Axes(dp=2)).values()]
+    assert any(kept) == (not has_stepped)
+    finish(driver, ranks[:2], twin, precision)
+
+
+@pytest.mark.parametrize("event", ["backward", "gate", "gather"])
+def test_a_lost_shard_sets_it_back_to_the_copy(drive: Drive, twin: Twins, event: str) -> None:
+    driver = drive(iterations=NUM_ITERATIONS, parallel=SHARDED, copy_every=EVERY)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.start(0, 1, 2)
+    driver.hold(1, event, STRUCK)
+    driver.form([0, 1, 2])
+    driver.held(1, STRUCK)
+    copies = copied(driver)
+    driver.kill(1)
+    driver.quiesce([0, 2], "now")
+    first, second = driver.form([0, 2], copies=copies).values()
+    assert (first.origin, first.step_version, first.kept) == ("copy", EVERY, ())
+    assert (second.origin, second.step_version, second.source) == ("peer", EVERY, 0)
+    finish(driver, [0, 2], twin)
+
+
+def test_without_any_copy_it_begins_anew(drive: Drive, twin: Twins) -> None:
+    driver = ready(drive, [0, 1])
+    driver.hold(1, "backward", 2)
+    driver.form([0, 1])
+    driver.held(1, 2)
+    driver.kill(1)
+    driver.quiesce([0], "now")
+    (told,) = driver.form([0]).values()
+    assert (told.origin, told.step_version) == ("seed", 0)
+    finish(driver, [0], twin)
+
+
+MIRRORED = {"optimizer": "mirrored"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("event", ["backward", "gate", "step_mid", "gather"])
+def test_with_mirrors_a_lost_shard_costs_no_iteration(
+        drive: Drive, twin: Twins, precision: str, event: str) -> None:
+    """Twice: the second one is of the mirrors that were filled after the first."""
+    driver = ready(drive, [0, 1, 2, 3], parallel=MIRRORED, precision=precision)
+    ranks = [0, 1, 2, 3]
+    driver.form(ranks)
+    for struck, victim in ((2, 1), (STRUCK, 3)):
+        driver.hold(victim, event, struck)
+        stopped(driver, victim, struck, ranks)
+        driver.kill(victim)
+        ranks.remove(victim)
+        driver.quiesce(ranks, "now")
+        told = driver.form(ranks, axes=Axes(dp=len(ranks)))
+        has_stepped = event in ("step_mid", "gather")
+        assert {one.step_version for one in told.values()} == {struck + has_stepped}
+        assert any(one.kept for one in told.values()) == (not has_stepped)
+    finish(driver, ranks, twin, precision)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_mirror_is_there_of_each_tensor_parallel_part(
+        drive: Drive, twin: Twins, victim: int) -> None:
+    """The one who is left over is beside, and has what its own part's other member has lost."""
+    driver = ready(drive, [0, 1, 2, 3], parallel={**MIRRORED, "tensor": [1, 2]})
+    driver.form([0, 1, 2, 3], axes=Axes(tp=2, dp=2))
+    driver.hold(victim, "gather", 2)
+    driver.held(victim, 2)
+    driver.kill(victim)
+    left = [rank for rank in range(4) if rank != victim]
+    driver.quiesce(left, "now")
+    told = driver.form(left, axes=Axes(tp=2))
+    assert {one.step_version for one in told.values()} == {3}
+    driver.quiesce(left, "boundary")
+    driver.form(left, axes=Axes(dp=3))
+    finish(driver, left, twin)
+
+
+def test_a_shard_lost_with_its_mirror_sets_it_back_to_the_copy(drive: Drive, twin: Twins) -> None:
+    driver = drive(iterations=NUM_ITERATIONS, parallel=MIRRORED, copy_every=EVERY)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.start(0, 1, 2, 3)
+    driver.hold(1, "backward", STRUCK)
+    driver.form([0, 1, 2, 3])
+    driver.held(1, STRUCK)
+    copies = copied(driver)
+    driver.kill(1)
+    driver.kill(2)
+    driver.quiesce([0, 3], "now")
+    first, second = driver.form([0, 3], copies=copies).values()
+    assert (first.origin, first.step_version) == ("copy", EVERY)
+    assert (second.origin, second.step_version) == ("peer", EVERY)
+    finish(driver, [0, 3], twin)

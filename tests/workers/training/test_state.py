@@ -1,0 +1,236 @@
+"""The whole state is listed: whatever else changes in training must be named here first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from object_diff import changed, leaves
+from unicron.control_plane.throughput.state_size import trained_bytes
+from unicron.events.errors import UsageError
+from unicron.events.records.reports import LossNotFinite, TaskProgressed
+from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
+from unicron.workers.training import reference
+from unicron.workers.training.checkpoint import checkpoint
+from unicron.workers.training.model import text_data, training_state
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.process.history import History
+from unicron.workers.training.step.optimizer_step import step
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
+              optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
+# The scale is doubled every other iteration, until that is too much.
+FP16 = DynamicLossScale(initial=2.0**12, window=2)
+PRECISIONS = {
+    "fp32": TRAIN, "bf16": replace(TRAIN, precision="bf16"),
+    "bf16-scaled": replace(TRAIN, precision="bf16", loss_scale=1024.0),
+    "fp16": replace(TRAIN, precision="fp16", dynamic_loss_scale=FP16),
+}
+# Beside the tensors of the state, what changes while training: carried in Numbers, or a
+# consequence of what is, or worth nothing between two iterations.
+CHANGES = {
+    "adam_step": r"\.state\[\d+\]\[step\]",
+    "scheduled_samples": r"scheduler\.num_steps",
+    "loss_scales": r"\.grad_scaler\.(_scale|_growth_tracker|_hysteresis_tracker)",
+    "of the schedule's position": r"\.param_groups\[\d+\]\[(lr|weight_decay)\]",
+    "of the place": r"[.\[]draw[.\]]",
+    "gradients, cleared": r"\.(grad|main_grad|grad_data)",
+    "set before each use": r"\.found_inf",
+}
+
+
+@pytest.fixture(params=PRECISIONS)
+def train(request: pytest.FixtureRequest) -> Train:
+    return PRECISIONS[request.param]
+
+
+def _train(trainee: model.Trainee, first: int, last: int) -> list[bool]:
+    """Train; whether each iteration stepped."""
+    words = text_data.load((), 16)
+    stepped: list[bool] = []
+    for iteration in range(first, last):
+        trainee.clear()
+        trainee.draw.at(iteration, 0)
+        tokens = words.sample(1, iteration, 0, rows=2, sequence=16)
+        trainee.optimizer.scale_loss(trainee.loss(tokens)).backward()
+        stepped.append(step(trainee, trainee.num_tokens(tokens), lambda event: None))
+    trainee.clear()
+    return stepped
+
+
+def _same(one: model.Trainee, other: model.Trainee) -> bool:
+    mine, theirs = training_state.tensors(one), training_state.tensors(other)
+    return list(mine) == list(theirs) and all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def _unlisted(trainee: model.Trainee, first: int, last: int) -> list[str]:
+    """What changes in these iterations, and is neither state nor known to be none."""
+    roots = {"module": trainee.modules[0], "ddp": trainee.ddps[0],
+             "optimizer": trainee.optimizer, "scheduler": trainee.scheduler}
+    before = leaves(roots)
+    _train(trainee, first, last)
+    after = leaves(roots)
+    held = {tensor.data_ptr() for tensor in training_state.tensors(trainee).values()}
+    known = re.compile("|".join(CHANGES.values()))
+
+    def is_state(path: str) -> bool:
+        value = after.get(path)
+        return isinstance(value, tuple) and value[0] in held
+
+    return [path for path in changed(before, after)
+            if not is_state(path) and not known.search(path)]
+
+
+def test_whatever_changes_in_training_is_listed(alone: Any, train: Train) -> None:
+    trainee = model.build(train, torch.device("cpu"), alone)
+    _train(trainee, 0, 1)  # what is made at its first use is there
+    assert not _unlisted(trainee, 1, 6)
+
+
+def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    layer = trainee.modules[0].decoder.layers[0]
+    layer.seen, layer.notes = torch.zeros(3), [{"times": 0}]
+
+    def count(module: Any, given: Any, made: Any) -> None:
+        layer.seen += 1
+        layer.notes[0]["times"] += 1
+
+    layer.register_forward_hook(count)
+    _train(trainee, 0, 1)
+    assert [path.rpartition("[0]")[2] or path for path in _unlisted(trainee, 1, 2)] == [
+        "[times]", ".seen"]
+
+
+def test_a_buffer_is_carried(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    trainee.modules[0].register_buffer("expert_bias", torch.zeros(4))
+    assert "buffer.expert_bias" in training_state.tensors(trainee)
+
+
+def test_a_copy_of_the_listed_state_trains_on_the_same(
+        alone: Any, train: Train, tmp_path: Path) -> None:
+    giver = model.build(train, torch.device("cpu"), alone)
+    history = History()
+    skipped = _train(giver, 0, 5).count(False)
+    assert bool(skipped) == (train.precision == "fp16"), "2^12 is too much for fp16 at first"
+    for iteration in range(5):
+        history.add(iteration, 5.0 - iteration, 0.1)
+    told = training_state.decode(training_state.encode(training_state.numbers(giver, 5, history)))
+    assert (told.consumed_samples - told.scheduled_samples) / train.batch.global_ == skipped
+
+    taker, theirs = model.build(train, torch.device("cpu"), alone), History()
+    for mine, other in zip(
+        training_state.tensors(taker).values(), training_state.tensors(giver).values(), strict=True
+    ):
+        mine.copy_(other)
+    assert training_state.adopt(taker, told, theirs) == 5
+    assert theirs.losses == history.losses
+
+    checkpoint.save(str(tmp_path / "five"), giver, 5, history)
+    reader, read = model.build(train, torch.device("cpu"), alone), History()
+    assert checkpoint.load(str(tmp_path / "five"), reader, read) == 5
+    assert read.losses == history.losses
+    plain = reference.read(tmp_path / "five")
+    for name, tensor in training_state.tensors(giver).items():
+        assert plain[name].equal(tensor), f"{name}, read with nothing but torch"
+        assert plain[name].dtype == tensor.dtype
+
+    stepped = [_train(trainee, 5, 9) for trainee in (giver, taker, reader)]
+    assert stepped[0] == stepped[1] == stepped[2]
+    assert _same(giver, taker)
+    assert _same(giver, reader)
+    assert training_state.numbers(giver, 9, history) == training_state.numbers(taker, 9, theirs)
+
+
+def test_parameters_of_16_bits_are_their_masters_rounded(alone: Any) -> None:
+    trainee = model.build(PRECISIONS["bf16"], torch.device("cpu"), alone)
+    _train(trainee, 0, 3)
+    held = training_state.tensors(trainee)
+    params = [name for name in held if name.startswith("model.")]
+    for name in params:
+        master = held[name.replace("model.", "master.", 1)]
+        assert master.dtype == torch.float32
+        assert held[name].equal(master.to(torch.bfloat16))
+    # 2 bytes for the parameter; 4 each for its master and its two moments.
+    assert training_state.num_bytes(trainee) == 14 * sum(held[name].numel() for name in params)
+
+
+def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path) -> None:
+    giver = model.build(PRECISIONS["bf16"], torch.device("cpu"), alone)
+    checkpoint.save(str(tmp_path / "one"), giver, 1, History())
+    reader = model.build(TRAIN, torch.device("cpu"), alone)
+    before = {name: tensor.clone() for name, tensor in training_state.tensors(reader).items()}
+    with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as told:
+        checkpoint.load(str(tmp_path / "one"), reader, History())
+    assert told.value.hint.startswith("set train.precision: bf16")
+    assert all(
+        tensor.equal(before[name]) for name, tensor in training_state.tensors(reader).items()
+    )
+
+
+def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:
+    """Generations count from 1 in every task: the same output folder has the same paths."""
+    earlier = model.build(TRAIN, torch.device("cpu"), alone)
+    checkpoint.save(str(tmp_path / "gen-1" / "iter-3"), earlier, 3, History())
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    _train(trainee, 0, 3)
+    checkpoint.save(str(tmp_path / "gen-1" / "iter-3"), trainee, 3, History())
+    reader = model.build(TRAIN, torch.device("cpu"), alone)
+    checkpoint.load(str(tmp_path / "gen-1" / "iter-3"), reader, History())
+    assert _same(reader, trainee)
+    assert [folder.name for folder in (tmp_path / "gen-1").iterdir()] == ["iter-3"]
+
+
+def test_the_same_seed_builds_the_same_model(alone: Any) -> None:
+    assert _same(model.build(TRAIN, torch.device("cpu"), alone),
+                 model.build(TRAIN, torch.device("cpu"), alone))
+
+
+def test_dropout_depends_on_the_place_alone(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    tokens = text_data.load((), 16).sample(1, 0, 0, rows=2, sequence=16)
+    losses: list[float] = []
+    for place in ((3, 1), (3, 2), (4, 1), (3, 1)):
+        trainee.draw.at(*place)
+        losses.append(trainee.loss(tokens).item())
+    assert losses[0] == losses[3]
+    assert len(set(losses)) == 3
+
+
+def test_a_loss_that_is_no_number_is_a_report_of_its_own() -> None:
+    history = History()
+    for iteration, loss in enumerate([3.0, 2.0, float("nan"), 1.0]):
+        history.add(iteration, loss, 0.5)
+    told = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
+    assert [type(report) for report in told] == [TaskProgressed, LossNotFinite, TaskProgressed]
+    assert [report.first_iteration for report in told if isinstance(report, TaskProgressed)] == [
+        1, 3]
+    assert isinstance(told[0], TaskProgressed)
+    assert told[0].rate_flops == pytest.approx(20.0)
+
+
+def test_history_forgets_what_is_done_again() -> None:
+    history = History()
+    for iteration in range(5):
+        history.add(iteration, float(iteration), 0.1)
+    history.add(3, 33.0, 0.1)
+    assert history.losses == [0.0, 1.0, 2.0, 33.0]
+    history.add(9, 9.0, 0.1)
+    assert (history.first, history.losses) == (9, [9.0])
+
+
+@pytest.mark.parametrize("shape", [
+    TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
+def test_placement_knows_its_bytes(train: Train, shape: Model, alone: Any) -> None:
+    """From the spec alone."""
+    train = replace(train, model=shape)
+    trainee = model.build(train, torch.device("cpu"), alone)
+    _train(trainee, 0, 2)
+    assert trained_bytes(train, 1) == training_state.num_bytes(trainee)

@@ -1,0 +1,164 @@
+"""Every precision and loss: a rank dies in an iteration, another takes the state, and the end is
+the twin's.
+
+Three survivors of four share eight micro-batches unevenly; the input and output embeddings are
+two, and dropout is on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_driver import TASK
+from unicron.events.records.orders import Quiesce
+from unicron.events.records.reports import CheckpointSaved, TaskProgressed
+from unicron.workers.training.reference import read
+
+Drive = Callable[..., Any]
+Twins = Callable[..., Any]
+STRUCK = 4
+"""The iteration that is struck; rank 1 has micro-batches 1 and 5."""
+GROWN = 6
+"""The iteration after which the newcomer joins."""
+ALL = [0, 1, 2, 3]
+LEFT = [0, 2, 3]
+SMALL: dict[str, Any] = {
+    "model": {"num_layers": 2, "hidden": 32, "num_heads": 2, "sequence": 32, "dropout": 0.1,
+              "tie_embeddings": False},
+    "batch": {"global": 8, "micro": 1}, "iterations": 10,
+}
+BF16 = {"precision": "bf16"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": BF16,
+    "bf16-scaled": BF16 | {"loss_scale": 1024.0},
+    "bf16-overlapped": BF16 | {"overlap": True, "bucket_params": 8_000},
+    "fp16": {"precision": "fp16",
+             "dynamic_loss_scale": {"initial": 2.0**11, "window": 2, "hysteresis": 2}},
+    # Too much until after the iteration that is struck: it is skipped.
+    "fp16-skipped": {"precision": "fp16",
+                     "dynamic_loss_scale": {"initial": 2.0**17, "hysteresis": 1}},
+}
+CONVENTIONS = ("per_token", "per_micro_batch")
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Text with an end of a document every few bytes, every few hundred, or for long stretches.
+
+    So some micro-batches have all their tokens, some half, and some none.
+    """
+    draw = random.Random(7)
+    text = b""
+    for length in (3, 9, 400, 0, 30) * 40:
+        some = bytes(draw.choices(b"abcdefgh ", k=length))
+        text += some + bytes(1 if length else 100)
+    file = tmp_path_factory.mktemp("documents") / "text"
+    file.write_bytes(text)
+    return str(file)
+
+
+def final(driver: Any) -> Path:
+    saved = driver.told(CheckpointSaved)[-1]
+    assert saved.final
+    return Path(driver.spec.train.output) / saved.path
+
+
+def forwards(driver: Any, iteration: int, *, but: int = -1) -> list[int]:
+    """The micro-batches of an iteration, over all ranks `but` one, each as often as it was run."""
+    return sorted(line["micro_batch"] for rank in range(4) if rank != but
+                  for line in driver.trace(rank)
+                  if line["event"] == "forward" and line["iteration"] == iteration)
+
+
+def events(driver: Any, rank: int, iteration: int) -> list[str]:
+    return [line["event"] for line in driver.trace(rank) if line["iteration"] == iteration]
+
+
+def strike_and_replace(driver: Any) -> None:
+    """Rank 1 dies with half of its share done; its successor joins later, by memory."""
+    driver.start(*ALL)
+    driver.hold(1, "forward", STRUCK, micro_batch=5)
+    driver.form(ALL)
+    driver.held(1, STRUCK)
+    for rank in LEFT:
+        driver.strike(rank, iteration=STRUCK, event="reduce")
+    driver.kill(1)
+    held = driver.quiesce(LEFT, "now")
+    grown = driver.hold(0, "forward", GROWN)
+    told = driver.form(LEFT)
+    assert {rank: told[rank].kept for rank in LEFT} == {
+        rank: held[rank].micro_batches for rank in LEFT} == {0: (0, 4), 2: (2, 6), 3: (3, 7)}
+    assert sorted(len(told[rank].dealt) for rank in LEFT) == [0, 1, 1]
+
+    driver.held(0, GROWN)
+    driver.start(1, attempt=2)
+    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=driver.generation, mode="boundary",
+                         ranks=tuple(LEFT)), LEFT)
+    grown.unlink()
+    driver.quiesced(LEFT)
+    told = driver.form(ALL)
+    assert told[1].received_bytes == driver.processes[1].ready.state_bytes
+    driver.finish(ALL)
+    for iteration in range(SMALL["iterations"]):
+        assert forwards(driver, iteration, but=1 if iteration == STRUCK else -1) == list(range(8))
+    assert sorted(driver.losses()) == list(range(SMALL["iterations"])), "no iteration is lost"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rank_is_replaced_in_every_precision(
+        drive: Drive, twin: Twins, variant: str) -> None:
+    changes = SMALL | VARIANTS[variant]
+    driver = drive(**changes)
+    strike_and_replace(driver)
+    # A constant scale that is a power of two leaves no trace, nor does the moment of a reduction.
+    alike = SMALL | BF16 if variant.startswith("bf16") else changes
+    assert twin(**alike).is_equal(final(driver))
+
+    end = read(final(driver))
+    num_skipped = (end["numbers.consumed_samples"] - end["numbers.scheduled_samples"]) / 8
+    assert (num_skipped > 0) == (driver.spec.train.precision == "fp16")
+    said = driver.started[0].log.read_text().count("step skipped")
+    assert said == num_skipped, "each is a line in the log"
+    assert driver.told(TaskProgressed)[-1].skipped == num_skipped, "and of the report"
+    stepped = {rank: "step" in events(driver, rank, STRUCK) for rank in LEFT}
+    assert set(stepped.values()) == {variant != "fp16-skipped"}, "all decide alike"
+    scaled = {rank: "scaler" in events(driver, rank, STRUCK) for rank in LEFT}
+    assert set(scaled.values()) == {variant not in ("bf16", "bf16-overlapped")}
+
+
+@pytest.mark.parametrize("loss", CONVENTIONS)
+def test_a_rank_is_replaced_with_either_loss(
+        drive: Drive, twin: Twins, documents: str, loss: str) -> None:
+    changes = SMALL | {"loss": loss, "data": [documents]}
+    driver = drive(**changes)
+    strike_and_replace(driver)
+    assert twin(**changes).is_equal(final(driver))
+    other = CONVENTIONS[1 - CONVENTIONS.index(loss)]
+    assert not twin(**(changes | {"loss": other})).is_equal(final(driver)), "they are two"
+
+
+def test_a_checkpoint_takes_16_bits_up_exactly(drive: Drive) -> None:
+    """The same members deal the same: from the checkpoint on, all is the same bit for bit."""
+    changes = SMALL | BF16
+    driver = drive(**changes, checkpoint_every=4)
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    again = drive(**changes, output=driver.spec.train.output)
+    again.start(0, 1)
+    again.generation = 1
+    told = again.form([0, 1], checkpoint="gen-1/iter-4")
+    assert {report.step_version for report in told.values()} == {4}
+    again.finish([0, 1])
+    assert forwards(again, 3) == [], "what was done is not done again"
+    one, other = read(final(driver)), read(final(again))
+    assert one.keys() == other.keys()
+    differing = [name for name, value in one.items()
+                 if not (value.equal(other[name]) if isinstance(value, torch.Tensor)
+                         else value == other[name])]
+    assert differing == ["numbers.step_s"]

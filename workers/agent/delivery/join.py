@@ -1,0 +1,94 @@
+"""An agent's way in: POST /v1/join with the token, answered with where the log is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from ....events.errors import UsageError
+from ....events.records.types import Labels
+from .log_link import backoff_s
+
+JOIN_S_MAX = 60.0
+"""How long an unreachable or leaderless server is tried."""
+ANSWER_S_MAX = 5.0
+RETRY_S_MAX = 1.0
+
+
+class Joined(Struct, frozen=True, kw_only=True):
+    """The control plane's answer."""
+
+    redis_url: str
+    cluster: str
+    node: str
+    epoch: int
+
+
+class _Error(Struct, frozen=True):
+    error: str
+    hint: str = ""
+
+
+async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
+               labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
+    """Ask until answered, at most `s_max` seconds.
+
+    Raises UsageError at once when the token or the request is refused, and at the end when the
+    server could not be reached.
+    """
+    deadline = time.monotonic() + s_max
+    body = {"node": node, "host": host, "incarnation": incarnation,
+            "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
+    headers = {"Authorization": f"Bearer {token}",
+               "Idempotency-Key": f"join-{node}-{incarnation}"}
+    num_tries = 0
+    async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
+        while True:
+            try:
+                return await _ask(session, url, headers, body)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            wait_s = backoff_s(num_tries, RETRY_S_MAX)
+            num_tries += 1
+            if time.monotonic() + wait_s > deadline:
+                raise UsageError(f"cannot join {url}: {why}",
+                                 "is the control plane up? try: unicron up, or another --url")
+            await asyncio.sleep(wait_s)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
+               body: Mapping[str, object]) -> Joined:
+    """One try. Raises UsageError (do not try again), ClientError or TimeoutError (do)."""
+    try:
+        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
+    except aiohttp.InvalidURL:
+        raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
+    data = await reply.read()
+    if reply.status == 401 or reply.status == 403:
+        raise UsageError(f"{url} does not accept the token",
+                         "set UNICRON_TOKEN to what is in that cluster's token file")
+    if reply.status >= 500:
+        raise aiohttp.ClientError(f"{reply.status} {_told(data).error}".strip())
+    if reply.status != 200:
+        told = _told(data)
+        raise UsageError(f"{url} refuses to let {body['node']} join: {told.error}",
+                         told.hint or "does --url name a unicron control plane?")
+    try:
+        return msgspec.json.decode(data, type=Joined)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{url} gives an answer that is not understood: {error}",
+                         "is it a unicron control plane of this version?") from None
+
+
+def _told(data: bytes) -> _Error:
+    """The body of an error, or the first line of what else was sent."""
+    try:
+        return msgspec.json.decode(data, type=_Error)
+    except msgspec.MsgspecError:
+        return _Error(error=data[:200].decode(errors="replace").strip().partition("\n")[0])

@@ -1,0 +1,141 @@
+"""Delivers what is spooled: in order, at least once, a predecessor's before one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from ....events.errors import Ambiguous, LogError, Unavailable
+from ....events.log.port import AgentPort
+from ....events.records.types import Body
+from .log_link import Link, backoff_s
+from .spool import Spool
+
+NUM_BATCH = 256
+NUM_WINDOW = 1024
+"""Reports handed over and not acknowledged: a dead leader must not fill the server's memory."""
+ACK_POLL_S = 0.1
+IDLE_POLL_S = 5.0
+"""Between looks at the cursor when all is acknowledged: a log that was replaced is noticed."""
+RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
+"""Reports that nobody acknowledges are sent again after this long, doubled each time."""
+
+
+class Forgotten(LogError):
+    """The log has no trace of an agent that it had acknowledged: it is another log."""
+
+
+class _Channel:
+    """One spool on its way. `sent` is the last number handed over since the last doubt."""
+
+    def __init__(self, spool: Spool, num_window: int) -> None:
+        self.spool = spool
+        self.num_window = num_window
+        self.sent = 0
+        self.resend_s = RESEND_S_MIN
+        self.resend_at = 0.0
+
+    @property
+    def is_handed_over(self) -> bool:
+        return self.sent >= self.spool.last
+
+
+class Outbox:
+    """`left` are the spools of predecessors; `spool` is this agent's own."""
+
+    def __init__(self, port: AgentPort, link: Link, spool: Spool,
+                 left: Sequence[Spool] = ()) -> None:
+        self._port = port
+        self._link = link
+        self._spool = spool
+        # A predecessor's reports go out whole, window or not: they must precede NodeJoined.
+        self._channels = [_Channel(one, one.last) for one in left]
+        self._channels.append(_Channel(spool, NUM_WINDOW))
+        self._bell = asyncio.Event()
+
+    def put(self, body: Body, occurred_s: float | None = None) -> None:
+        """Spool a report and ring. Raises ValueError for a float that is not finite."""
+        self._spool.put(body, occurred_s)
+        self._bell.set()
+
+    @property
+    def num_unacked(self) -> int:
+        return self._spool.num_unacked
+
+    async def run(self) -> None:
+        """Deliver for ever; ends by cancellation, or by Forgotten."""
+        num_tries = 0
+        while True:
+            self._bell.clear()
+            try:
+                for channel in self._channels:
+                    await self._pump(channel)
+                    if not channel.is_handed_over and channel.spool is not self._spool:
+                        break
+                num_tries = 0
+            except (Unavailable, Ambiguous):
+                for channel in self._channels:
+                    channel.sent = channel.spool.acked
+                await asyncio.sleep(backoff_s(num_tries))
+                num_tries += 1
+                continue
+            self._forget_delivered()
+            await self._wait()
+
+    async def flush(self, s_max: float) -> bool:
+        """Wait until all of one's own reports are acknowledged; False after `s_max`."""
+        deadline = asyncio.get_running_loop().time() + s_max
+        while self._spool.num_unacked:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(ACK_POLL_S / 4)
+        return True
+
+    async def _wait(self) -> None:
+        """For a new report, or for the next look at the cursor."""
+        waits = any(channel.spool.num_unacked for channel in self._channels)
+        try:
+            async with asyncio.timeout(ACK_POLL_S if waits else IDLE_POLL_S):
+                await self._bell.wait()
+        except TimeoutError:
+            pass
+
+    async def _pump(self, channel: _Channel) -> None:
+        spool = channel.spool
+        await self._look(channel)
+        while not channel.is_handed_over:
+            room = channel.num_window - (channel.sent - spool.acked)
+            batch = spool.behind(channel.sent, min(NUM_BATCH, room)) if room > 0 else []
+            if not batch:
+                break
+            await self._link.call(partial(self._port.send, batch))
+            channel.sent = max(channel.sent, batch[-1].source_seq)
+
+    async def _look(self, channel: _Channel) -> None:
+        """Ask for the cursor: trim, or begin again behind it."""
+        spool, now = channel.spool, asyncio.get_running_loop().time()
+        acked = await self._link.call(lambda: self._port.acked(spool.source))
+        if acked < spool.acked:
+            if acked == 0:
+                raise Forgotten(f"the log does not know {spool.source} any more")
+            spool.lose(acked)
+            channel.sent = acked
+        # Nothing under way, or progress: no reason to send again.
+        moved = acked > spool.acked or channel.sent <= spool.acked
+        if acked > spool.acked:
+            spool.trim(acked)
+            channel.sent = max(channel.sent, acked)
+        if moved:
+            channel.resend_s = RESEND_S_MIN
+            channel.resend_at = now + channel.resend_s
+        elif now >= channel.resend_at:
+            channel.sent = spool.acked
+            channel.resend_s = min(RESEND_S_MAX, 2 * channel.resend_s)
+            channel.resend_at = now + channel.resend_s
+
+    def _forget_delivered(self) -> None:
+        for channel in self._channels[:-1]:
+            if not channel.spool.num_unacked:
+                channel.spool.close(forget=True)
+                self._channels.remove(channel)

@@ -1,0 +1,285 @@
+"""A site's own checks: executables in a folder, each run by the clock, its exit code the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+from msgspec import Struct
+
+from ....events.errors import UsageError
+from ....events.records.reports import CheckHealth
+from ...host import linux
+from ..processes import process as processes
+from .blocking_call import Aside, Late
+from .debounce import Steady
+from .finding import (
+    CHECK_LOOKS_BETTER_NUM,
+    CHECK_NICE_NUM,
+    CHECK_READ_BYTES,
+    CHECKS_AGAIN_S,
+    CHECKS_AT_ONCE_NUM,
+    CHECKS_EVERY_S,
+    CHECKS_NUM_MAX,
+    CHECKS_S_MAX,
+    END_S_MAX,
+    REASON_CHARS_MAX,
+    Finding,
+)
+
+HINT = "name a folder of executables: docs/guides/detection.md, Health of nodes"
+CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
+"""What exit codes 0 to 3 say."""
+FILES = "checks/files"
+"""The word on files that lie beside the checks, and are none."""
+NOT_FOR_CHECKS = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
+# sh is on the node's own disk: where the check lies on one that hangs, only its process does.
+_START = f'exec nice -n {CHECK_NICE_NUM} "$0"'
+_DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
+_log = structlog.get_logger("agent")
+
+
+class Checks(Struct, frozen=True, kw_only=True):
+    """Which checks there are, how often each is run, how long one may take."""
+
+    folder: Path
+    every_s: float = CHECKS_EVERY_S
+    s_max: float = CHECKS_S_MAX
+
+
+class Answer(NamedTuple):
+    """How a check ended: its exit code, or None and why there is none."""
+
+    code: int | None
+    said: str
+    why: str = ""
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UsageError where it cannot be read as a folder."""
+    try:
+        with os.scandir(folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--checks {folder}: {(error.strerror or str(error)).lower()}",
+                         HINT) from None
+
+
+def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Executable files by name, at most CHECKS_NUM_MAX, and what is passed over, by name why.
+
+    Raises OSError.
+    """
+    found: dict[str, Path] = {}
+    passed: dict[str, str] = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or entry.name.endswith("~"):
+            continue
+        try:
+            is_file = stat.S_ISREG(entry.stat().st_mode)
+        except OSError:
+            is_file = False
+        if not is_file:
+            passed[entry.name] = "not a file"
+        elif not os.access(entry.path, os.X_OK):
+            passed[entry.name] = "not executable"
+        elif not re.fullmatch(r"[\w.+-]{1,64}", entry.name):
+            passed[entry.name] = "not a plain name"
+        elif len(found) == CHECKS_NUM_MAX:
+            passed[entry.name] = f"more than {CHECKS_NUM_MAX}"
+        else:
+            found[entry.name] = Path(entry.path)
+    return found, passed
+
+
+def passed_over(passed: Mapping[str, str]) -> Finding:
+    """What is said of files that their owner may believe to be checks, and are none."""
+    told = {name: why for name, why in passed.items()
+            if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
+    if not told:
+        return Finding(FILES, "healthy")
+    words = [f"{name} ({why})" for name, why in sorted(told.items())]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    why = "".join(char if char.isprintable() else "?" for char in ", ".join(words[:3]) + more)
+    return Finding(FILES, "unknown", f"not run: {why}"[:REASON_CHARS_MAX], rule="check")
+
+
+def finding(name: str, answer: Answer, num_slots: int) -> Finding:
+    """What an answer says. `gpu0, gpu3: reason` names the slots that it is about."""
+    first = next((line for line in answer.said.splitlines() if line.strip()), "")
+    said = "".join(char if char.isprintable() else " " for char in first).strip()
+    devices: tuple[int, ...] = ()
+    if match := _DEVICES.match(said):
+        slots = [int(digits) for digits in re.findall(r"\d+", match[0])]
+        if all(slot < num_slots for slot in slots):
+            devices = tuple(sorted(set(slots)))
+            said = said[match.end():]
+    said = said[:REASON_CHARS_MAX]
+    if answer.code is None or answer.code >= len(CODES):
+        why = answer.why or f"exit code {answer.code}"
+        if answer.code in (126, 127):
+            why += ", it cannot be run"
+        return Finding(f"check/{name}", "unknown", f"{why}: {said}" if said else why,
+                       rule="check")
+    return Finding(f"check/{name}", CODES[answer.code], said or f"exit code {answer.code}",
+                   devices, rule="check")
+
+
+class Run:
+    """Runs checks as processes of their own, and ends each with all that it started."""
+
+    def __init__(self, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
+        self._environment = {key: value for key, value in environment.items()
+                             if key not in NOT_FOR_CHECKS}
+        self._mark = mark
+        self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE_NUM)
+        self.pids: set[int] = set()
+        self._left: dict[str, linux.Proc] = {}
+
+    async def __call__(self, name: str, path: Path, s_max: float) -> Answer:
+        """One run, when its turn has come; it takes `s_max` at most and END_S_MAX to end it."""
+        left = self._left.get(name)
+        now = linux.read(left.pid) if left is not None else None
+        if left is not None and now is not None and now.start_ticks == left.start_ticks \
+                and now.state not in "ZX":
+            return Answer(None, "", f"the last run, pid {left.pid}, cannot be ended")
+        self._left.pop(name, None)
+        async with self._at_once:
+            mark = self._mark[0], f"{self._mark[1]}check/{name}"
+            try:
+                popen = _start(path, {**self._environment, mark[0]: mark[1],
+                                      "UNICRON_CHECK": name})
+            except OSError as error:
+                return Answer(None, "", f"it cannot be run: {error.strerror}")
+            assert popen.stdout is not None
+            self.pids.add(popen.pid)
+            process = processes.Process(popen.pid, Path(os.devnull), 0,
+                                        f"{mark[0]}={mark[1]}".encode(), popen=popen)
+            output = _Output(popen.stdout.fileno())
+            try:
+                try:
+                    async with asyncio.timeout(s_max):
+                        how = await process.wait()
+                except TimeoutError:
+                    return Answer(None, output.text(), f"no answer within {s_max:g} s")
+                said = output.text()
+                if how.exit_code is None:
+                    return Answer(None, said, f"ended by signal {how.signal}")
+                return Answer(how.exit_code, said)
+            finally:
+                output.close()
+                popen.stdout.close()
+                if not await process.end_group(END_S_MAX):
+                    _log.warning("a check cannot be ended", check=name, pid=popen.pid)
+                    if (proc := linux.read(popen.pid)) is not None:
+                        self._left[name] = proc
+                    process.close()
+                self.pids.discard(popen.pid)
+
+
+def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Raises OSError. The kernel ends it with the agent, or with this thread of it."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _START, str(path)], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(environment),
+        start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
+
+
+class _Output:
+    """The beginning of what a check prints; the rest is read and forgotten, so that it goes on."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._kept = b""
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._fd)
+            return False
+        self._kept = (self._kept + data)[:CHECK_READ_BYTES]
+        return len(self._kept) < CHECK_READ_BYTES
+
+    def text(self) -> str:
+        """What it had printed when it ended, at most CHECK_READ_BYTES."""
+        while self._read():
+            pass
+        return self._kept.decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+
+
+class Rounds:
+    """All checks of a folder, each in rounds of its own; files may come and go meanwhile."""
+
+    def __init__(self, checks: Checks, run: Run, num_slots: int,
+                 tell: Callable[[Finding], None]) -> None:
+        self._checks = checks
+        self._run = run
+        self._num_slots = num_slots
+        self._tell = tell
+        self._files = Finding(FILES, "healthy")
+
+    async def run(self) -> None:
+        """For ever."""
+        rounds: dict[str, asyncio.Task[None]] = {}
+        steady: dict[str, Steady] = {}
+        aside: Aside[tuple[dict[str, Path], dict[str, str]]] = Aside("checks")
+        async with asyncio.TaskGroup() as group:
+            while True:
+                found = await self._look(aside)
+                for name in set(rounds) - set(found if found is not None else rounds):
+                    rounds.pop(name).cancel()
+                    if steady.pop(name).told.health != "healthy":
+                        self._tell(Finding(f"check/{name}", "healthy", "the check was taken away"))
+                for name in sorted(set(found or ()) - set(rounds)):
+                    steady[name] = Steady(num_better=CHECK_LOOKS_BETTER_NUM)
+                    rounds[name] = group.create_task(
+                        self._repeat(name, self._checks.folder / name, steady[name]),
+                        name=f"check {name}")
+                await asyncio.sleep(self._checks.every_s)
+
+    async def _look(self, aside: Aside[tuple[dict[str, Path], dict[str, str]]]
+                    ) -> dict[str, Path] | None:
+        """What is there now; None where the folder does not say."""
+        try:
+            found, passed = await aside.call(lambda: found_in(self._checks.folder),
+                                             self._checks.s_max)
+        except (Late, OSError) as error:
+            self._tell(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
+                               f"{getattr(error, 'strerror', None) or 'no answer'}",
+                               rule="check"))
+            return None
+        self._tell(Finding("checks", "healthy"))
+        word = passed_over(passed)
+        if word != self._files:
+            self._files = word
+            self._tell(word)
+        return found
+
+    async def _repeat(self, name: str, path: Path, steady: Steady) -> None:
+        while True:
+            answer = await self._run(name, path, self._checks.s_max)
+            told = steady.see(finding(name, answer, self._num_slots))
+            if told is not None:
+                self._tell(told)
+            # What got worse is confirmed by a second run soon; what got better by the next round.
+            await asyncio.sleep(min(CHECKS_AGAIN_S, self._checks.every_s) if steady.is_worsening
+                                else self._checks.every_s)

@@ -1,0 +1,146 @@
+"""The kernel's log: errors that it tells of, and processes that it killed for want of memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from ...diagnosis.classifier import Verdict, classify
+from .finding import KILLED_NUM_MAX, LINES_NUM_MAX, RECORD_BYTES_MAX, Erred
+from .gpu_slots import Slots
+
+KMSG = Path("/dev/kmsg")
+_KERNEL_CODE, _USER_CODE = 0, 1
+"""Facilities that are believed: the kernel's, and what only root can write there (a drill)."""
+_READS_NUM_MAX = 1000
+_PENDING_BYTES_MAX = 1 << 16
+# mm/oom_kill.c: who asked for memory, a summary, who was killed, and that its memory is free.
+_OOM = re.compile(r"^oom[-_]|^(?:Memory cgroup out|Out) of memory\b|\binvoked oom-killer:")
+_KILLED = re.compile(r"\bKill(?:ed)? process (\d+)\b|^oom-kill:.*\bpid=(\d+)\b")
+# An XID's line, a hung task's.
+_PID = re.compile(r"\bpid='?(\d+)\b|^INFO: task \S+:(\d+) blocked ")
+_log = structlog.get_logger("agent")
+
+
+class KernelLog:
+    """Reads what comes after its start. `slots` says whose GPU a line is about.
+
+    Where it cannot be read this is said once, and nothing is ever found.
+    """
+
+    def __init__(self, slots: Callable[[], Slots], path: Path = KMSG) -> None:
+        self._slots = slots
+        self._fd = _open(path)
+        self._pending = b""
+        self._untold: list[str] = []
+        self._killed: dict[int, str] = {}
+        self._num_skipped = 0
+
+    def killed(self, pid: int) -> str | None:
+        """The kernel's line that says it ended this process for want of memory, None if none does.
+
+        Reads to the end of the log first: the line is there before the process can be reaped. In
+        a pid namespace of its own (most containers) the kernel's numbers are not ours: None.
+        """
+        self._read()
+        return self._killed.get(pid)
+
+    def look(self) -> list[Erred]:
+        """Errors since the last look, at most LINES_NUM_MAX lines of them."""
+        self._read()
+        lines, self._untold = self._untold, []
+        found = [erred for line in lines if (erred := self._judge(line)) is not None]
+        if self._num_skipped:
+            _log.warning("a flood of kernel messages was not read", num_lines=self._num_skipped)
+            self._num_skipped = 0
+        return found
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> None:
+        for _ in range(_READS_NUM_MAX if self._fd >= 0 else 0):
+            try:
+                data = os.read(self._fd, RECORD_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # records were overwritten before we read them
+                    self._num_skipped += 1
+                    continue
+                _log.warning("kernel messages can be read no more", why=error.strerror)
+                self.close()
+                return
+            if not data:
+                return
+            *lines, rest = (self._pending + data).split(b"\n")
+            self._pending = rest[-_PENDING_BYTES_MAX:]
+            for line in lines:
+                self._take(line.decode("utf-8", errors="replace"))
+
+    def _take(self, record: str) -> None:
+        """One record, `priority,seq,timestamp,flags;text` (Documentation/ABI/testing/dev-kmsg)."""
+        head, semicolon, text = record.partition(";")
+        priority = head.partition(",")[0]
+        # Lines that begin with a space are a record's dictionary.
+        if not semicolon or not (priority.isascii() and priority.isdigit()):
+            return
+        if int(priority) >> 3 not in (_KERNEL_CODE, _USER_CODE):
+            return
+        if _OOM.search(text):
+            # Told with the end of its process, by whoever asks `killed`.
+            found = _KILLED.search(text)
+            if found is None:
+                return
+            pid = int(found[1] or found[2])
+            if pid not in self._killed or text.startswith(("Out of", "Memory cgroup")):
+                self._killed[pid] = text
+            if len(self._killed) > KILLED_NUM_MAX:
+                del self._killed[next(iter(self._killed))]
+        elif len(self._untold) < LINES_NUM_MAX:
+            self._untold.append(text)
+        else:
+            self._num_skipped += 1
+
+    def _judge(self, line: str) -> Erred | None:
+        return erred_of("kernel", classify(line), line, self._slots())
+
+
+def erred_of(origin: str, verdict: Verdict, line: str, slots: Slots) -> Erred | None:
+    """What a line means for this node; None for nothing, or for a GPU that is not ours."""
+    if not verdict.status or verdict.second_hand:
+        return None
+    devices: tuple[int, ...] = ()
+    if verdict.device:
+        slot = slots.find(verdict.device)
+        if slot is None and slots.is_known:
+            return None
+        devices = () if slot is None else (slot,)
+    found = _PID.search(line)
+    pid = int(found[1] or found[2]) if found else 0
+    return Erred("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
+                 devices, verdict.code, pid)
+
+
+def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:
+    hints = hints or {
+        errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
+        errno.EACCES: "let the agent's user read it"}
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        _log.warning("kernel messages cannot be read: no XID and no OOM kill is seen there",
+                     file=str(path), why=error.strerror, hint=hints.get(error.errno or 0, ""))
+        return -1
+    try:
+        os.lseek(fd, 0, os.SEEK_END)
+    except OSError:  # a pipe: all that it holds is new
+        pass
+    return fd

@@ -1,0 +1,249 @@
+"""Health of the machine: disk, memory, and processes blocked in the kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ....events.records.reports import CheckHealth
+from ...host import linux
+from .debounce import Ladder
+from .finding import (
+    AVAILABLE_SHARE_DEGRADED,
+    BLOCKED_EVERY_S,
+    BLOCKED_S,
+    BLOCKED_S_MAX,
+    DISK_EVERY_S,
+    DISK_S_MAX,
+    FREE_BYTES_DEGRADED,
+    FREE_BYTES_UNHEALTHY,
+    INODES_SHARE_DEGRADED,
+    INODES_SHARE_UNHEALTHY,
+    MEMORY_EVERY_S,
+    MEMORY_S_MAX,
+    PROBE_BYTES,
+    PROBE_S_DEGRADED,
+    STALLED_PERCENT_DEGRADED,
+    Finding,
+    Look,
+    worst,
+)
+
+_NEEDS_A_HAND = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
+
+
+class Disk:
+    """A folder of the agent's. A write that hangs ends as Late: nobody knows what the disk does."""
+
+    name = "disk"
+    every_s, s_max = DISK_EVERY_S, DISK_S_MAX
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic,
+                 look_at: Callable[[Path], os.statvfs_result] = os.statvfs) -> None:
+        self._folder = folder
+        self._probe = folder / f".unicron-probe-{os.getpid()}"
+        self._clock = clock
+        self._look_at = look_at
+        self._bytes = Ladder(FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY)
+        self._inodes = Ladder(INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY)
+
+    def read(self) -> Look:
+        """Raises OSError where the folder cannot be looked at."""
+        told = self._look_at(self._folder)
+        found: list[Finding] = []
+
+        def add(health: CheckHealth, why: str, rule: str) -> None:
+            if health != "healthy":
+                found.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
+
+        free_bytes = told.f_bavail * told.f_frsize
+        add(self._bytes.level(free_bytes), f"{free_bytes / (1 << 20):.0f} MiB free", "disk-full")
+        if told.f_files:  # some file systems count none
+            share = told.f_favail / told.f_files
+            add(self._inodes.level(share), f"{share:.1%} of inodes free", "disk-inodes")
+        if told.f_flag & os.ST_RDONLY:
+            add("unhealthy", "mounted read-only", "disk-read-only")
+        else:
+            took_s, error = self._write()
+            if error is not None:
+                add("unhealthy" if error.errno in _NEEDS_A_HAND else "unknown",
+                    f"a write fails: {error.strerror}", "disk-write")
+            elif took_s > PROBE_S_DEGRADED:
+                add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
+        return Look([worst(self.name, found)])
+
+    def _write(self) -> tuple[float, OSError | None]:
+        began_s = self._clock()
+        try:
+            fd = os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, bytes(PROBE_BYTES))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+                os.unlink(self._probe)
+        except OSError as error:
+            return 0.0, error
+        return self._clock() - began_s, None
+
+
+# --- Memory of the machine, or of the container: how much is left, and who waits for it. ---
+
+_FULL = re.compile(r"^full avg10=([0-9.]+)", re.MULTILINE)
+
+
+class Memory:
+    """`root` holds `proc` and `sys`: the machine's, or a test's."""
+
+    name = "memory"
+    every_s, s_max = MEMORY_EVERY_S, MEMORY_S_MAX
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._machine = Ladder(AVAILABLE_SHARE_DEGRADED)
+        self._container = Ladder(AVAILABLE_SHARE_DEGRADED)
+        # Of 100 % of the time, so much was not lost.
+        self._calm = Ladder(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
+
+    def read(self) -> Look:
+        """Raises OSError, LookupError, ValueError where /proc is not as Linux has it."""
+        found: list[Finding] = []
+        of = _fields(self._root / "proc/meminfo")
+        share = of["MemAvailable"] / of["MemTotal"]
+        if self._machine.level(share) != "healthy":
+            found.append(Finding(self.name, "degraded", f"{share:.1%} of memory is available",
+                                 rule="memory-low"))
+        left = self._of_container()
+        if left is not None and self._container.level(left) != "healthy":
+            found.append(Finding(self.name, "degraded",
+                                 f"{left:.1%} of the container's memory is left",
+                                 rule="memory-container-low"))
+        stalled = self._stalled_percent()
+        if stalled is not None and self._calm.level(100.0 - stalled) != "healthy":
+            found.append(Finding(self.name, "degraded",
+                                 f"everything waited for memory {stalled:.0f} % of 10 s",
+                                 rule="memory-pressure"))
+        return Look([worst(self.name, found)])
+
+    def _stalled_percent(self) -> float | None:
+        try:
+            found = _FULL.search((self._root / "proc/pressure/memory").read_text("ascii"))
+        except OSError:  # a kernel without CONFIG_PSI, or one started with psi=0
+            return None
+        return None if found is None else float(found[1])
+
+    def _of_container(self) -> float | None:
+        """The share of our own limit that is left; None without a limit. Page cache is free."""
+        for limit, used, stat, cache in (
+                ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat",
+                 "total_inactive_file")):
+            for folder in self._folders("" if limit == "memory.max" else "memory"):
+                try:
+                    told = (folder / limit).read_text("ascii").strip()
+                    if told == "max" or int(told) >= 1 << 60:  # the old hierarchy's "no limit"
+                        continue
+                    in_use = int((folder / used).read_text("ascii"))
+                    in_use -= _fields(folder / stat).get(cache, 0)
+                except OSError:
+                    continue
+                return 1.0 - in_use / max(int(told), 1)
+        return None
+
+    def _folders(self, controller: str) -> list[Path]:
+        """Where our group is: seen from the machine, and from within a container."""
+        top = self._root / "sys/fs/cgroup" / controller
+        folders = [top]
+        try:
+            lines = (self._root / "proc/self/cgroup").read_text("utf-8").splitlines()
+        except OSError:
+            return folders
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers == controller and path != "/":
+                folders.insert(0, top / path.lstrip("/"))
+        return folders
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`Name: 12 kB` or `name 12` a line; numbers as they stand."""
+    found: dict[str, int] = {}
+    for line in path.read_text("ascii").splitlines():
+        name, value, *_ = [*line.replace(":", " ").split(), "", ""]
+        if value.isdecimal():
+            found[name] = int(value)
+    return found
+
+
+# --- Processes that wait in the kernel and cannot be ended: state D, for long, without a turn. ---
+
+_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
+_KERNEL_CODE = 2
+"""kthreadd: its children are the kernel's own, and some are in D for life."""
+
+
+class _Waits(NamedTuple):
+    start_ticks: int
+    num_switches: int
+    since_s: float
+
+
+class Blocked:
+    """Looks at the first thread of each process. `mark`: an environment entry of ours begins so."""
+
+    name = "processes"
+    every_s, s_max = BLOCKED_EVERY_S, BLOCKED_S_MAX
+
+    def __init__(self, mark: bytes, clock: Callable[[], float] = time.monotonic,
+                 table: Callable[[], list[linux.Proc]] = linux.table,
+                 proc: Path = Path("/proc")) -> None:
+        self._mark = mark
+        self._clock = clock
+        self._table = table
+        self._proc = proc
+        self._waits: dict[int, _Waits] = {}
+
+    def read(self) -> Look:
+        """The longest of them that waits for BLOCKED_S is named; others are counted."""
+        now_s = self._clock()
+        waits: dict[int, _Waits] = {}
+        for proc in self._table():
+            if proc.state != "D" or proc.ppid == _KERNEL_CODE:
+                continue
+            switches = self._switches(proc.pid)
+            before = self._waits.get(proc.pid)
+            same = before is not None and before[:2] == (proc.start_ticks, switches)
+            waits[proc.pid] = (before if before is not None and same
+                               else _Waits(proc.start_ticks, switches, now_s))
+        self._waits = waits
+        stuck = sorted((one.since_s, pid) for pid, one in waits.items()
+                       if now_s - one.since_s >= BLOCKED_S)
+        if not stuck:
+            return Look([Finding(self.name, "healthy")])
+        ours = [one for one in stuck if self._is_ours(one[1])]
+        since_s, pid = (ours or stuck)[0]
+        where = self._text(pid, "wchan") or "?"
+        more = f", and {len(stuck) - 1} others" if len(stuck) > 1 else ""
+        why = (f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
+               f"ended: in {where} for {now_s - since_s:.0f} s{more}")
+        # BLOCKED_S is many looks already.
+        return Look([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
+
+    def _switches(self, pid: int) -> int:
+        """How often it had its turn: one that reads a slow disk has many, and is not stuck."""
+        found: list[str] = _SWITCHES.findall(self._text(pid, "status"))
+        return sum(int(number) for number in found)
+
+    def _is_ours(self, pid: int) -> bool:
+        return any(entry.startswith(self._mark) for entry in linux.environ(pid))
+
+    def _text(self, pid: int, name: str) -> str:
+        try:
+            return (self._proc / str(pid) / name).read_text("utf-8", "replace").strip()
+        except OSError:
+            return ""

@@ -1,0 +1,85 @@
+"""What a process does that makes no progress, read from /proc: harmless, whatever state it is in.
+
+Nothing is sent to it and nothing is injected: a process that holds its interpreter's lock, or that
+a debugger has stopped, could answer nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ...host.cpu_wait import starved_s
+
+_TICKS_HZ = os.sysconf("SC_CLK_TCK")
+BURNS_SHARE = 0.5
+"""Of the time that it was given cores since the first look: so much or more, and it computes."""
+_SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45: "recvfrom",
+             61: "wait4", 74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait",
+             247: "waitid", 271: "ppoll", 281: "epoll_pwait"}
+"""The waits among those of x86-64 (syscall numbers differ between machines)."""
+_STATES = {"T": "stopped by a signal", "t": "held by a debugger", "Z": "ended"}
+
+
+class Look(NamedTuple):
+    """A process at one moment. `cpu_s` is what all its threads have used, `starved_s` how long its
+    main thread has waited for a core (0 where the kernel does not say)."""
+
+    at_s: float
+    state: str
+    cpu_s: float
+    starved_s: float
+
+
+def look(pid: int) -> Look | None:
+    """The process now; None if it is gone. About 30 us."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return Look(time.monotonic(), fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_HZ,
+                starved_s(pid))
+
+
+def words(pid: int, before: Look | None) -> str:
+    """What it does, for people; "" where nothing can be said.
+
+    `before` is an earlier look at it: from then on is said how much of a core it used.
+    """
+    now = look(pid)
+    if now is None:
+        return ""
+    if now.state in _STATES:
+        return _STATES[now.state]
+    if now.state == "D":
+        return f"waits for a device (state D){_inside(pid)}"
+    if before is not None:
+        span_s = now.at_s - before.at_s - (now.starved_s - before.starved_s)
+        share = (now.cpu_s - before.cpu_s) / max(span_s, 2 / _TICKS_HZ)
+        if share >= BURNS_SHARE:
+            return f"computes: {share:.1f} cores"
+    return f"runs{_inside(pid)}" if now.state == "R" else f"sleeps{_inside(pid)}"
+
+
+def _inside(pid: int) -> str:
+    """Where in the kernel its main thread waits, where we may know."""
+    try:
+        place = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii").strip()
+    except OSError:
+        place = ""
+    if place in ("", "0"):
+        place = _syscall(pid)
+    return f" in {place}" if place else ""
+
+
+def _syscall(pid: int) -> str:
+    try:
+        first = Path(f"/proc/{pid}/syscall").read_text(encoding="ascii").split()[0]
+    except (OSError, IndexError):
+        return ""
+    if not first.isdigit() or os.uname().machine != "x86_64":
+        return ""
+    return _SYSCALLS.get(int(first), f"system call {first}")

@@ -1,0 +1,99 @@
+"""The agent's end of the pipe to a rank (workers/ipc/pipe_protocol.py), on a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from ...ipc.pipe_protocol import Frame, Unpacker, pack
+
+WAITING_BYTES_MAX = 64 << 20
+"""What a rank that does not read may have waiting; beyond it, frames are refused."""
+_READ_BYTES = 256 << 10
+
+
+class Pipe:
+    """Frames out by `send`, frames in by `on_frame`; `on_broken` once, on nonsense.
+
+    A closed pipe is no event here: the rank's end is told by its pidfd. `drain` gives what a dead
+    rank had still written.
+    """
+
+    def __init__(self, on_frame: Callable[[Frame], None],
+                 on_broken: Callable[[str], None]) -> None:
+        self._on_frame = on_frame
+        self._on_broken = on_broken
+        self._unpacker = Unpacker()
+        self._waiting = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._open = True
+        self._loop.add_reader(self._ours, self._read)
+
+    def started(self) -> None:
+        """The rank has inherited its end."""
+        self.theirs.close()
+
+    def send(self, frame: Frame) -> bool:
+        """Hand over a frame; False if the pipe is closed or the rank reads nothing."""
+        data = pack(frame)
+        if not self._open or len(self._waiting) + len(data) > WAITING_BYTES_MAX:
+            return False
+        self._waiting += data
+        self._write()
+        return self._open
+
+    def drain(self) -> None:
+        """Read to the end what was written before the rank ended, then close."""
+        while self._open:
+            self._read(stop_when_empty=True)
+
+    def close(self) -> None:
+        """Close both ends; twice is harmless."""
+        self.theirs.close()
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._ours)
+            self._loop.remove_writer(self._ours)
+            self._ours.close()
+
+    def _read(self, stop_when_empty: bool = False) -> None:
+        try:
+            data = self._ours.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            if stop_when_empty:
+                self.close()
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            frames = self._unpacker.feed(data)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.close()
+            self._on_broken(str(error))
+            return
+        for frame in frames:
+            self._on_frame(frame)
+
+    def _write(self) -> None:
+        try:
+            num_bytes = self._ours.send(self._waiting)
+        except (BlockingIOError, InterruptedError):
+            num_bytes = 0
+        except OSError:
+            self._waiting.clear()
+            # What it wrote before it closed may still be there to read: leave that side open.
+            self._loop.remove_writer(self._ours)
+            return
+        del self._waiting[:num_bytes]
+        if self._waiting:
+            self._loop.add_writer(self._ours, self._write)
+        else:
+            self._loop.remove_writer(self._ours)

@@ -1,0 +1,139 @@
+"""What torch's own error file and torchrun's summary say about why a process failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+NAME = "TORCHELASTIC_ERROR_FILE"
+FILE_BYTES_MAX = 1 << 20
+"""A larger one is none of torch's."""
+TEXT_CHARS_MAX = 1 << 15
+"""Of a message, and of a traceback, that are read: of a longer one its two ends."""
+
+
+class Recorded(NamedTuple):
+    """An exception as torch wrote it: its type and message, and its traceback ("": none)."""
+
+    message: str
+    trace: str
+
+
+def beside(log_path: Path) -> Path:
+    """The error file of the process that writes to this log."""
+    return log_path.with_suffix(".error.json")
+
+
+def read(path: Path) -> Recorded | None:
+    """What the file says; None where there is none, or it is not such a file.
+
+    Never waits: only a regular file of this user's is opened for reading, and only one of at most
+    FILE_BYTES_MAX is read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None
+    try:
+        found = os.fstat(fd)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or found.st_size > FILE_BYTES_MAX:
+            return None
+        data = os.read(fd, FILE_BYTES_MAX)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return understood(data)
+
+
+def understood(data: bytes) -> Recorded | None:
+    """Of `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}`, all of it optional
+    but for a text, or of `{"message": TEXT}`."""
+    try:
+        told: Any = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    message = _of(told, "message")
+    if isinstance(message, str):
+        return Recorded(_bounded(message), "") if message.strip() else None
+    text, trace = _of(message, "message"), _of(_of(message, "extraInfo"), "py_callstack")
+    found = Recorded(*(_bounded(one) if isinstance(one, str) else "" for one in (text, trace)))
+    return found if found.message.strip() or found.trace.strip() else None
+
+
+def _of(told: Any, key: str) -> Any:
+    return cast(dict[str, Any], told).get(key) if isinstance(told, dict) else None
+
+
+def _bounded(text: str) -> str:
+    half = TEXT_CHARS_MAX // 2
+    return text if len(text) <= TEXT_CHARS_MAX else f"{text[:half]}\n{text[-half:]}"
+
+
+# --- The summary that torchrun prints when one of its processes fails, found in its output. Pure.
+# ---
+#
+# Source: ChildFailedError in torch/distributed/elastic/multiprocessing/errors.
+
+_TITLE = "Root Cause (first observed failure):"
+_FIELD = re.compile(r"^ {2}(rank|exitcode|error_file|traceback)\s*: ?(.*)$")
+_EXIT = re.compile(r"(-?\d{1,6}) \(pid: (\d{1,9})\)")
+_END = re.compile(r"^={20,}\s*$")
+_NO_TRACE = re.compile(r"To enable traceback see|Signal \d+ \(.*\) received by PID")
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class Root(NamedTuple):
+    """The process that torchrun saw fail first. What it does not say is 0 or empty."""
+
+    rank: str
+    exit_code: int
+    """Below 0: it ended by this signal."""
+    pid: int
+    error_file: str
+    trace: str
+    before: str
+    """What was printed before torchrun's own words on it."""
+
+
+def root_of(text: str) -> Root | None:
+    """The root cause of the last summary in `text`; None: there is none. Linear in its length."""
+    at = text.rfind(_TITLE)
+    if at < 0:
+        return None
+    fields: dict[str, list[str]] = {}
+    last = ""
+    for line in text[at:].splitlines()[1:]:
+        if _END.match(line):
+            break
+        found = _FIELD.match(line)
+        if found is not None and last != "traceback":
+            last = found[1]
+            fields[last] = [found[2]]
+        elif last == "traceback":
+            fields[last].append(line[2:])  # a traceback is indented by two
+    exited = _EXIT.match(fields.get("exitcode", [""])[0])
+    trace = "\n".join(fields.get("traceback", ()))
+    file = fields.get("error_file", [""])[0].strip()
+    return Root(
+        rank=fields.get("rank", [""])[0].split(" ")[0],
+        exit_code=int(exited[1]) if exited is not None else 0,
+        pid=int(exited[2]) if exited is not None else 0,
+        error_file=file if file.startswith("/") else "",
+        trace="" if _NO_TRACE.match(trace) else trace.strip(),
+        before=_before(text[:at]))
+
+
+def _before(text: str) -> str:
+    """Without the summary's beginning, torchrun's own traceback and its words on each process."""
+    at = text.rfind(_TRACEBACK)
+    if at >= 0 and "ChildFailedError" in text[at:]:
+        text = text[:at]
+    return "".join(line for line in text.splitlines(keepends=True)
+                   if "failed (exitcode: " not in line and " closing signal SIG" not in line)

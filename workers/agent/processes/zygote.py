@@ -1,0 +1,127 @@
+"""The agent's zygote: a process that has loaded torch and Megatron once, and forks ranks.
+
+Loading takes seconds of a core for every rank that is started by exec (measured: 3.5 s; a node of
+eight on few cores: half a minute). The zygote is started with the node's first training rank, which
+waits for it; whenever it cannot be used, ranks are started by exec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from ...host import linux
+from ...ipc.fork_protocol import REQUEST_BYTES_MAX, Told, Wanted
+
+ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
+LOAD_S_MAX = 60.0
+FORK_S_MAX = 2.0
+"""A fork takes milliseconds; the agent waits for it, so that no other process takes its number."""
+TRIES_NUM_MAX = 3
+"""How often it is started anew before ranks are started by exec for good."""
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
+"""Nothing that it loads may start threads, and none may open a CUDA context."""
+WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+_log = structlog.get_logger("agent")
+
+
+class Zygote:
+    """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env`: never used."""
+
+    def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path) -> None:
+        self._env = {**env, **ONE_THREAD, **WITHOUT_CUDA, marker[0]: marker[1]}
+        self._log_path = log_path
+        self._tries_num = TRIES_NUM_MAX if env.get("UNICRON_ZYGOTE") == "0" else 0
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._loading: asyncio.Future[bool] | None = None
+
+    def takes(self, env: Mapping[str, str]) -> bool:
+        """Whether it can fork now, with this environment."""
+        return (self._socket is not None and self._loading is not None and self._loading.done()
+                and len(_request(env)) <= REQUEST_BYTES_MAX)
+
+    async def is_ready(self) -> bool:
+        """Start it if it does not run, and wait until it can fork; False: start by exec."""
+        if self._popen is not None and self._popen.poll() is not None:
+            _log.warning("the zygote has ended", code=self._popen.returncode)
+            self.close()
+        if self._popen is None:
+            if self._tries_num >= TRIES_NUM_MAX:
+                return False
+            self._tries_num += 1
+            try:
+                self._start()
+            except OSError as error:
+                _log.warning("no zygote", why=str(error))
+                return False
+            self._loading = asyncio.ensure_future(self._load())
+        assert self._loading is not None
+        return await asyncio.shield(self._loading)
+
+    def fork(self, env: Mapping[str, str], *files: int) -> int:
+        """The pid of a new rank, a child of this process. Raises OSError, and then ends.
+
+        `files`: its log, its end of the pipe, and the page of its pulse if it has one. One that was
+        forked all the same ends too, since its pipe is closed.
+        """
+        assert self._socket is not None, "it takes nothing"
+        try:
+            self._socket.settimeout(FORK_S_MAX)
+            socket.send_fds(self._socket, [_request(env)], files)
+            told = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=Told)
+        except (OSError, msgspec.MsgspecError) as error:
+            self.close()
+            raise OSError(f"the zygote does not fork: {error}") from None
+        return told.pid
+
+    def close(self) -> None:
+        """End it; the ranks that it has forked live on."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
+        self._socket = self._popen = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        with theirs, self._log_path.open("ab") as log:
+            self._popen = subprocess.Popen(
+                [*ARGV, "--fd", str(theirs.fileno()), "--agent", str(parent)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+                preexec_fn=lambda: linux.die_with(parent))
+        self._socket = ours
+
+    async def _load(self) -> bool:
+        """Wait for its first word."""
+        loop, connection = asyncio.get_running_loop(), self._socket
+        assert connection is not None
+        connection.setblocking(False)
+        try:
+            said = await asyncio.wait_for(loop.sock_recv(connection, REQUEST_BYTES_MAX), LOAD_S_MAX)
+        except (OSError, TimeoutError) as error:
+            said, why = b"", str(error)
+        else:
+            why = "it ended"
+        if said:
+            return True
+        _log.warning("no zygote: ranks are started by exec", why=why, see=str(self._log_path))
+        self.close()
+        return False
+
+
+def _request(env: Mapping[str, str]) -> bytes:
+    return msgspec.msgpack.encode(Wanted(env=dict(env)))

@@ -1,0 +1,114 @@
+"""Lines that mean nothing, however bad they sound: progress, teardown, boot, planned ends."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from .rule import DEVICE
+
+
+class Quiet(NamedTuple):
+    name: str
+    words: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+    """Searched in the line in lower case; None: the words are enough."""
+    heard: int = -1
+    """Rules this deep or deeper are heard all the same; -1: none."""
+
+
+def _quiet(name: str, words: str, pattern: str = "", *, heard: int = -1) -> Quiet:
+    return Quiet(name, tuple(words.split("|")), re.compile(pattern) if pattern else None, heard)
+
+
+# A log's own level stands at the beginning of a line; "INFO: task ... blocked" is the kernel's,
+# and behind "INFO - [rank0]: " a launcher passes on what torch printed for an exception.
+LEVEL_COLUMNS = 200
+LEVEL = re.compile(
+    r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
+    r"(?!.{0,4}\[rank\d{1,6}\]: )"
+    r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d)")
+
+QUIET_RULES = (
+    _quiet("count-of-none", "error|failure",
+           r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
+           r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<![\d.])\b0 (?:[\w-]{1,20} "
+           r"){0,2}errors\b"
+           r"|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b"),
+    _quiet("launcher-stops", "closing signal|death signal|forcefully exit|terminating job step|"
+           "job step aborted|keyboardinterrupt|sigterm|sigint",
+           r"closing signal sig|death signal|via (?:sig|signals\.sig)(?:term|kill|int)"
+           r"|terminating job step|job step aborted|keyboardinterrupt|received sig(?:term|int)"
+           r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b"),
+    _quiet("planned-end", "cancelled|preempt|time limit|requeue",
+           r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
+           r"|\bpreempt(?:ed|ion)\b(?!.{0,40}node fail)|time limit"),
+    _quiet("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
+    _quiet("corrected", "correct|edac|ce error", r"\bcorrect(?:ed|able) .{0,20}error"
+         r"|severity=corrected"
+           r"|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit"),
+    _quiet("nonfatal", "non-fatal|nonfatal|sxid", r"sxid.{0,60}(?:non-?fatal|severity 0"
+         r"|: \d{1,6}, data)"
+           r"|nvswitch non-?fatal|uncorrect(?:ed|able) \(non-?fatal"),
+    _quiet("link-up", "link", r"link (?:is |becomes |status |now )?(?:definitely )?(?:up\b|ready"
+         r"|not ready)"
+           r"|sata link|link is not ready|usb .{0,40}link"),
+    _quiet("plugged", "cable plugged|insufficient power"),
+    _quiet("fabric-news", "reregist|gid table|lid change|sm change|pkey|port active|unknown event",
+           r"(?:async )?event.{0,30}(?:client reregist|gid table|lid change|sm change|pkey"
+           r"|port active"
+           r"|unknown event)"),
+    _quiet("recovered", "restored|recovered|reconnected|: server|is back|normal",
+           r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|successfully (?:recovered|"
+           r"reconnected)|temperature(?:/speed)? (?:is )?(?:back to )?normal"),
+    _quiet("throttled", "throttled|above threshold", r"clock(?:s)? throttled"
+         r"|temperature above threshold"),
+    _quiet("boot", "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c"
+         "|usb ",
+           r"systemd(?:\[|-generators|-journald|-fstab|-modules|-udevd)(?!.{0,200}(?:oom|killed"
+           r"|carrier|nvidia|fabric))"
+           r"|acpi (?:error|warning|bios)|spi-nor|nmi watchdog: enabled|audit: |dmar: (?:iommu"
+           r"|host|drhd "
+           r"base|rmrr|atsr|intel)|\busb \d|i2c i2c|edac .{0,30}(?:no |ver|giving)"),
+    # NVIDIA's developers: "That diagnostic is harmless" (Mellanox/nv_peer_memory, thread 120)
+    _quiet("peermem-news", "detected invalid context, skipping"),
+    _quiet("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs|load driver",
+           r"net/plugin|tuner/plugin|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
+           r"|libnccl|"
+           r"symbol|libibverbs)|couldn.t load driver|missing .iommu=pt|no plugin found"),
+    _quiet("address-family", "errno: 97|hostname of the client socket cannot be"),
+    # torch tries localhost as IPv6 first; where that is off, IPv4 comes next
+    _quiet("localhost-by-ipv6", "errno: 99", r"failed to connect to \[(?:ip6-)?(?:localhost|::1)"
+           r"(?:\.localdomain)?\]:\d{1,5} \(errno: 99"),
+    _quiet("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
+    _quiet("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
+           # a progress bar ends no line: what is printed next stands behind its bracket
+           r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
+           r"(?!.{0,300}\] ?\[?[a-z])"),
+    _quiet("overflow-skipped", "overflow|skipping step", r"overflow!|skipping step"
+         r"|overflow\. skipping|"
+           r"loss scale.{0,30}reduc"),
+    _quiet("teardown", "exception ignored|leaked|has not been destroyed|destroy_process_group"
+         "|abort "
+           "complete|destroy complete", r"exception ignored|leaked (?:semaphore|shared_memory)"
+           r"|has not been destroyed|destroy_process_group|(?:abort|destroy) complete"),
+    _quiet("driver-news", "nvrm: loading|nvlink|nvswitch|nv_assert|nvassert|nvcheck",
+           r"nvrm: loading|link training completed|nvlink driver (?:open|close)"
+           r"|nvlink core is being"
+           r"|nvlink core, major|nvswitch\d{1,3}: (?:open|using|probing)"
+           r"|nvassert(?!.{0,200}err_(?:gpu|reset))|nvcheckok"),
+    _quiet("carriers-hint", "asynchronously reported|for debugging consider|torch_use_cuda_dsa|"
+           "search for `cuda", r"^\s{0,20}(?:\[rank\d{1,6}\]: ?)?(?:cuda kernel errors might"
+           r"|for debugging "
+           r"consider|compile with|search for `cuda)"),
+    _quiet("warning-of-python", "warning",
+           r"(?:user|future|deprecation|runtime|resource|syntax"
+           r"|pending\w{0,12})warning: ", heard=DEVICE),
+    _quiet("group-header", "sub-exception", r"group: .{0,1000}\(\d{1,9} sub-exceptions?\)\s*$"),
+    _quiet("retried", "retry|retries|attempts remain", r"(?:retry|retries) (?:succeeded|successful)"
+           r"|\bretrying \((?:retry\(|\d{1,4} attempts remain)"),
+    # the kernel aborts it alone; what does not come back then is told as "reset controller"
+    _quiet("io-aborted", "timeout, aborting|abort status", r"nvme\d{1,3}: (?:i/o .{0,60}timeout, "
+           r"aborting\b|abort status: 0x)"),
+    _quiet("module-unsigned", "module verification failed|is already registered, aborting"),
+)

@@ -1,0 +1,196 @@
+"""What NCCL, gloo, torch's store, drivers of networks say of peers, links, waits that ran out."""
+
+from __future__ import annotations
+
+from ....events.records.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    LINK_FLAPPING,
+    NCCL_TIMEOUT,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    TASK_HANG,
+)
+from .rule import CARRIER, FABRIC, RAISED, rules
+
+NETWORK_RULES = (
+    *rules(LINK_FLAPPING, FABRIC, (
+        ("ib-port-error", "port error|port_err|port down|port_down",
+         r"async event.{0,30}port error|port[_ ]err\b|ibv_event_port_err"
+         r"|state:? .{0,10}port_down"),
+        ("link-down", "link|carrier",
+         r"(?:nic|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter|net\w{0,8}|port \d{1,3}"
+         r"|slave"
+         r" \S{1,20})\)?,? ?:? (?:nic |port |physical )?link (?:is |status |has gone |went )?"
+         r"(?:definitely |is )?down\b|nic link is down|link status (?:definitely )?down"
+         r"|lost carrier|carrier (?:lost|is off|down)|link flap"
+         r"|link (?:error recovery|downed)\w{0,10}.{0,20}(?:counter|incre)"),
+        ("link-cable", "cable|port module event|transceiver",
+         r"cable (?:unplugged|error|removed|disconnected)|port module event.{0,60}high temperature"
+         r"|transceiver .{0,30}(?:removed|error|fail)"),
+        ("bond-inactive", "without any active interface"),
+        ("ib-port-state", "physical_state|phys state|port state|port 1 state|state: ",
+         r"^\s{0,40}(?:physical )?state: {1,20}(?:down|polling|disabled)\b|state (?:changed to "
+         r"|: )?down\b.{0,30}(?:physical_state|phys)"
+         r"|port \d{1,3} state changed"
+         r".{0,30}down"),
+    )),
+    *rules(OTHER_NETWORK, FABRIC, (
+        ("ib-completion", "completion|vendor err|wc_|retry exc|transport retry",
+         r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor err \d"
+         r"|ibv_wc_(?!success)"
+         r"\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed|retry_exc_err"
+         r"|completion with error"),
+        ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
+        ("ib-async-event", "async", r"(?:got |ib )async (?:fatal )?event.{0,60}(?:error|fatal"
+         r"|violation"
+         r"|catastrophic)|async fatal event"),
+        ("nic-failed", "mlx|netdev watchdog|hca|efa|bnxt|irdma|tx timeout|tx_timeout|tx unit hang|"
+         "pcie link lost|reset adapter|infiniband ",
+         r"netdev watchdog: .{0,60}timed out|tx[_ ]timeout|tx unit hang|pcie link lost"
+         r"|reset adapter unexpectedly|(?:infiniband \w{2,16}|(?:efa|irdma|mlx\d_core"
+         r"|bnxt_\w\w) [0-9a-f:.]{7,12}): .{0,60}(?:timeout|fail|didn't|isn't ready|not ready"
+         r"|closed|abort)|mlx\d_\w{0,20}.{0,90}(?:health compromised"
+         r"|fatal error|synd 0x|timeout\. will|command failed|device's health|internal error"
+         r"|failed with error|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal"
+         r"|reset)"),
+        ("ofi-request", "ofi|libfabric|fi_|ucx|ucs_",
+         r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
+         r"|unreachable|failed)|ucx +error|ucs_err_|endpoint timeout|unresponsive receiver"
+         r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable)"),
+        ("no-route", "unreachable|no route|host is down|ehostunreach|enetunreach",
+         r"no route to host|(?:network|host|destination) is unreachable|host is down|ehostunreach"
+         r"|enetunreach|unreachable remote"),
+        ("name-resolution", "resolution|unknown host|getaddrinfo|not known|gai error|resolve",
+         r"name resolution|unknown ?host|getaddrinfo|name or service not known|gai error"
+         r"|nameresolutionerror"
+         r"|(?:could|can)(?: ?not|n't) resolve"),
+        ("storage-server-silent",
+         "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs|endpoint shutdown",
+         r"nfs: server \S{1,80} not responding|cannot send after transport endpoint"
+         r"|evict\w{0,3} unresponsive client"
+         r"|lustre.{0,160}(?:was lost|timed out|network error"
+         r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
+         r"|error"
+         r"|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
+         r"|session lost)"),
+    )),
+    *rules(CONNECTION_RESET, RAISED, (
+        ("connection-reset", "reset|closed by|broken pipe|epipe|connection abort|econnreset|"
+         "econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
+         "|connection "
+         "lost|disconnected|socket closed|stream removed|unexpected eof|remotedisconnected|"
+         "likely closed|got 0 bytes|serverdisconnected|server shutdown",
+         r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
+         r"|errno[: ]*104\b"
+         r"|(?:connection|socket) (?:was )?closed (?:by|before)|closed by (?:remote )?peer"
+         r"|broken ?pipe"
+         r"|epipe\b|econnaborted|connection abort|connectionclosederror|remotedisconnected"
+         r"|(?:remote end|peer) (?:closed|disconnected)|socket closed|stream removed"
+         r"|unexpected eof\b(?!, expected \d)|connection lost|unexpectedly closed"
+         r"|likely closed|recv,? got 0 bytes|serverdisconnected|server shutdown or crash"),
+    ), second_hand=True),
+    *rules(CONNECTION_REFUSED, RAISED, (
+        ("connection-refused", "refused", r"connection ?(?:was )?refused|econnrefused"
+         r"|errno[: ]*111\b"),
+    )),
+    *rules(NCCL_TIMEOUT, RAISED, (
+        ("collective-timeout", "tim",
+         r"collective operation timeout|timeout at (?:collective|nccl work)"
+         r"|work ?nccl\(.{0,200}timed? ?"
+         r"(?:out|ing out)|monitoredbarrier|pass monitored barrier"
+         r"|(?:gloo|unbound_buffer|/pair\.cc)(?!.{0,120}connect).{0,120}(?:timed? ?out|timeout)"
+         r"|application timeout caused"
+         r"|timed out waiting \d{1,12} ?ms for (?:send|recv)"
+         r"|\b(?:nccl|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|reduce_?scatter"
+         r"|barrier)"
+         r"\w{0,10}\b(?!.{0,120}connect).{0,80}(?:timed out"
+         r"|\btimeouts?(?: (?:error|exceeded|after|of|reached|occur)"
+         r"|$))"),
+    ), second_hand=True),
+    *rules(OTHER_NETWORK, RAISED, (
+        ("connect-timeout", "time|errno 110|etimedout|connect",
+         r"connection ?timed ?out|connection timeout|etimedout|errno[: ]*110\b"
+         r"|client socket has timed"
+         r"|failed to connect|server socket on .{0,80}timed out|(?:read|connect) ?timed? ?out"
+         r"|(?:connect|read)timeout(?:error)?|unable to connect|could ?n.t connect"
+         r"|connect call failed"
+         r"|cannot connect|connection attempt failed|connection error|connecterror"
+         r"|timed out.{0,20}"
+         r"connect|connecting to .{0,80}(?:timed out|fail)"),
+        ("store-timeout", "store|timed out|wait timeout|socket timeout",
+         r"distst?ore\w{0,8}error|store.{0,40}(?:timed? ?out|timeout)"
+         r"|timed out after \d.{0,40}waiting"
+         r"|timed out waiting for (?:clients|workers|rank|key|other)|socket timeout"
+         r"|wait timeout after"
+         r"|barrier.{0,40}timed out"),
+        ("rendezvous", "rendezvous|distnetworkerror",
+         r"rendezvous(?:connection|timeout|closed|graceful)\w{0,12}|c10d store has failed"
+         r"|distnetworkerror"),
+        ("nccl-proxy", "proxy call to rank", r"proxy call to rank \d{1,7} failed \(connect\)"),
+        ("gloo", "gloo|connectfullmesh", r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail"
+         r"|error)"),
+        ("http", "sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway|"
+         "gateway timeout|too many requests|server error"),
+        ("c10d", "[c10d]", r"\[c10d\].{0,300}(?:fail|error|timed out|unable|lost)"),
+        ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
+        ("remote-service", "deadline|unavailable|slowdown|endpoint|max retries|503|statuscode"
+         "|rate",
+         r"deadline[_ ]exceeded|statuscode\.unavailable|endpointconnectionerror"
+         r"|max retries exceeded"
+         r"|service unavailable|slowdown[):]|reduce your request rate|incompleteread"
+         r"|clientconnect\w{0,8}error"),
+    )),
+    *rules(NCCL_TIMEOUT, CARRIER, (
+        ("collective-watchdog", "nccl|watchdog|dump signal|inconsistency|flight recorder"
+         "|timeout signal|collective timeout",
+         r"exception \(either an error or timeout\)|nccl operations have failed or timed out"
+         r"|to avoid data inconsistency|dump signal (?:due to|from)|dump signal"
+         r"|nccl communicator was aborted|last enqueued (?:nccl )?work|exception hit in nccl work"
+         r"|(?:global |a )timeout signal|(?:failure|exception) detected by watchdog"
+         r"|due to collective timeout"),
+    ), second_hand=True),
+    *rules(TASK_HANG, CARRIER, (
+        ("no-progress", "heartbeat|stuck|remainder of ranks|no progress|hang|hung|stall|deadlock"
+         "|missing ranks|dump debug info",
+         r"heartbeat monitor timed out|watchdog hang|gil induced hang"
+         r"|waiting for remainder of ranks"
+         r"|no heartbeat of its watchdog|watchdog got stuck"
+         r"|did not get (?:subsequent|initial) heartbeat|not received? (?:a )?heartbeat"
+         r"|heartbeat (?:was )?(?:timed? ?out|missed|lost|timeout)|hang (?:was )?detected"
+         r"|detect(?:ed|s) (?:a )?"
+         r"(?:hang|stall|deadlock)|(?:training|job|task|rank|process|step|gpu)s? \S{0,12} ?(?:is "
+         r"|seems? "
+         r"|appears? |has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"
+         r"|without making "
+         r"progress|no progress (?:for|in)|workers? (?:are )?stuck|\bstalled (?:ranks|ops):"
+         r"|\[missing ranks: \d|preparing to dump debug info"),
+    )),
+    *rules(CONNECTION_RESET, CARRIER, (
+        ("remote-exited", "remote|prematurely", r"remote process (?:has )?exit|ncclremoteerror"
+         r"|remote error\b|exiting prematurely"),
+    ), second_hand=True),
+    *rules(OTHER_NETWORK, CARRIER, (
+        ("nccl-system", "system error|ncclsystemerror|system call", r"unhandled system error"
+         r"|ncclsystemerror|system call \(e\.g\. socket"),
+        ("nccl-socket", " warn |socket",
+         r"(?:nccl|:\d{1,5}) warn.{0,60}(?:socket|bootstrap|net/|proxy"
+         r"|accept|listen).{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"
+         r"|bootstrap : no socket interface|\b(?:nccl)?socket[a-z]{4,20}(?:: "
+         r"| poll)(?!.{0,80}success)"),
+        ("timed-out", "timed out|timeout|deadline", r"timed out\b|timeouterror"
+         r"|timeout ?(?:expired|exceeded)|deadline[_ ]?exceeded|timeoutexception"),
+    )),
+    *rules(OTHER_SOFTWARE, CARRIER, (
+        ("nccl-usage", "nccl|duplicate gpu", r"graph/\w{2,12}\.(?:cc|cu):\d{1,5} nccl warn"
+         r"|nccl(?:internal|invalid)\w{0,12}|nccl error"
+         r"|nccl failure"
+         r"|duplicate gpu detected|nccl warn.{0,200}(?:mismatch|invalid|unsupported"
+         r"|internal error)"),
+    )),
+    *rules(OTHER_NETWORK, CARRIER, (
+        ("nccl-warn", "nccl warn", r"nccl warn.{0,200}(?:fail|error|unable|could not|abort"
+         r"|timeout)"),
+        ("torch-backend", "distbackenderror|distnetworkerror|diststoreerror|disterror"),
+    )),
+)

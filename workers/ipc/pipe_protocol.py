@@ -1,0 +1,99 @@
+"""The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
+
+Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record.
+Rank to agent: reports with the rank's clock; Adopted, which is none. A closed pipe tells a rank
+that its agent is gone: it ends.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+from msgspec import Raw, Struct
+
+from ...events.records.codec import decode_body, encode_body
+from ...events.records.types import Body
+
+FD, PULSE = "UNICRON_FD", "UNICRON_PULSE"
+"""Where a command that heals in memory finds its end of the pipe, and its pulse's page."""
+LOOP = "UNICRON_LOOP"
+"""Where one that has been found not to finds its `loop:`, as JSON."""
+FRAME_BYTES_MAX = 16 << 20
+_HEAD = struct.Struct(">I")
+
+
+class Frame(Struct, frozen=True, kw_only=True):
+    """One message. Orders carry `seq` and `epoch`; reports carry `at_s` (seconds since 1970)."""
+
+    body: Body
+    seq: int = 0
+    epoch: int = 0
+    at_s: float = 0.0
+
+
+class WriteDump(Body, frozen=True):
+    """Agent to rank, when it seems to hang: write the flight recorder to `path`, if you can."""
+
+    path: str
+
+
+class Adopted(Body, frozen=True):
+    """Rank to agent, from a loop that a command runs: this is the process that trains, not the
+    shell or the launcher around it."""
+
+    pid: int
+
+
+_NO_RECORDS: dict[str, type[Body]] = {kind.__name__: kind for kind in (WriteDump, Adopted)}
+
+
+class _Wire(Struct, frozen=True, kw_only=True):
+    kind: str
+    v: int
+    body: Raw
+    seq: int
+    epoch: int
+    at_s: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Wire)
+
+
+def pack(frame: Frame) -> bytes:
+    """The frame's bytes, head included."""
+    kind, v, raw = encode_body(frame.body)
+    data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
+                                 epoch=frame.epoch, at_s=frame.at_s))
+    assert len(data) <= FRAME_BYTES_MAX, f"{kind} of {len(data)} bytes"
+    return _HEAD.pack(len(data)) + data
+
+
+class Unpacker:
+    """Bytes in as they come, frames out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """All frames that are complete now. Raises ValueError on a frame that is too long."""
+        self._buffer += data
+        frames: list[Frame] = []
+        while len(self._buffer) >= _HEAD.size:
+            (num_bytes,) = _HEAD.unpack_from(self._buffer)
+            if num_bytes > FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {num_bytes} bytes")
+            end = _HEAD.size + num_bytes
+            if len(self._buffer) < end:
+                break
+            wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
+            del self._buffer[:end]
+            frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s))
+        return frames
+
+
+def _body(wire: _Wire) -> Body:
+    own = _NO_RECORDS.get(wire.kind)
+    return (msgspec.msgpack.decode(wire.body, type=own) if own is not None
+            else decode_body(wire.kind, wire.v, bytes(wire.body)))

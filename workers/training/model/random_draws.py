@@ -1,0 +1,138 @@
+"""Random draws as a pure function of where in the training they happen, never of who draws."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def seed_of(*parts: int) -> int:
+    """A 63-bit seed from integers, in order; splitmix64 over each (Steele et al., OOPSLA 2014)."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state + (part & _MASK) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class Draw:
+    """Where the training stands: which micro-batch of which iteration is being computed.
+
+    Every generator of a forward pass is seeded from here, so that dropout is the same whichever
+    rank computes the micro-batch, and a repeated one repeats exactly.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.iteration = 0
+        self.micro_batch = 0
+
+    def at(self, iteration: int, micro_batch: int) -> None:
+        """Move to a micro-batch and seed torch (and Megatron's tracker on CUDA) for it."""
+        self.iteration = iteration
+        self.micro_batch = micro_batch
+        torch.manual_seed(seed_of(self.seed, 1, iteration, micro_batch))
+        if torch.cuda.is_available():
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(
+                seed_of(self.seed, 2, iteration, micro_batch) >> 32, force_reset_rng=True
+            )
+
+    def at_layer(self, layer: Any, given: Any) -> None:
+        """A layer begins: its dropout is the same on whichever stage it is. A pre-forward hook."""
+        torch.manual_seed(
+            seed_of(self.seed, 5, self.iteration, self.micro_batch, layer.layer_number)
+        )
+
+    def generator(self, layer: int, head: int, device: torch.device) -> torch.Generator:
+        """A generator of its own for one head (counted over all ranks) of one layer."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(
+            seed_of(self.seed, 3, self.iteration, self.micro_batch, layer, head)
+        )
+        return generator
+
+
+# --- The initial weights: the same whole tensors in every layout, of which each place has its part.
+# ---
+#
+# A weight is drawn whole, from the seed and the name that it has in the whole model.
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+_INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
+"""Megatron draws these narrower the more layers there are."""
+
+
+def global_name(module: Any, name: str) -> str:
+    """A parameter's or buffer's name in the whole model, of its name in one chunk of it.
+
+    The last stage's copy of an embedding that is tied to the output is that embedding.
+    """
+    if name == OUTPUT and module.share_embeddings_and_output_weights:
+        return EMBEDDING
+    if found := _LAYER.fullmatch(name):
+        layer = module.decoder.layers[int(found[2])]
+        return f"{found[1]}{layer.layer_number - 1}{found[3]}"
+    return name
+
+
+@contextmanager
+def undrawn(config: Any) -> Generator[None]:
+    """What is built meanwhile has weights that nobody has drawn; biases and norms are constants.
+
+    Megatron goes through the motions: told to initialise nothing, it forgets which parameters are
+    split over tensor-parallel ranks.
+    """
+    drawn = {name: getattr(config, name) for name in _METHODS}
+    vars(config).update(dict.fromkeys(_METHODS, _leave))
+    try:
+        yield
+    finally:
+        vars(config).update(drawn)
+
+
+def _leave(whole: torch.Tensor) -> torch.Tensor:
+    return whole
+
+
+def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
+    """Draw a chunk's weights, on the CPU, with Megatron's distributions."""
+    for own, param in module.named_parameters():
+        if param.dim() < 2:
+            continue
+        name = global_name(module, own)
+        split = getattr(param, "partition_dim", -1) if config.tensor_model_parallel_size > 1 else -1
+        shape = list(param.shape)
+        if split >= 0:
+            assert param.partition_stride == 1
+            shape[split] *= config.tensor_model_parallel_size
+        whole = torch.empty(shape)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(seed, 4, _number_of(name)))
+            _method_of(config, name)(whole)
+        if split >= 0:
+            whole = whole.chunk(config.tensor_model_parallel_size, split)[tp]
+        param.data.copy_(whole)
+
+
+def _method_of(config: Any, name: str) -> Any:
+    if name.endswith(_INTO_HIDDEN):
+        return config.output_layer_init_method
+    return config.embedding_init_method if name.startswith("embedding.") else config.init_method
+
+
+def _number_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,83 @@
+"""Training text as bytes, read at random places that depend on nothing but the seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ....events.errors import UsageError
+from .random_draws import seed_of
+
+END_CODE = 0
+"""The byte that ends a document. What follows it is of another document."""
+
+
+class Text:
+    """A run of bytes. `digest` names it exactly: `sha256:` of the bytes and their number."""
+
+    def __init__(self, data: bytes, origin: str) -> None:
+        self.origin = origin
+        self.digest = f"sha256:{hashlib.sha256(data).hexdigest()}:{len(data)}"
+        self._bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self._bytes.numel()
+
+    def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int,
+               sequence: int) -> torch.Tensor:
+        """`rows` pieces of `sequence` + 1 bytes each: int64 [rows, sequence + 1].
+
+        A pure function of its arguments and the bytes: whoever is dealt a micro-batch draws the
+        same one.
+        """
+        generator = torch.Generator()
+        generator.manual_seed(seed_of(seed, 0, iteration, micro_batch))
+        starts = torch.randint(0, len(self) - sequence, (rows, 1), generator=generator)
+        return self._bytes[starts + torch.arange(sequence + 1)].to(torch.int64)
+
+
+def carries_loss(tokens: torch.Tensor) -> torch.Tensor:
+    """Which targets count: bool [rows, sequence] of a sample [rows, sequence + 1].
+
+    Not the ones that would have to be guessed from the end of another document.
+    """
+    return tokens[:, :-1] != END_CODE
+
+
+def load(paths: Sequence[str], sequence: int) -> Text:
+    """The files in this order, or, if there are none, the running Python's own documentation.
+
+    Between two files, or two topics, stands END_CODE; one that a file has itself ends a document
+    as well.
+
+    Raises UsageError when a file cannot be read or all of them are shorter than one sample.
+    """
+    if paths:
+        data = bytes([END_CODE]).join(_read(path) for path in paths)
+        origin = ", ".join(paths)
+    else:
+        data = _documentation()
+        origin = "pydoc_data.topics"
+    if len(data) <= sequence + 1:
+        raise UsageError(
+            f"train.data: {origin} has {len(data)} bytes, one sample needs {sequence + 1}",
+            "give longer files or a smaller train.model.sequence",
+        )
+    return Text(data, origin)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"train.data: {path}: {error.strerror}",
+                         "every node needs the files at the same paths") from None
+
+
+def _documentation() -> bytes:
+    from pydoc_data.topics import topics
+
+    return bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))

@@ -1,0 +1,324 @@
+"""The trainee: Megatron's GPT, its DDP, its optimizer and its schedule, built from the job spec.
+
+All of it is stock megatron-core. Only the core attention is ours, in Megatron's slot for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from ....events.spec.job import Model, Train
+from ....events.spec.model import Axes
+from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, whole_on_each
+from ..communicators.process_groups import to_build
+from .attention import CoreAttention
+from .optimizers import asking_nobody, at_rank_before, chained, parts, prepare
+from .random_draws import Draw, global_name, seed_of, undrawn
+from .random_draws import draw as draw_weights
+from .text_data import carries_loss
+
+Parts = tuple[Any, ...]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Trainee:
+    """What is trained, and what trains it. The Any are Megatron's own, which has no types."""
+
+    train: Train
+    device: torch.device
+    draw: Draw
+    axes: Axes
+    place: int
+    modules: list[Any]
+    ddps: list[Any]
+    optimizer: Any
+    scheduler: Any
+    positions: Tensor
+    pieces: Any = None
+    """What pieces.py has found of it, once: it cannot be asked while no generation is up."""
+    mirror: Any = None
+    """The optimizer of the shard that it mirrors, if any."""
+    is_gathered: bool = True
+    """Else it has stepped its shard, and of the parameters only what it has stepped is right."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many members one replica is."""
+        return self.axes.tp * self.axes.pp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a whole replica, with the whole optimizer."""
+        return whole_on_each(self.axes, self.train.parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it steps but a shard of its parameters (Megatron's distributed optimizer)."""
+        return self.train.parallel.optimizer != "whole"
+
+    @property
+    def at(self) -> Coordinates:
+        """Where in its layout it stands."""
+        return coordinates(self.axes, self.place)
+
+    @property
+    def roots(self) -> Parts:
+        """Where handles of communicators can hide."""
+        return (*self.ddps, *self.optimizers, self.scheduler)
+
+    @property
+    def optimizers(self) -> Parts:
+        """Its own, and that of the shard that it mirrors, if any."""
+        return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The local sum of gradients: Megatron's flat buffers, fp32."""
+        return [buffer.grad_data for buffer in self.buffers]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's flat buffers, which its buckets are parts of."""
+        return [buffer for ddp in self.ddps
+                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+
+    @property
+    def bucket_groups(self) -> list[Any]:
+        """What is reduced at once, in the order of the reduction."""
+        return [group for ddp in self.ddps
+                for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """All of this place, by the names that they have in the whole model."""
+        for module in self.modules:
+            for name, param in module.named_parameters():
+                yield global_name(module, name), param
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                yield global_name(module, name), buffer
+
+    def clear(self) -> None:
+        """No gradients: an iteration begins."""
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def release(self) -> None:
+        """It is of no use any more: give its memory back, whoever still holds it."""
+        for part in chain.from_iterable(map(parts, self.optimizers)):
+            part.state.clear()
+            for group in part.param_groups:
+                for main in group["params"]:
+                    main.data, main.grad = main.data.new_empty(0), None
+        for part in chain.from_iterable(map(chained, self.optimizers)):
+            for group in getattr(part, "shard_float16_groups", ()):
+                for shard in group:
+                    shard.data = shard.data.new_empty(0)
+        for _, param in self.named_parameters():
+            param.data = param.data.new_empty(0)
+        for bucket_group in self.bucket_groups:
+            bucket_group.cached_param_buffer_shard_list = []
+        for buffer in self.buffers:
+            buffer.param_data = None
+            for bucket in buffer.buckets:
+                bucket.param_data = None
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """It is never to train: give back the memory of its gradients."""
+        for _, param in self.named_parameters():
+            param.grad = param.main_grad = None
+        for bucket_group in self.bucket_groups:
+            bucket_group.cached_grad_buffer_shard_list = []
+        for buffer in self.buffers:
+            buffer.grad_data = None
+            for bucket in buffer.buckets:
+                bucket.grad_data = None
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
+
+        The sum over its tokens, or what its mean adds to the mean of all micro-batches. One
+        without any token that carries loss adds 0; to that mean it counts as any other.
+        """
+        tokens = self.given(tokens)
+        return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
+
+    def given(self, tokens: Tensor) -> Tensor:
+        """A micro-batch, where it is trained on."""
+        return tokens.to(self.device)
+
+    def padding(self, tokens: Tensor) -> Tensor:
+        """In its stead one that adds zeros."""
+        return torch.zeros_like(tokens)
+
+    def forward(self, ddp: Any, tokens: Tensor) -> Tensor:
+        """Of the last chunk the loss of each token; of any other what the next one goes on from."""
+        out: Tensor = ddp(tokens[:, :-1].contiguous(), self.positions, None,
+                          labels=tokens[:, 1:].contiguous())
+        return out
+
+    def loss_of(self, per_token: Tensor, tokens: Tensor) -> Tensor:
+        """As `loss` has it, of the loss of each token."""
+        loss = (per_token.float() * carries_loss(tokens)).sum()
+        if self.train.loss == "per_token":
+            return loss
+        return loss / max(self.num_tokens(tokens), 1) / self.train.num_micro_batches
+
+    def num_tokens(self, tokens: Tensor) -> int:
+        """How many tokens of a micro-batch carry loss."""
+        return int(carries_loss(tokens).sum().item())
+
+    def divisor(self, num_tokens: float) -> float:
+        """By what the sum of all micro-batches, with so many tokens, is to be divided."""
+        return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
+
+
+def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
+          place: int = 0, *, draws: bool = True) -> Trainee:
+    """Build what stands at a place of a layout; None: a whole replica.
+
+    The initial weights come from the seed alone: all layouts have the same. Without `draws` they
+    are whatever was in memory, for one that is to take a state. Needs torch.distributed
+    to be up, but asks nobody. `groups` is the place's ProcessGroupCollection; None means Megatron's
+    parallel state, of one process.
+    """
+    axes = axes or Axes()
+    at = coordinates(axes, place)
+    draw = Draw(train.seed)
+    torch.manual_seed(seed_of(train.seed, 4))
+    if device.type == "cuda":
+        draw.at(0, 0)
+    config = _config(train, axes)
+    shards = train.parallel.optimizer != "whole"
+    groups = to_build(groups) if groups is not None else None
+    modules = [_module(train, config, draw, axes, at, chunk, groups, draws=draws)
+               for chunk in range(axes.chunks)]
+    ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
+            for chunk, module in enumerate(modules)]
+    optimizer = _optimizer(train, ddps, groups, shards=shards)
+    mirror = None
+    if train.parallel.optimizer == "mirrored" and axes.dp > 1:
+        with at_rank_before(ddps):
+            mirror = _optimizer(train, ddps, groups, shards=True)
+    positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
+    return Trainee(train, device, draw, axes, place, modules, ddps, optimizer,
+                   _scheduler(train, optimizer), positions, mirror=mirror)
+
+
+def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
+            groups: Any, *, draws: bool) -> Any:
+    with undrawn(config):
+        module: Any = GPTModel(
+            config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
+            pre_process=at.pp == 0 and chunk == 0,
+            post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
+            share_embeddings_and_output_weights=train.model.tie_embeddings,
+            pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None,
+        )
+    if draws:
+        draw_weights(module, config, train.seed, tp=at.tp)
+    if train.model.dropout:
+        for layer in module.decoder.layers:
+            layer.register_forward_pre_hook(draw.at_layer)
+    return module
+
+
+def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
+         ) -> Any:
+    ddp: Any = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap,
+                                      bucket_size=train.bucket_params or None,
+                                      use_distributed_optimizer=shards,
+                                      check_for_nan_in_grad=False),
+        module if train.precision == "fp32" else Float16Module(config, module),
+        disable_bucketing=not is_first, pg_collection=groups,
+    )
+    ddp.train()
+    return ddp
+
+
+def _config(train: Train, axes: Axes) -> Any:
+    model = train.model
+    return TransformerConfig(
+        num_layers=model.num_layers, hidden_size=model.hidden,
+        num_attention_heads=model.num_heads, hidden_dropout=model.dropout,
+        attention_dropout=model.dropout, use_cpu_initialization=True,
+        tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
+        virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
+        # With chunks, two stages are each other's next and last: in a batch of messages Megatron
+        # would take the one's for the other's.
+        overlap_p2p_comm=axes.chunks > 1, batch_p2p_comm=axes.chunks == 1,
+        # The gradient's scale must not depend on how micro-batches are dealt: with this Megatron
+        # adds up and divides by nothing, whichever loss is asked for.
+        calculate_per_token_loss=True,
+        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision], pipeline_dtype=DTYPES[train.precision],
+        bias_dropout_fusion=False,
+    )
+
+
+def _layers(draw: Draw) -> Any:
+    spec: Any = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=CoreAttention, params={"draw": draw}
+    )
+    return spec
+
+
+def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> Any:
+    wanted, dynamic = train.optimizer, train.dynamic_loss_scale
+    config = OptimizerConfig(
+        optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.beta1, adam_beta2=wanted.beta2, adam_eps=wanted.eps,
+        clip_grad=wanted.clip_grad, use_distributed_optimizer=shards,
+        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision], loss_scale=train.loss_scale,
+        initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
+        loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
+    )
+    with asking_nobody():
+        optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
+                                                pg_collection=groups)
+    prepare(ddps, optimizer)
+    return optimizer
+
+
+def _scheduler(train: Train, optimizer: Any) -> Any:
+    """Megatron's schedule, counted in samples."""
+    wanted, batch = train.optimizer, train.batch.global_
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0 if wanted.warmup_iterations else wanted.lr,
+        max_lr=wanted.lr, min_lr=min(wanted.min_lr, wanted.lr),
+        lr_warmup_steps=wanted.warmup_iterations * batch,
+        lr_decay_steps=train.iterations * batch, lr_decay_style=wanted.decay,
+        start_wd=wanted.weight_decay, end_wd=wanted.weight_decay,
+        wd_incr_steps=train.iterations * batch, wd_incr_style="constant",
+    )
+
+
+def iteration_flops(model: Model, num_samples: int) -> float:
+    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh).
+
+    Source: Narayanan et al., SC 2021, without activation recomputation.
+    """
+    s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
+    return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))

@@ -1,0 +1,360 @@
+"""An iteration: micro-batches into the local sum, the sum reduced over all members, one step.
+
+Every phase can be left and taken up again. Up to the reduction the local sum only grows, by whole
+micro-batches; a reduction that fails leaves it as it was (reduction.py). Nothing that belongs to
+the step (stepping.py) is touched before the whole reduction is known to be good: for a member that
+has but a part of the gradients, before it has come through the gate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....events.spec.model import Axes
+from ....events.spec.parallelism import coordinates, whole_on_each
+from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Pulse
+from ..communicators.communicators import Communicators
+from ..model.trainee import Trainee
+from ..model.workload import Samples
+from ..process.control_thread import Control
+from ..process.history import History
+from ..process.trace import Event, Marks, Trace
+from ..recovery.settlement import Settlement, Share, deal
+from ..recovery.state_sources import NO_STATE, Claim, Held
+from . import forward_backward
+from .gradient_reduction import Gate, Outcome, Reduction, Stats
+from .optimizer_step import gather, has_inf, norm_square, step
+
+
+class Iteration:
+    """The iteration that this member is in, and what it has of it.
+
+    `step_version` is the number of steps taken; NO_STATE until the member has settled once.
+    `history` gets the loss of each step, and what it took from the iteration's first micro-batch
+    on: a recovery in between counts, so that a rate told from it is never flattered.
+    `after_boundary`: a checkpoint or a copy was due since the last one, on whichever member.
+    """
+
+    def __init__(self, trainee: Trainee, text: Samples, trace: Trace, pulse: Pulse,
+                 history: History) -> None:
+        self.text = text
+        self.history = history
+        self.trace = trace
+        self.step_version = NO_STATE
+        self.done: list[int] = []
+        self.owned: tuple[int, ...] = ()
+        self.dealt_in = 0
+        self.begun = False
+        self.trained_in = 0
+        self.loss_sum = 0.0
+        self.num_tokens = 0
+        self.forward_calls = 0
+        self.after_boundary = False
+        self.saver = NO_STATE
+        """The place of who saves after the last step, for then all leave; NO_STATE: nobody."""
+        self.is_ready = False
+        """Whether it has entered the gate, and not come out of it: its reduced sum waits."""
+        self.is_stuck = False
+        """Whether a pass waits on in a thread that nobody waits for, and holds the trainee."""
+        self._reduced = Stats(0.0, 0.0)
+        self._gate: Gate | None = None
+        """With what it took its last step, in the generation that it has trained in since."""
+        self.marks = Marks(pulse, overlap=trainee.train.overlap)
+        self._began_s: float | None = None
+        self._item = -1
+        self.trainee = trainee
+        self.train_with(trainee)
+
+    def train_with(self, trainee: Trainee) -> None:
+        """From now on with this one, of which nothing has been summed up."""
+        self._change(trainee)
+        self._clear()
+
+    def carry_on_with(self, trainee: Trainee) -> None:
+        """From now on with this one, of the same state; the sum goes with it, if it is of the same
+        part of the model."""
+        before, is_stuck = self.trainee, self.is_stuck
+        self._change(trainee)
+        if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
+            self._clear()
+            return
+        for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
+                                      strict=True):
+            new.main_grad.copy_(old.main_grad)
+
+    def forget(self) -> None:
+        """It stays beside the layout: what it has is left behind by the others' next step."""
+        self.replaced(NO_STATE)
+
+    def _change(self, trainee: Trainee) -> None:
+        self.trainee = trainee
+        self.is_stuck = self.is_ready = False
+        self.marks.passes = COLLECTIVE_CODE if trainee.num_parts > 1 else OWN_CODE
+        self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
+
+    def claim(self) -> Claim:
+        """What this member brings into a settlement."""
+        return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
+                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
+                     held=held_by(self.trainee), stale=not self.trainee.is_gathered)
+
+    def replaced(self, step_version: int) -> None:
+        """The member's state is another's now, `step_version` steps old; no sum is of it."""
+        self._undo()
+        self._clear()
+        self.step_version = step_version
+        self.owned, self.begun, self._gate = (), False, None
+
+    def go_through(self, settlement: Settlement, share: Share) -> None:
+        """Step as others have that came through the gate, where the settlement says so."""
+        if share.steps:
+            self._step(Gate(*settlement.gate))
+            self.marks.pulse.finish()
+        else:
+            self._undo()
+
+    def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
+        """Go on from a settlement: keep the sum only if the settlement keeps it."""
+        if step_version != self.step_version or sorted(self.done) != list(share.kept):
+            assert not share.kept
+            self._clear()
+        self.step_version = step_version
+        self.owned = tuple(sorted((*share.kept, *share.todo)))
+        self.dealt_in = generation
+        # Whoever is given a part of what others have begun has begun it too.
+        self.begun = begun
+
+    def run(self, control: Control, communicators: Communicators) -> Outcome:
+        """Finish this iteration with the members of the generation that is up."""
+        generation = communicators.generation
+        self.begun = True
+        self._began_s = clock() if self._began_s is None else self._began_s
+        self.marks.begin(generation, self.step_version,
+                         "first" if self.trained_in != generation else
+                         "boundary" if self.after_boundary else "usual")
+        if self.trained_in != generation:
+            self.trained_in, self._gate = generation, None
+        todo = [item for item in self.owned if item not in self.done]
+        outcome = (self._pass(control, communicators, todo) if self.trainee.num_parts == 1 else
+                   self._pass_together(control, communicators, todo))
+        return outcome or self._reduce_and_step(control, communicators)
+
+    def attend(self, control: Control, communicators: Communicators, iteration: int) -> Outcome:
+        """Beside the layout: this iteration is the others', up to what needs everybody."""
+        self.marks.begin(communicators.generation, iteration, "first")
+        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        if isinstance(stats, str):
+            return stats
+        if not whole_on_each(communicators.axes, self.trainee.train.parallel):
+            gate = self.reduction.gate(control, communicators, Gate(0.0))
+            if isinstance(gate, str):
+                return gate
+        self.marks.pulse.finish()
+        return self._boundary(stats)
+
+    def meet(self, control: Control, communicators: Communicators) -> Outcome:
+        """After the last iteration: wait until every member has come this far."""
+        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        if isinstance(stats, str):
+            return stats
+        return "boundary" if stats.num_stopping else "stepped"
+
+    def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
+               ) -> Outcome | None:
+        """Between two iterations: do what needs all members; None when all is done."""
+        found = self.reduction.together(control, communicators, call)
+        self.is_stuck = self.is_stuck or self.reduction.was_abandoned
+        return found
+
+    # --- passes -----------------------------------------------------------------------------------
+    def _pass(self, control: Control, communicators: Communicators, todo: Sequence[int]
+              ) -> Outcome | None:
+        """As a whole replica: nobody is waited for. None when all is done."""
+        for item in todo:
+            if control.asked(communicators.generation) == "now":
+                return "quiesced"
+            self._micro_batch(item, partial(self.reduction.begin, control, communicators)
+                              if item == todo[-1] else None)
+        return None
+
+    def _pass_together(self, control: Control, communicators: Communicators, todo: Sequence[int]
+                       ) -> Outcome | None:
+        """With the other members of this replica; None when all is done.
+
+        They agree before each unit whether they go on, so that all stop after the same one. A
+        unit is a micro-batch, or with a pipeline all of them: its schedule is one.
+        """
+        items = tuple(todo)
+        units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
+        for unit in units:
+            found = self.reduction.together(
+                control, communicators, partial(self._unit, control, communicators, unit),
+                communicators.replica)
+            if isinstance(found, str):
+                self.is_stuck = self.reduction.was_abandoned
+                self._clear_sums()
+                return found
+            if found is None:
+                return "quiesced"
+            loss_sum, num_tokens = found
+            self.loss_sum += loss_sum
+            self.num_tokens += int(num_tokens)
+            self.done.extend(unit)
+            for _ in unit:
+                self.marks.pulse.worked()
+        return None
+
+    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
+              ) -> tuple[float, float] | None:
+        """None: a member was told to stop, and all see it. Raises RuntimeError."""
+        leaves = control.asked(communicators.generation) == "now"
+        told = torch.tensor(float(leaves), device=self.trainee.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=communicators.groups.mp)
+        if told.item():
+            return None
+        self.forward_calls += len(unit)
+        return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
+                          self._sample, self._note_of)
+
+    def _sample(self, item: int) -> Tensor:
+        train = self.trainee.train
+        found: Tensor = self.text.sample(train.seed, self.step_version, item,
+                                         rows=train.batch.micro, sequence=train.model.sequence)
+        return found
+
+    def _note_of(self, event: Event, item: int) -> None:
+        self._item = item
+        if event == "forward":
+            self._note("micro_batch")
+        self._note(event)
+        self._item = -1
+
+    def _micro_batch(self, item: int, begin: Callable[[Stats], None] | None) -> None:
+        """Forward and backward; `begin` is to be called between those of the last one."""
+        trainee = self.trainee
+        self._item = item
+        self._note("micro_batch")
+        trainee.draw.at(self.step_version, item)
+        tokens = self._sample(item)
+        self._note("forward")
+        self.forward_calls += 1
+        loss = trainee.loss(tokens)
+        if begin is not None:
+            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens)))
+        self._note("backward")
+        with self.reduction.backward():
+            trainee.optimizer.scale_loss(loss).backward()
+        self.loss_sum += loss.item()
+        self.num_tokens += trainee.num_tokens(tokens)
+        self.done.append(item)
+        self.marks.pulse.worked()
+        self._item = -1
+
+    def _note(self, event: Event, bucket: int = -1) -> None:
+        # The step that the gathering belongs to has been counted.
+        iteration = self.step_version - (event == "gather")
+        self.trace.note(event, self.trained_in, iteration, micro_batch=self._item, bucket=bucket)
+        self.marks.note(event)
+
+    # --- the end of it ----------------------------------------------------------------------------
+    def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
+        stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
+        if isinstance(stats, str):
+            return stats
+        self._reduced = stats
+        gate = None
+        if not self.trainee.is_plain:
+            found = self._go_to_gate(control, communicators)
+            if isinstance(found, str):
+                return found
+            gate = found
+        self._step(gate)
+        self.owned = self._dealt(communicators)
+        self.dealt_in = communicators.generation
+        if not self.trainee.is_gathered:
+            failed = self._gather(control, communicators)
+            if failed is not None:
+                return failed
+        self.marks.pulse.finish()
+        return self._boundary(stats)
+
+    def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
+        """The parameters that the other replicas have stepped; None when all are there.
+
+        Else the step is taken all the same: the next settlement has them brought (supply.py).
+        """
+        self._note("gather")
+        found = self.reduction.together(control, communicators, partial(gather, self.trainee))
+        if isinstance(found, str):
+            self.is_stuck = self.reduction.was_abandoned
+            return found
+        self.trainee.is_gathered = True
+        return None
+
+    def _go_to_gate(self, control: Control, communicators: Communicators) -> Gate | Outcome:
+        mine = Gate(norm_square(self.trainee), float(has_inf(self.trainee)))
+        self.is_ready = True
+        return self.reduction.gate(control, communicators, mine)
+
+    def _step(self, gate: Gate | None) -> None:
+        """From the reduced sum to the next state; nobody is waited for."""
+        stats = self._reduced
+        if gate is None:
+            step(self.trainee, stats.num_tokens, self._note)
+        else:
+            self._gate = gate
+            step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
+                 found_inf=gate.num_not_finite > 0)
+            self.is_ready = False
+            self.reduction.done()
+        self.step_version += 1
+        self.history.add(self.step_version - 1,
+                         stats.loss_sum / self.trainee.divisor(stats.num_tokens),
+                         clock() - (self._began_s or clock()))
+        self._clear()
+        self.owned, self.begun = (), False
+
+    def _undo(self) -> None:
+        """Whoever was ready has not stepped, and nobody else has."""
+        if self.is_ready:
+            self.is_ready = False
+            self.reduction.undo()
+
+    def _dealt(self, communicators: Communicators) -> tuple[int, ...]:
+        """Of a new iteration, for the replica that this member is one of."""
+        axes: Axes = communicators.axes
+        return deal(self.trainee.train.num_micro_batches, axes.dp,
+                    coordinates(axes, communicators.place).dp)
+
+    def _boundary(self, stats: Stats) -> Outcome:
+        self.saver = round(stats.saver) - 1
+        return "boundary" if stats.num_stopping else "stepped"
+
+    def _clear(self) -> None:
+        self._clear_sums()
+        self._began_s = None
+
+    def _clear_sums(self) -> None:
+        if not self.is_stuck:
+            self.trainee.clear()
+        self.done = []
+        self.loss_sum = 0.0
+        self.num_tokens = 0
+
+
+def held_by(trainee: Trainee) -> Held:
+    """What part of the model it is."""
+    return Held(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
+                place=trainee.place)
+
+
+def clock() -> float:
+    """Seconds, never going back; for step times only."""
+    return time.monotonic()
