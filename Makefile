@@ -41,10 +41,10 @@ test: setup types ## run every test
 
 SEEDS ?= 2000
 simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000)
-	@$(BIN)/python tests/simulated/seeds.py --seeds $(SEEDS)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.seeds --seeds $(SEEDS)
 
 fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
-	@PYTHONPATH=tests $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
 
 N ?= 5
 comma := ,
@@ -57,26 +57,26 @@ chaos-training: setup types ## one training through faults at random (ROUNDS=100
 	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
 
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables
-	@PYTHONPATH=tests $(BIN)/python -P -m confusion
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m confusion
 
 bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.recovery.main -n $(N) \
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.recovery.main -n $(N) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 bench-throughput: setup types ## the throughput and memory models against published runs (ROWS=1: each)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.throughput.main $(ROWS:%=--rows)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.throughput.main $(ROWS:%=--rows)
 
 bench-planner: setup types ## the same plans by Unicron and by other solvers (N=5 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests:.typing $(BIN)/python -P -m bench.planner.main -n $(N) \
+	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python -P -m bench.planner.main -n $(N) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.detection.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.detection.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 
 bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and their growth (SYSTEMS=a,b CASES=a,b)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 

@@ -1,1 +1,4 @@
-"""The face: thin commands over the rest."""
+"""The command line: `unicron` and its commands.
+
+Read `main` (process start), `app` (the table of commands), then `commands`. Imports everything.
+"""

@@ -384,13 +384,3 @@ def _is_negative_weight(error: TyperException) -> bool:
 def _help_of(error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     return f"{context.command_path if context is not None else 'unicron'} --help"
-
-
-def main() -> None:
-    """The entry point of `python -m unicron.cli.main`; that of `unicron` is in entry.py."""
-    console.open_streams()
-    sys.exit(run_command(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

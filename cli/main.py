@@ -32,3 +32,7 @@ def main() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,4 @@
-"""Decides: the cluster state is a fold of the log, orders are a function of it."""
+"""Decides: folds the log into the cluster state, plans, and commands transitions.
+
+Read `state`, `fold`, `decide`, then `planner`. `server` is the process. Imports `events` alone.
+"""

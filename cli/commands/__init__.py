@@ -1,1 +1,5 @@
-"""cli/commands."""
+"""What each command does; `app` has their options.
+
+One file a command, or a group of them. Imports `simulate`, `screens`, `history`, `files`, `terminal`,
+`cluster`.
+"""

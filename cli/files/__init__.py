@@ -1,1 +1,4 @@
-"""cli/files."""
+"""Files that users write: jobs, policies, plans.
+
+One file each. Imports `events`.
+"""

@@ -1,1 +1,4 @@
-"""cli/screens."""
+"""Screens: plain data as text of at most 100 columns.
+
+One file a screen. Imports `history` and `terminal`.
+"""

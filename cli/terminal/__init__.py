@@ -1,1 +1,4 @@
-"""cli/terminal."""
+"""Text for terminals: options, streams, formats, one line for each record.
+
+Imports `cluster`.
+"""

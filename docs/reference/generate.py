@@ -31,20 +31,19 @@ Each record travels in one envelope:
 | `incident` | the seq of the `IncidentOpened` that it belongs to; 0 for none |
 | `body` | the fields below |
 """
-ROOMS = (
-    ("reports", "Reports: what happened"),
-    ("logged", "Reports: what commands print"),
-    ("detected", "Reports: what detection tells"),
-    ("orders", "Decisions and orders: what was decided"),
-    ("decided", "Decisions: nodes that erred or are slow"),
-    ("policy", "Policy: what PolicySet sets"),
+PAGES = (
+    ("records/reports", "Reports: what happened"),
+    ("records/decisions", "Decisions: what was concluded"),
+    ("records/orders", "Orders: what is to be done"),
+    ("records/types", "Types that several bodies share"),
+    ("spec/policy", "Policy: what PolicySet sets"),
 )
 
 
 def render(root: Path) -> str:
-    """The whole page, from the files of ROOMS in events/ under `root`."""
+    """The whole page, from the files of PAGES in events/ under `root`."""
     parts = [HEAD]
-    for module, title in ROOMS:
+    for module, title in PAGES:
         source = (root / f"events/{module}.py").read_text(encoding="utf-8")
         lines = source.splitlines()
         parts.append(f"\n## {title}\n")
@@ -116,18 +115,17 @@ def render_support() -> str:
 
 MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"
 MAP_END = "<!-- End of the code map. -->\n"
-MAP_ROOMS = ("events", "control_plane", "control_plane/simulation",
-             "control_plane/simulation/policies", "workers", "workers/agent",
-             "workers/agent/health", "workers/keeper", "workers/training", "cli")
+HANDS = ("events", "control_plane", "workers", "cli")
 
 
 def render_map(root: Path) -> str:
-    """The rooms, and in each room its files with their captions."""
+    """The packages, and in each package its files with their captions."""
     parts: list[str] = []
-    for room in MAP_ROOMS:
-        paths = sorted(path for path in (root / room).glob("*.py"))
-        captions = {path.name: _caption(path) for path in paths}
-        parts.append(f"\n### {room}/\n\n{captions.pop('__init__.py', '')}\n\n")
+    folders = [path.parent for hand in HANDS for path in sorted((root / hand).rglob("__init__.py"))]
+    for folder in folders:
+        captions = {path.name: _caption(path) for path in sorted(folder.glob("*.py"))}
+        about = captions.pop("__init__.py", "")
+        parts.append(f"\n### {folder.relative_to(root).as_posix()}/\n\n{about}\n\n")
         parts += [f"- `{name}`: {caption}\n" for name, caption in captions.items()]
     return "".join(parts) + "\n"
 

@@ -1,1 +1,4 @@
-"""Keeps copies of ranks' state in memory: one process per node, started by its agent. No torch."""
+"""The store of in-memory checkpoints: one process per node, started by its agent. No torch.
+
+Read `protocol`, then `server` and `store`. Imports `host`.
+"""

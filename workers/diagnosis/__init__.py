@@ -1,1 +1,5 @@
-"""workers/diagnosis."""
+"""What error text, step times and flight-recorder dumps mean. Pure.
+
+Read `classifier`, `step_time`, then `flight_recorder`, `wait_graph` and `hang_locator`. Imports
+`rules`.
+"""

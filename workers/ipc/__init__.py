@@ -1,1 +1,4 @@
-"""workers/ipc."""
+"""How an agent, its zygote and its ranks talk: pipes, and a page of shared memory.
+
+Read `pipe_protocol`, then `progress_page` and `fork_protocol`. Imports `diagnosis` and `host`.
+"""

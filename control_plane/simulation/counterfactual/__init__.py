@@ -1,1 +1,5 @@
-"""control_plane/simulation/counterfactual."""
+"""A recorded log, played again under other choices.
+
+Read `counterfactual`, then what is read from the log: `recorded_faults`, `recorded_costs`,
+`recorded_earnings`. Pure. Imports `simulation`.
+"""

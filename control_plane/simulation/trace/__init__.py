@@ -1,1 +1,4 @@
-"""control_plane/simulation/trace."""
+"""What happens to a simulated cluster from outside: drawn from a seed, or read from a file.
+
+Read `external_event`, then `generator` and `trace_file`. Pure. Imports `policies`.
+"""

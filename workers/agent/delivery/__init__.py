@@ -1,1 +1,4 @@
-"""workers/agent/delivery."""
+"""Reports on their way to the log: joined, spooled, sent at least once.
+
+Read `join`, `spool`, `outbox`, `log_link`. Imports `events` alone.
+"""
