@@ -16,7 +16,6 @@ from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, 
 from ...control_plane.simulation.policies import POLICIES
 from ..terminal import console
 from ..terminal.format import command, labelled, number_of, scaled, span, table
-from . import paper_report as html
 from .compare import HEADS, Played, Stage, play
 
 PLAN_ROUNDS_NUM = 5
@@ -38,7 +37,9 @@ class Evaluation(NamedTuple):
 def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
     """Play, show, and write the report. Raises UsageError."""
     if report is not None:
-        html.folder(report)
+        from .paper_report import folder
+
+        folder(report)
     found = evaluate(seeds)
     rows = rows_of(found)
     if report is not None:

@@ -1,5 +1,6 @@
 """From counts to slots: which ranks run on which nodes.
 
-Read `placement`, then `topology_spread` (no state on one node alone). Pure. Imports `throughput` and
+Read `placement`, then `topology_spread` (no state on one node alone). Pure. Imports `throughput`
+and
 `state`.
 """

@@ -95,9 +95,9 @@ def _docstring(node: ast.stmt | None) -> str:
 SUPPORT_HEAD = """# What heals in memory
 
 Of what Megatron can do, in a task with `train:` and in a loop of one's own that has adopted
-Unicron (`heal: in-memory`). Written by `make docs` from events/spec/support.py: change that, not this
-page. `unicron doctor --support` prints the same. A loop is held against it when it starts: what it
-asks for and cannot have is told, and it then trains unhealed, or ends as wrong input.
+Unicron (`heal: in-memory`). Written by `make docs` from events/spec/support.py: change that, not
+this page. `unicron doctor --support` prints the same. A loop is held against it when it starts:
+what it asks for and cannot have is told, and it then trains unhealed, or ends as wrong input.
 
 - **exact**: a fault is healed in memory, and training ends with what an undisturbed one ends with.
 - **exact, not run here**: it should be so, by Megatron's source; no test here shows it.

@@ -68,7 +68,13 @@ RANK = '''
 """A rank that speaks the real wire: answers what it is told, and acts on its spec's seed."""
 import os, signal, socket, sys, time
 from unicron.events.records.orders import Quiesce, Reconfigure, Resume, StartRank
-from unicron.events.records.reports import Quiesced, RankErrored, RankReady, TaskProgressed, NodeLeft
+from unicron.events.records.reports import (
+    NodeLeft,
+    Quiesced,
+    RankErrored,
+    RankReady,
+    TaskProgressed,
+)
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 link = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))

@@ -24,8 +24,9 @@ ARROWS = {
     "workers": {"", "events", "workers"},
     "cli": {"", "events", "control_plane", "workers", "cli"},
 }
-# The packages of each hand, the upper first. A package imports itself and what stands below its line;
-# packages on one line do not import each other. A file that is named stands apart from its folder.
+# The packages of each hand, the upper first. A package imports itself and what stands below its
+# line; packages on one line do not import each other. A file that is named stands apart from its
+# folder.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "events": (("events/log",), ("events/records",), ("events/spec",), ("events",)),
     "control_plane": (
@@ -51,9 +52,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 # What training may import of workers/ beside its own: what agents and ranks both use.
 SHARED = ("training", "ipc", "diagnosis", "host", "checkpoint_store")
 # Packages and files that know no clock, socket, random or logger.
-PURE = tuple(f"control_plane/{package}/" for package in (
-    "state", "fold", "decide", "incidents", "throughput", "planner", "placement", "simulation",
-)) + (
+PURE = (
+    *(f"control_plane/{package}/" for package in (
+        "state", "fold", "decide", "incidents", "throughput", "planner", "placement",
+        "simulation")),
     "control_plane/api/dry_run.py", "control_plane/api/view.py", "events/records/", "events/spec/",
     "workers/diagnosis/", "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
@@ -225,7 +227,7 @@ def pure_files_import_no_world(root: Path) -> list[str]:
             and (dotted != "random.Random" or "Random()" in ast.unparse(tree))]
 
 
-def packages_stay_in_their_rooms(root: Path) -> list[str]:
+def packages_of_others_stay_confined(root: Path) -> list[str]:
     return [f"{name}:{line} imports {dotted}" for name, tree in library(root)
             for line, dotted in imports(name, tree) for package, places in CONFINED.items()
             if within(dotted, package) and not name.startswith(places)]
@@ -401,7 +403,7 @@ RULES: dict[Rule, list[dict[str, str]]] = {
         {"control_plane/fold/fold.py": "def f():\n    import time\n"},
         {"control_plane/fold/fold.py": "from random import Random\nhere = Random()\n"},
     ],
-    packages_stay_in_their_rooms: [
+    packages_of_others_stay_confined: [
         {"workers/agent/a.py": "from torch import nn\n"},
         {"control_plane/service/coordinator.py": "import redis.asyncio\n"},
         {"cli/a.py": "from aiohttp import web\n"},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from control_plane.simulation.test_simulate import command
 from hypothesis import given, settings
 from msgspec.structs import replace
 from scenarios import EXAMPLE, HAPPENINGS, two_tasks
+from unicron.cli.simulate import compare as command
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Ground, Run

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import structlog
-from control_plane.simulation.test_simulate import command
 from scenarios import EXAMPLE
 from simulated.seeds import quiet, simulate
 from simulated.world import World
+from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide import calm, decide, transition
 from unicron.control_plane.simulation.run import Run
 from unicron.control_plane.state.cluster import ClusterState

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from control_plane.simulation.test_simulate import command
 from hypothesis import given, settings
 from msgspec.structs import replace
 from scenarios import DAY_S, EXAMPLE, HAPPENINGS, two_tasks
+from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide import decide
 from unicron.control_plane.simulation import quick, scenario
 from unicron.control_plane.simulation.policies.policy import Policy

@@ -12,7 +12,12 @@ from unicron.workers.training.process.control_thread import EXIT_STUCK, LEFT_NUM
 PROGRAM = """
 import os, socket, threading, time
 from unicron.events.records.orders import Quiesce
-from unicron.workers.training.process.control_thread import STUCK_S_MAX, Abandoned, Control, Interrupted
+from unicron.workers.training.process.control_thread import (
+    STUCK_S_MAX,
+    Abandoned,
+    Control,
+    Interrupted,
+)
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 def ends(kind, call):

@@ -1,5 +1,5 @@
 """Processes of ranks: started, watched, ended, and why they ended.
 
-Read `launcher`, `process`, `zygote`, then `exit_cause` and `exit_report`. Imports `ipc`, `diagnosis`
-and `host`.
+Read `launcher`, `process`, `zygote`, then `exit_cause` and `exit_report`. Imports `ipc`,
+`diagnosis` and `host`.
 """
