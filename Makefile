@@ -40,8 +40,9 @@ test: setup types ## run every test
 	@$(BOUND) $(BIN)/pytest -o faulthandler_timeout=300
 
 SEEDS ?= 2000
-simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.seeds --seeds $(SEEDS)
+ONLY ?=
+simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000, or ONLY=7: one seed)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.seeds --seeds $(SEEDS) $(ONLY:%=--only %)
 
 fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"

@@ -175,7 +175,7 @@ def test_every_system_trains_the_same_valid_job() -> None:
 def test_a_wrong_word_is_refused_before_anything_is_laid() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bench.recovery.main", "--systems", "unicorn"],
-        env={"PYTHONPATH": str(ROOT / "tests"), "PATH": ""},
+        env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", "PATH": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -24,7 +24,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 BUCKET, DOOR = "UNICRON_TEST_BUCKET", "UNICRON_TEST_DOOR"
-KNOWN = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import object_store"
+KNOWN = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import object_store"
 
 
 class Door:

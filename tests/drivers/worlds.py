@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-HERE = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 WORLD_S_MAX = 120.0
 """From the first process's start to the last one's answer."""
 _context = multiprocessing.get_context("forkserver")
@@ -51,7 +51,8 @@ def run(num_members: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 def _start() -> None:
     """The process to fork from; it finds the modules of tests/ by its environment alone."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(TESTS), str(TESTS / "drivers"), *([before] if before else [])])
     try:
         forkserver.ensure_running()
     finally:

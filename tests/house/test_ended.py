@@ -21,13 +21,14 @@ def test_sleeps(own_server):
     time.sleep(60)
 '''
 WAIT_S = 60.0
+TESTS = Path(__file__).parents[1]
 
 
 def test_tests_that_are_terminated_stop_what_they_started(tmp_path: Path) -> None:
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     tests = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_sleeps.py"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'drivers'}"},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     told, last_s = tmp_path / "pid", time.monotonic() + WAIT_S
     try:

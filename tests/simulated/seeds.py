@@ -40,7 +40,7 @@ def simulate(make: Callable[[], AnyWorld], again: str = "") -> tuple[AnyWorld, l
         except BaseException:
             print(f"seed {world.seed}:", *world.faults, sep="\n  ")
             print(
-                f"again, alone: {again or f'python tests/simulated/seeds.py --only {world.seed}'}"
+                f"again, alone: {again or f'make simulation ONLY={world.seed}'}"
             )
             raise
         return world, records

@@ -29,6 +29,6 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """What a trial is started with: one thread each, so that processor time is comparable."""
-    folders = (str(ROOT / "tests"), str(ROOT / ".typing"))
+    folders = (str(ROOT / "tests"), str(ROOT / "tests/drivers"), str(ROOT / ".typing"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

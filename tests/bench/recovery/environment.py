@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 
 def environment(system: str) -> dict[str, str]:
     """What a process of a system is started with."""
-    folders = [str(Path(__file__).resolve().parents[2])]
+    folders = [str(ROOT / "tests"), str(ROOT / "tests/drivers")]
     folders += [str(PLACE / system)] if system in TORCHFT else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -153,7 +153,7 @@ def test_a_log_of_heart_4_is_not_corrupt() -> None:
     them is made again. What an incident says of what it cost, and a plan of the time between
     faults, has changed since; what follows from a plan is not compared either.
     """
-    path = Path(__file__).parents[2] / "data" / "heart-4.jsonl"
+    path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
     assert sum(record.kind == "CopyKept" for record in log) == 3
     verdict = verify(log)

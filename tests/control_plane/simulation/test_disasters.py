@@ -33,7 +33,7 @@ def test_every_incident_and_every_scenario_is_in_it() -> None:
 def test_every_test_that_it_names_is_one() -> None:
     named = re.findall(r"`(test_\w+)`", PAGE)
     assert len(named) >= 8
-    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
     assert all(f"def {name}(" in tests for name in named)
 
 
