@@ -26,7 +26,7 @@ from ..terminal.format import lost_in_words
 from . import acts, proof
 from .acts import Player
 from .stage import BrokenError, Stage
-from .twins import Twins
+from .twins import ReferenceRuns
 
 FOLDER = Path("build") / "demo"
 EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
@@ -34,6 +34,9 @@ NUM_SLOTS = {"alpha": 4, "beta": 2, "gamma": 2}
 """What the plan gives each, with six slots."""
 NUM_CORES = 2
 KEPT_ITERATIONS = 100_000
+CHECKPOINT_EVERY_NUM = 8
+"""Iterations. The states saved so often are compared with the reference runs after each fault;
+the demo reads none of them to heal a task."""
 
 
 def demo(*, keep: bool, num_iterations: int) -> int:
@@ -73,7 +76,8 @@ def _player(name: str, num_iterations: int) -> Player:
     """The example's task; its output in the demo's folder, alpha's length as asked."""
     spec = job_file.load(EXAMPLES / f"demo-{name}.yaml")
     assert spec.train is not None
-    train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()))
+    train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()),
+                                    checkpoint_every=CHECKPOINT_EVERY_NUM)
     if name == "alpha":
         train = msgspec.structs.replace(train, iterations=num_iterations)
     return Player(spec=msgspec.structs.replace(spec, train=train), num_slots=NUM_SLOTS[name])
@@ -102,11 +106,11 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
     for player in (alpha, beta):
         proof.loss(stage, player.task)
     proof.verify(stage, proof.export(stage, "log.jsonl"))
-    twins = Twins(stage, alpha, beta)
+    runs = ReferenceRuns(stage, [alpha, beta])
     try:
-        twins.run()
+        runs.run()
     finally:
-        twins.stop()
+        runs.stop()
 
 
 def _take_cores() -> str:
@@ -141,7 +145,8 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
 def _leave(stage: Stage, alpha: Player) -> None:
     """A task that trains on, and `up` to watch over the cluster."""
     output = str((FOLDER / "yours").absolute())
-    train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output)
+    train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output,
+                                    checkpoint_every=0)
     spec = msgspec.structs.replace(alpha.spec, name="yours", train=train)
     stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     place = quote(shown(stage.state.path))

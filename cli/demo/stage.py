@@ -106,7 +106,8 @@ class Stage:
         self.told = History()
         self.records: list[Plain] = []
         self.trace = Trace(folder / "trace")
-        self.num_kills = 0
+        self.faults: list[dict[int, int]] = []
+        """By kill: by task, the iteration in which it struck."""
         self.struck: dict[int, float] = {}
         """When the fault was made that an incident is about; seconds since 1970."""
         self.away_s = 0.0
@@ -178,6 +179,14 @@ class Stage:
         if found is None:
             raise BrokenError(f"{name} is gone")
         return found
+
+    def count_kill(self) -> None:
+        """Note a kill just made, and the iteration of each task at that time."""
+        self.faults.append({task: self.trace.iteration(task) for task in self.live})
+
+    @property
+    def num_kills(self) -> int:
+        return len(self.faults)
 
     @property
     def client(self) -> Client:

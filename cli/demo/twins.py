@@ -1,7 +1,9 @@
-"""The demo's twins: each task trained undisturbed, in one process; our losses, our parameters.
+"""The demo's proof against reference runs: losses, parameters and optimizer state of each task.
 
-Two processes at a time. Each twin is trained once more with its micro-batches summed the other way
-round: what that changes is the noise that two equal trainings of this task may differ by.
+A reference run trains a task undisturbed, in one process. Each task has one for each of several
+orders of summing its micro-batches. How far these differ is the noise: two equal trainings may
+differ by it. The demo's task is held to the first, within a few times the noise: its losses, and
+its saved states after each fault and at the end. Two processes run at a time.
 """
 
 from __future__ import annotations
@@ -18,22 +20,19 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ...workers.training.reference import NOISE_TIMES_MAX, ROUNDING_RATIO, state_folder, tolerance
 from ..terminal.format import span, table
 from .acts import Player
 from .stage import BrokenError, Stage
 
 Plain = dict[str, Any]
-TWIN_S_MAX = 240.0
-TOLD_S = 6.0
+STALLED_S_MAX = 300.0
+PROGRESS_S = 6.0
 LOOK_S = 0.05
 NUM_TOGETHER = 2
-NOISE_TIMES_MAX = 10.0
-"""The tolerance, in measured noise of summing the same gradients in another order. Training
-magnifies it: of five orders the noise of one was 6 times that of another. One micro-batch lost in
-one iteration of these shows as 600,000 times the noise."""
-ROUNDING_RATIO = 2.0**-23
-"""Relative resolution of float32: one sample of the noise can be smaller than it by chance."""
-REVERSED, NOISE = "reversed", "noise"
+ORDERS = ("", "-reversed", "-shuffled")
+"""What a run's name ends with, by its order of summing (reference.py)."""
+COMPARISON = "comparison"
 
 
 class Job(Struct, kw_only=True):
@@ -53,50 +52,93 @@ class Job(Struct, kw_only=True):
         return self.process is not None and self.process.poll() is not None
 
 
-class Twins:
-    """Of a task that finished, losses and parameters; of one that was cancelled, its losses."""
+class SavedState(Struct, frozen=True):
+    """A checkpoint of the demo's task that is compared, and why this one."""
 
-    def __init__(self, stage: Stage, finished: Player, cancelled: Player) -> None:
-        self._stage, self._players = stage, [finished, cancelled]
-        self._folder = stage.state.path / "twin"
+    iteration: int
+    path: str
+    why: str
+
+
+def saved_states(stage: Stage, player: Player) -> list[SavedState]:
+    """The first state saved after each fault, and the last one."""
+    num_told = len(stage.losses(player.task))
+    paths = {record["body"]["step_version"]: record["body"]["path"]
+             for record in stage.all("CheckpointSaved", task=player.task)
+             if record["body"]["step_version"] <= num_told}
+    why: dict[int, list[str]] = {}
+    for number, struck in enumerate(stage.faults, 1):
+        after = [at for at in paths if at > struck.get(player.task, math.inf)]
+        stage.promise(bool(after) or player.task not in struck,
+                      f"{player.name}'s state was saved after fault {number}")
+        if after:
+            why.setdefault(min(after), []).append(f"fault {number}")
+    if paths:
+        why.setdefault(max(paths), [])
+    return [SavedState(iteration=at, path=str(Path(player.train.output) / paths[at]),
+                       why=f"after {' and '.join(faults)}" if faults else "the last")
+            for at, faults in sorted(why.items())]
+
+
+class ReferenceRuns:
+    """Trains the reference runs of these tasks and compares. Use `run`, then always `stop`."""
+
+    def __init__(self, stage: Stage, players: list[Player]) -> None:
+        self._stage, self._players = stage, players
+        self._folder = stage.state.path / "reference"
         self._folder.mkdir()
-        self._jobs: list[Job] = []
-        for player in self._players:
-            self._jobs += [self._training(player, player.name),
-                           self._training(player, _reversed(player), "--reversed")]
-        self._jobs[0].arguments += ["--compare", str(Path(finished.train.output) / "latest")]
-        self._jobs.append(Job(name=NOISE, needs=(finished.name, _reversed(finished)), arguments=[
-            "--compare", str(self._folder / _reversed(finished) / "final"),
-            "--to", str(self._folder / finished.name / "final")]))
+        self._states = {player.task: saved_states(stage, player) for player in players}
+        self._jobs = [self._training(player, order) for player in players
+                      for order in range(len(ORDERS))]
+        self._jobs += [self._comparison(player) for player in players]
 
-    def _training(self, player: Player, name: str, *options: str) -> Job:
+    def _training(self, player: Player, order: int) -> Job:
         """As many iterations as the task came, undisturbed."""
+        name = f"{player.name}{ORDERS[order]}"
         out = self._folder / name
         out.mkdir()
         spec = out / "spec.json"
         spec.write_text(json.dumps(msgspec.to_builtins(player.spec, str_keys=True)))
         return Job(name=name, arguments=[
-            "--spec", str(spec), "--out", str(out),
-            "--iterations", str(len(self._stage.losses(player.task))), *options])
+            "--spec", str(spec), "--out", str(out), "--order", str(order),
+            "--iterations", str(len(self._stage.losses(player.task))),
+            "--keep", *(str(state.iteration) for state in self._states[player.task])])
+
+    def _comparison(self, player: Player) -> Job:
+        """Of each saved state, and of the same state in the other orders, with the first order."""
+        runs = [f"{player.name}{end}" for end in ORDERS]
+        ones: list[str] = []
+        others: list[str] = []
+        for state in self._states[player.task]:
+            first, *rest = (str(state_folder(self._folder / run, state.iteration)) for run in runs)
+            ones += [state.path, *rest]
+            others += [first] * len(runs)
+        return Job(name=f"{player.name}-{COMPARISON}", needs=tuple(runs),
+                   arguments=["--compare", *ones, "--to", *others] if ones else [])
 
     def run(self) -> None:
-        """Train all, hold our losses and models to them, judge. Raises BrokenError."""
-        began_s = told_s = time.monotonic()
+        """Train all, compare, judge. Raises BrokenError."""
+        began_s = said_s = changed_s = time.monotonic()
+        num_bytes = 0
         while True:
             done = all(job.is_done for job in self._jobs)
             self._start_next()  # raises where one failed, so also for the last
             if done:
                 break
             time.sleep(LOOK_S)
-            if time.monotonic() - began_s > TWIN_S_MAX:
-                raise BrokenError(f"the twins are not done within {span(TWIN_S_MAX)}")
-            if time.monotonic() - told_s > TOLD_S:
-                told_s = time.monotonic()
-                self._stage.say("twin", "undisturbed: " + ", ".join(
-                    f"{job.name} {len(self._told(job))}" for job in self._jobs
-                    if job.process is not None and job.name != NOISE))
-        self._stage.say("twin", "each task undisturbed, same seed, one process, stock Megatron "
-                                f"loop: {span(time.monotonic() - began_s)} in all")
+            printed_bytes = sum(file.stat().st_size for file in self._folder.glob("*.jsonl"))
+            if printed_bytes != num_bytes:
+                num_bytes, changed_s = printed_bytes, time.monotonic()
+            if time.monotonic() - changed_s > STALLED_S_MAX:
+                raise BrokenError(f"no reference run went on for {span(STALLED_S_MAX)}")
+            if time.monotonic() - said_s > PROGRESS_S and changed_s > said_s:
+                said_s = time.monotonic()
+                self._stage.say("compare", "reference runs: " + ", ".join(
+                    f"{job.name} {len(self._losses(job.name))}" for job in self._jobs
+                    if job.process is not None and not job.needs))
+        self._stage.say("compare", f"with {len(ORDERS)} reference runs of each task: undisturbed, "
+                                   "same seed, one process, stock Megatron loop: "
+                                   f"{span(time.monotonic() - began_s)} in all")
         self._judge()
 
     def stop(self) -> None:
@@ -111,7 +153,7 @@ class Twins:
         done = [job.name for job in self._jobs if job.is_done]
         for job in self._jobs:
             if job.process is not None and job.process.poll():
-                raise BrokenError(f"the twin {job.name} failed, see {self._folder}")
+                raise BrokenError(f"the reference run {job.name} failed, see {self._folder}")
             room = sum(one.is_running for one in self._jobs) < NUM_TOGETHER
             if job.process is None and room and all(name in done for name in job.needs):
                 with ((self._folder / f"{job.name}.jsonl").open("wb") as out,
@@ -121,46 +163,48 @@ class Twins:
                          *job.arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
                         env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    def _lines(self, job: Job) -> list[Plain]:
-        text = (self._folder / f"{job.name}.jsonl").read_text()
+    def _lines(self, name: str) -> list[Plain]:
+        text = (self._folder / f"{name}.jsonl").read_text()
         return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
-    def _told(self, job: Job) -> list[float]:
-        """The losses that it told so far."""
-        return [line["loss"] for line in self._lines(job) if "loss" in line]
+    def _losses(self, name: str) -> list[float]:
+        """The losses that a run has printed so far."""
+        return [line["loss"] for line in self._lines(name) if "loss" in line]
 
     def _judge(self) -> None:
-        stage = self._stage
-        jobs = {job.name: job for job in self._jobs}
         rows: list[list[str]] = []
         for player in self._players:
-            told = stage.losses(player.task)
-            theirs = self._told(jobs[player.name])
-            gaps = [("losses", _gap([told[at] for at in sorted(told)], theirs),
-                     _gap(self._told(jobs[_reversed(player)]), theirs))]
-            if player is self._players[0]:
-                gaps.append(("parameters", self._lines(jobs[player.name])[-1]["param_rel"],
-                             self._lines(jobs[NOISE])[-1]["param_rel"]))
-            for what, gap, noise in gaps:
-                most = _tolerance(noise)
-                equal = gap <= most
-                rows.append([player.name, f"{len(told)} {what}" if what == "losses" else
-                             f"all {what}", f"{gap:.1e}", f"{noise:.1e}", f"{most:.1e}",
-                             "EQUAL" if equal else "NOT EQUAL"])
-                stage.promise(equal, f"{player.name}'s {what} equal its undisturbed twin's")
+            for what, ours, *noises in self._differences(player):
+                most = tolerance(noises)
+                equal = ours <= most
+                rows.append([player.name, what, f"{ours:.1e}", f"{max(noises):.1e}",
+                             f"{most:.1e}", "EQUAL" if equal else "NOT EQUAL"])
+                self._stage.promise(equal, f"{player.name}'s {what} equal the reference run's")
+        stage = self._stage
         for line in table(("", "", "OURS", "NOISE", "TOLERANCE", "VERDICT"), rows,
                           right=(2, 3, 4)):
             stage.note(None, line)
-        stage.note(None, "ours: the largest relative gap of a loss; of all parameters, the norm")
-        stage.note(None, "noise: the twin against itself, micro-batches summed in reverse order")
-        stage.note(None, f"tolerance: {NOISE_TIMES_MAX:g} x the noise, which is at least one "
-                         f"rounding of float32 ({ROUNDING_RATIO:.1e})")
-        stage.note(None, f"{self._players[1].name} was cancelled: its losses are held to its twin, "
-                         "stopped there")
+        stage.note(None, "ours: the largest relative difference of a loss; of all parameters as "
+                         "one vector; of Adam's moments, the larger")
+        stage.note(None, f"noise: the largest difference between {len(ORDERS)} reference runs that "
+                         "sum the micro-batches in different orders")
+        stage.note(None, f"tolerance: {NOISE_TIMES_MAX:g} x the noise, which counts as at least "
+                         f"one rounding of float32 ({ROUNDING_RATIO:.1e})")
 
-
-def _reversed(player: Player) -> str:
-    return f"{player.name}-{REVERSED}"
+    def _differences(self, player: Player) -> list[tuple[Any, ...]]:
+        """What is compared, our difference from the first order, and those of the other orders."""
+        first, *others = (self._losses(f"{player.name}{end}") for end in ORDERS)
+        told = self._stage.losses(player.task)
+        found: list[tuple[Any, ...]] = [(
+            f"{len(told)} losses", _gap([told[at] for at in sorted(told)], first),
+            *(_gap(other, first) for other in others))]
+        lines = iter(self._lines(f"{player.name}-{COMPARISON}"))
+        for state in self._states[player.task]:
+            gaps = [next(lines) for _ in ORDERS]
+            for name, key in (("parameters", "param_rel"), ("optimizer", "optimizer_rel")):
+                found.append((f"{name} at {state.iteration}, {state.why}",
+                              *(gap[key] for gap in gaps)))
+        return found
 
 
 def _gap(ours: list[float], theirs: list[float]) -> float:
@@ -169,10 +213,3 @@ def _gap(ours: list[float], theirs: list[float]) -> float:
         return math.inf
     gaps = [abs(mine - their) / abs(their) for mine, their in zip(ours, theirs, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
-
-
-def _tolerance(noise: float) -> float:
-    """How far from its twin still counts as equal; nothing does where no noise was measured."""
-    if not math.isfinite(noise):
-        return math.nan
-    return NOISE_TIMES_MAX * max(noise, ROUNDING_RATIO)

@@ -1,13 +1,17 @@
-"""Draws the demo's recorded output, as README has it, as a moving picture: run by `make docs`.
+"""Draws the demo's recorded output, from docs/guides/demo.md, as an animation: run by `make docs`.
 
-Every line appears at the moment at which it was printed, SPEED times faster; the last picture
-stays. Plain SVG, no font and no script from elsewhere.
+Every line appears at the moment at which it was printed, SPEED_TIMES faster; the last picture
+stays. Plain SVG, no font and no script from elsewhere. `screen.py FILE` first puts the output of
+`unicron demo > FILE` into the page, with the commit and the day.
 """
 
 from __future__ import annotations
 
 import html
 import re
+import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 SPEED_TIMES = 6.0
@@ -24,9 +28,9 @@ STYLE = ("text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans
          "@keyframes a{to{opacity:1}}")
 
 
-def render(readme: str) -> str:
-    """The picture of what stands between README's marks."""
-    lines = readme.partition(BEGIN)[2].partition(END)[0].splitlines()
+def render(page: str) -> str:
+    """The picture of the output between the page's marks."""
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     lines = ["$ make demo", *lines]
     height = 2 * MARGIN_PX + LINE_PX * len(lines)
     width = round(2 * MARGIN_PX + COLUMN_PX * max(COLUMNS, *map(len, lines)))
@@ -48,7 +52,24 @@ def render(readme: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def record(page: str, output: str, commit: str, day: str) -> str:
+    """The page with another run's output between its marks, and when and of what that was."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    before = re.sub(r"What one run printed.*", f"What one run printed ({day}, commit {commit}); "
+                                               "your times will differ.", before)
+    return f"{before}{BEGIN}{output}{END}{after}"
+
+
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
-    text = (root.parent / "README.md").read_text(encoding="utf-8")
+    guide = root / "guides/demo.md"
+    text = guide.read_text(encoding="utf-8")
+    if sys.argv[1:]:
+        ran = Path(sys.argv[1])
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, check=True,
+                              capture_output=True, text=True).stdout.strip()
+        text = record(text, ran.read_text(encoding="utf-8"), head,
+                      f"{datetime.fromtimestamp(ran.stat().st_mtime, UTC):%Y-%m-%d}")
+        guide.write_text(text, encoding="utf-8")
     (root / "demo.svg").write_text(render(text), encoding="utf-8")

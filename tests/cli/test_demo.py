@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,7 @@ from unittest import mock
 
 import pytest
 from two_tasks import gives, plain
-from unicron.cli.demo import acts, demo, proof
-from unicron.cli.demo import twins as demo_twins
+from unicron.cli.demo import acts, demo, proof, twins
 from unicron.cli.demo.stage import BrokenError, Stage
 from unicron.cli.history import history
 from unicron.cli.history.transitions import moves
@@ -22,6 +22,7 @@ from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
 from unicron.events.records import codec
+from unicron.workers.training import reference
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
@@ -280,22 +281,84 @@ def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> 
     ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
 ])
 def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
-    assert demo_twins._gap(ours, theirs) == gap
+    assert twins._gap(ours, theirs) == gap
 
 
 @pytest.mark.parametrize("noise", [float("inf"), NAN])
 def test_where_no_noise_was_measured_nothing_is_equal(noise):
-    assert not any(gap <= demo_twins._tolerance(noise) for gap in (0.0, 1e-9, float("inf"), NAN))
-    assert demo_twins._tolerance(0.0) > 0.0
+    for noises in ([noise, 1e-6], [1e-6, noise]):
+        most = reference.tolerance(noises)
+        assert not any(gap <= most for gap in (0.0, 1e-9, float("inf"), NAN))
 
 
-def test_a_twin_that_fails_last_is_noticed(tmp_path, monkeypatch):
-    stage = Stage(tmp_path)
-    monkeypatch.setattr(stage, "losses", lambda task: {0: 1.0})
-    twins = demo_twins.Twins(stage, ALPHA, BETA)
-    for job in twins._jobs:
-        code = int(job is twins._jobs[-1])
+def test_the_tolerance_follows_the_worst_order_and_is_never_below_a_rounding():
+    assert reference.tolerance([1e-5, 4e-5]) == reference.NOISE_TIMES_MAX * 4e-5
+    assert reference.tolerance([0.0, 0.0]) == reference.NOISE_TIMES_MAX * reference.ROUNDING_RATIO
+
+
+def test_each_order_of_summing_has_every_micro_batch_once():
+    for num in (1, 6, 12):
+        assert [sorted(order) for order in reference.orders(num)] == [list(range(num))] * 3
+    assert len({tuple(order) for order in reference.orders(6)}) == len(twins.ORDERS)
+
+
+def compared(path: Path, saved: tuple[int, ...], *faults: dict[int, int]
+             ) -> tuple[Stage, acts.Player]:
+    """A stage on which alpha came to iteration 40, saved so often, and was struck then."""
+    stage = Stage(path)
+    player = copy.deepcopy(ALPHA)
+    player.task = 6
+    stage.losses = lambda task: dict.fromkeys(range(40), 1.0)  # type: ignore[method-assign]
+    stage.records = [{"seq": 10 + at, "kind": "CheckpointSaved",
+                      "body": {"task": 6, "path": f"gen-1/iter-{at}", "step_version": at}}
+                     for at in saved]
+    stage.faults = list(faults)
+    return stage, player
+
+
+def test_a_state_is_compared_after_each_fault_and_the_last_one(tmp_path):
+    stage, player = compared(tmp_path, (8, 16, 24, 32, 40, 48), {6: 7, 14: 9}, {6: 12}, {6: 15})
+    assert [(state.iteration, state.why) for state in twins.saved_states(stage, player)] == [
+        (8, "after fault 1"), (16, "after fault 2 and fault 3"), (40, "the last")]
+    assert not stage.broken
+
+
+def test_a_fault_without_a_saved_state_behind_it_breaks_the_promise(tmp_path):
+    stage, player = compared(tmp_path, (8,), {6: 7}, {14: 9}, {6: 8})
+    assert [state.why for state in twins.saved_states(stage, player)] == ["after fault 1"]
+    assert stage.broken == ["alpha's state was saved after fault 3"]
+
+
+@pytest.mark.parametrize(("key", "ours", "broken"), [
+    ("param_rel", 2.9e-5, []), ("param_rel", 3.1e-5, ["parameters at 8, after fault 1"]),
+    ("optimizer_rel", 3.1e-5, ["optimizer at 8, after fault 1"]),
+    ("optimizer_rel", NAN, ["optimizer at 8, after fault 1"]), ("loss", 1.1, ["40 losses"])])
+def test_a_state_outside_of_the_tolerance_is_not_equal(tmp_path, capsys, key, ours, broken):
+    """The other orders differ by 1e-6 and 1e-5: up to 3e-5 is equal."""
+    stage, player = compared(tmp_path, (8, 40), {6: 7})
+    runs = twins.ReferenceRuns(stage, [player])
+    for end in twins.ORDERS:
+        write_lines(tmp_path / "reference" / f"alpha{end}.jsonl",
+                    [{"iteration": at, "loss": ours if key == "loss" else 1.0}
+                     for at in range(40)])
+    lines = [{"param_rel": gap, "optimizer_rel": gap} for gap in (1e-6, 1e-6, 1e-5)] * 2
+    lines[0] = lines[0] | {key: ours}
+    write_lines(tmp_path / "reference" / "alpha-comparison.jsonl", lines)
+    runs._judge()
+    assert stage.broken == [f"alpha's {what} equal the reference run's" for what in broken]
+    assert capsys.readouterr().out.count("NOT EQUAL") == len(broken)
+
+
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_reference_run_that_fails_last_is_noticed(tmp_path):
+    stage, player = compared(tmp_path, (8,), {6: 7})
+    runs = twins.ReferenceRuns(stage, [player])
+    for job in runs._jobs:
+        code = int(job is runs._jobs[-1])
         job.process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
         job.process.wait()
-    with pytest.raises(BrokenError, match="the twin noise failed"):
-        twins.run()
+    with pytest.raises(BrokenError, match="the reference run alpha-comparison failed"):
+        runs.run()

@@ -94,7 +94,7 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
 
     told = cluster.losses(struck_task)
     ours, calm = twins.start(struck)
-    _, other = twins.start(struck, "--reversed")
+    _, other = twins.start(struck, "--order", "1")
     twin, reordered = twins.trained(calm), twins.trained(other)
 
     # everything that was told and saved, optimizer and all: equal to what was never struck

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import chaos_picture
 from chaos_faults import Striker, draw
 from nursery import Nursery
-from rank_twin import NOISE_TIMES_MAX, Twin
+from rank_twin import Twin
 from real_cluster import RealCluster, running
 from unicron.cli.history.history import History, history
 from unicron.events.spec.job import parse
-from unicron.workers.training.reference import read
+from unicron.workers.training.reference import NOISE_TIMES_MAX, read, tolerance
 
 FOLDER = Path("build/chaos-training")
 FIGURES = Path("build/bench/chaos-training.json")
@@ -173,7 +173,7 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
         "fault_to_step_max": (max(lasted), "s"), "lasted": (lasted_s, "s"),
         "load": (run.load, f"on {os.cpu_count()} cores"),
     }
-    equal = (twin.allows(gap) and loss_rel <= NOISE_TIMES_MAX * twin.noise[0]
+    equal = (twin.allows(gap) and loss_rel <= tolerance([twin.noise[0]])
              and len(losses) == run.iterations and not figures["iterations_lost"][0]
              and not figures["checkpoints_read"][0])
     print()

@@ -1,4 +1,4 @@
-"""The undisturbed twin of a small task, and how far from it still counts as equal."""
+"""The reference run of a small task, and how far from it still counts as equal."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from pathlib import Path
 import msgspec
 from nursery import PATCH, Nursery
 from unicron.events.spec.job import JobSpec
-from unicron.workers.training.reference import Difference, compare
+from unicron.workers.training.reference import Difference, compare, tolerance
 
 TWIN_S = 300.0
-NOISE_TIMES_MAX = 3
-ROUNDING_RATIO = 2.0**-23
-"""Relative resolution of float32: two samples of the noise can be smaller than it by chance."""
 TWINS = """
 import json, os, sys
 from pathlib import Path
 from unicron.events.spec.job import parse
 from unicron.workers import linux
-from unicron.workers.training.reference import train_undisturbed
+from unicron.workers.training.reference import orders, train_undisturbed
 train = parse(json.loads(spec)).train
-num = train.num_micro_batches
-orders = [list(range(num)), list(reversed(range(num))), [(5 * i + 3) % num for i in range(num)]]
 parent, trained = os.getpid(), []
-for number, order in enumerate(orders):
+for number, order in enumerate(orders(train.num_micro_batches)):
     if child := os.fork():
         trained.append(child)
         continue
@@ -53,8 +48,7 @@ class Twin:
             trains.kill()
         self.path = folder / "0" / "final"
         noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
-        self.noise = [max(ROUNDING_RATIO, *(getattr(noise, name) for noise in noises))
-                      for name in self.names]
+        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
         print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
 
     names = ("loss_rel", "param_rel")
@@ -69,5 +63,5 @@ class Twin:
         return self.allows(found)
 
     def allows(self, found: Difference) -> bool:
-        return all(getattr(found, name) <= NOISE_TIMES_MAX * noise
+        return all(getattr(found, name) <= tolerance([noise])
                    for name, noise in zip(self.names, self.noise, strict=True))

@@ -77,10 +77,10 @@ def the_support_table_is_documented(root: Path) -> list[str]:
 
 
 def the_picture_is_of_the_output(root: Path) -> list[str]:
-    """docs/demo.svg shows the demo's output that README has."""
-    page, readme = root / "docs/demo.svg", root / "README.md"
-    fresh = page.exists() and readme.exists() and page.read_text(encoding="utf-8") == _script(
-        "screen").render(readme.read_text(encoding="utf-8"))
+    """docs/demo.svg shows the output in docs/guides/demo.md."""
+    page, output = root / "docs/demo.svg", root / "docs/guides/demo.md"
+    fresh = page.exists() and output.exists() and page.read_text(encoding="utf-8") == _script(
+        "screen").render(output.read_text(encoding="utf-8"))
     return [] if fresh else ["docs/demo.svg is stale: make docs"]
 
 
@@ -138,7 +138,7 @@ RULES: dict[Rule, dict[str, str]] = {
         "events/records/orders.py": REPORTS,
     },
     the_support_table_is_documented: {"docs/reference/support.md": "# What heals\n"},
-    the_picture_is_of_the_output: {"README.md": "# R\n"},
+    the_picture_is_of_the_output: {"docs/guides/demo.md": "# R\n"},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
@@ -158,6 +158,16 @@ def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert len(rule(tmp_path)) >= 1
+
+
+def test_a_recorded_output_replaces_the_last_one() -> None:
+    page = (ROOT / "docs/guides/demo.md").read_text(encoding="utf-8")
+    screen = _script("screen")
+    fresh = screen.record(page, "  0.0 s  setup    now\n", "abc1234", "2026-12-24")
+    assert "What one run printed (2026-12-24, commit abc1234); your times will differ.\n" in fresh
+    assert fresh.count("  0.0 s  setup ") == 1
+    assert fresh.count("## ") == page.count("## ")
+    assert ">  0.0 s  setup    now</text>" in screen.render(fresh)
 
 
 JOBS = [*sorted(ROOT.glob("deploy/examples/*.yaml"))]

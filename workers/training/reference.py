@@ -1,14 +1,15 @@
-"""The undisturbed twin: the same task as a plain Megatron loop, in one process, without an agent.
+"""The reference run: a task trained undisturbed by a plain Megatron loop, in one process.
 
 `python -m unicron.workers.training.reference --spec FILE.json --out DIR [--iterations N]
-[--compare CKPT] [--reversed]`, or `--compare CKPT --to CKPT`.
+[--order K] [--keep N ...] [--compare CKPT]`, or `--compare CKPT ... --to CKPT ...`.
 
 It shares with the rank only the model, the data and the draws. Everything that could hide a fault
 of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
-finalisation. Prints JSON lines: one per iteration, then the result, then the difference. FILE is a
-job spec as JSON. `--iterations` stops early, on the schedule of the whole task. `--reversed` sums
-the micro-batches in the other order: what that changes is the noise that two equal trainings may
-differ by.
+finalisation. FILE is a job spec as JSON. `--iterations` stops early, on the schedule of the whole
+task. `--order` chooses the order in which the micro-batches are summed (see `orders`). The
+differences between the orders are the noise: two equal trainings may differ by that much. `--keep`
+saves the state after N iterations, too. Prints JSON lines: one per iteration, then the result, then
+one per comparison.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +40,20 @@ if TYPE_CHECKING:
     from .model.trainee import Trainee
 
 
+NOISE_TIMES_MAX = 3
+"""The tolerance of `tolerance`, in units of the largest measured noise."""
+ROUNDING_RATIO = 2.0**-23
+"""Relative resolution of float32. A few samples of the noise can be smaller than it by chance."""
+NUM_ORDERS = 3
+
+
 class Difference(Struct, frozen=True, kw_only=True):
     """The largest differences between two trainings; of parameters, their fp32 masters.
 
     `param_rel` is |a - b| / |b| of all parameters as one vector, Euclidean: a tensor whose true
     gradient is zero (the bias of the keys) holds nothing but noise, and would drown the others.
+    `optimizer_rel` is the same of Adam's first and second moments, the larger of the two; infinite
+    where the numbers of optimizer steps differ.
     """
 
     num_losses: int
@@ -50,6 +61,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     loss_rel: float
     param_abs: float
     param_rel: float
+    optimizer_rel: float
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -60,13 +72,35 @@ class Result(Struct, frozen=True, kw_only=True):
     path: str
 
 
+def orders(num: int) -> list[list[int]]:
+    """NUM_ORDERS orders in which `num` micro-batches are summed: up, down, shuffled."""
+    up = list(range(num))
+    return [up, up[::-1], random.Random(num).sample(up, num)]
+
+
+def tolerance(noises: Sequence[float]) -> float:
+    """How far from the reference run still counts as equal, by the noise of the other orders.
+
+    NaN, which nothing is below, where a noise is not finite.
+    """
+    if not all(map(math.isfinite, noises)):
+        return math.nan
+    return NOISE_TIMES_MAX * max(ROUNDING_RATIO, *noises)
+
+
+def state_folder(out: Path, iteration: int) -> Path:
+    """Where `train_undisturbed` saves the state after that many iterations, if it is kept."""
+    return out / f"iter-{iteration}"
+
+
 def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
                       tell: Callable[[int, float], None] | None = None,
-                      num_iterations: int | None = None) -> Result:
+                      num_iterations: int | None = None, keep: Collection[int] = ()) -> Result:
     """Train; the final state goes to `out`/final.
 
     `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
     `num_iterations` stops after so many, as a task that is cancelled (default: all).
+    `keep` has the numbers of iterations after which the state goes to `state_folder`, too.
     """
     import torch
     import torch.distributed as dist
@@ -118,6 +152,8 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         history.add(iteration, loss, 0.0)
         if tell is not None:
             tell(iteration, loss)
+        if iteration + 1 in keep:
+            checkpoint.save(str(state_folder(out, iteration + 1)), trainee, iteration + 1, history)
     shutil.rmtree(out / "final", ignore_errors=True)
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     process_groups.forget()
@@ -166,20 +202,29 @@ def compare(one: Path | str, other: Path | str) -> Difference:
     mine, theirs = read(one), read(other)
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
     loss_abs = [abs(a - b) for a, b in losses]
-    param_abs, gaps, norms = [0.0], [0.0], [1e-300]
     kind = "master." if any(name.startswith("master.") for name in theirs) else "model."
-    for name, wanted in theirs.items():
-        if name.startswith(kind):
-            gap = (mine[name] - wanted).double()
-            param_abs.append(gap.abs().max().item())
-            gaps.append(gap.square().sum().item())
-            norms.append(wanted.double().square().sum().item())
+    param_abs, param_rel = _gap(mine, theirs, kind)
+    moments = [_gap(mine, theirs, f"optimizer.{moment}.")[1]
+               for moment in ("exp_avg", "exp_avg_sq")]
+    steps = mine["numbers.adam_step"], theirs["numbers.adam_step"]
     return Difference(
         num_losses=len(losses), loss_abs=_most(loss_abs),
         loss_rel=_most([_ratio(gap, abs(b)) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
-        param_abs=_most(param_abs),
-        param_rel=math.sqrt(math.fsum(gaps) / math.fsum(norms)),
+        param_abs=param_abs, param_rel=param_rel,
+        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf,
     )
+
+
+def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float, float]:
+    """Of all tensors of that kind as one vector: the largest and the relative difference."""
+    largest, gaps, norms = [0.0], [0.0], [1e-300]
+    for name, wanted in theirs.items():
+        if name.startswith(kind):
+            gap = (mine[name] - wanted).double()
+            largest.append(gap.abs().max().item())
+            gaps.append(gap.square().sum().item())
+            norms.append(wanted.double().square().sum().item())
+    return max(largest), math.sqrt(math.fsum(gaps) / math.fsum(norms))
 
 
 def read(folder: Path | str) -> dict[str, Any]:
@@ -222,35 +267,41 @@ def main() -> None:
     parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
     parser.add_argument("--iterations", type=int, metavar="N", help="stop after so many")
-    parser.add_argument("--reversed", action="store_true", help="sum micro-batches backwards")
-    parser.add_argument("--compare", help="a checkpoint to hold to the twin")
-    parser.add_argument("--to", help="hold it to this checkpoint instead")
+    parser.add_argument("--order", type=int, default=0, choices=range(NUM_ORDERS),
+                        help="sum micro-batches up (0, the default), down (1) or shuffled (2)")
+    parser.add_argument("--keep", type=int, nargs="*", default=[], metavar="N",
+                        help="save the state after N iterations, too, in iter-N/")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="CKPT",
+                        help="checkpoints to hold to the reference run")
+    parser.add_argument("--to", nargs="+", metavar="CKPT",
+                        help="hold each to one of these checkpoints instead")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    twin: Path | str | None = asked.to
+    held_to: list[Path | str] = asked.to or []
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
-        twin = _train(asked.spec, asked.out, backwards=asked.reversed,
-                      num_iterations=asked.iterations)
-    if asked.compare is not None:
-        if twin is None:
-            parser.error("--compare needs --to or --spec")
-        gap = compare(asked.compare, twin)
+        final = _train(asked.spec, asked.out, order=asked.order,
+                       num_iterations=asked.iterations, keep=asked.keep)
+        held_to = held_to or [final] * len(asked.compare)
+    if len(asked.compare) != len(held_to):
+        parser.error("--compare needs --spec, or as many checkpoints after --to")
+    for one, other in zip(asked.compare, held_to, strict=True):
+        gap = compare(one, other)
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
 
 
-def _train(file: Path, out: Path, *, backwards: bool, num_iterations: int | None) -> Path:
+def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
+           keep: Collection[int]) -> Path:
     spec = parse(json.loads(file.read_text()))
     if spec.train is None:
-        raise UsageError("a command task has no twin", "give the spec of a train: task")
-    items = range(spec.train.num_micro_batches)
+        raise UsageError("a command task has no reference run", "give the spec of a train: task")
 
     def tell(iteration: int, loss: float) -> None:
         _say({"iteration": iteration, "loss": loss})
 
-    result = train_undisturbed(spec.train, out, order=items[::-1] if backwards else items,
-                               tell=tell, num_iterations=num_iterations)
+    result = train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
+                               tell=tell, num_iterations=num_iterations, keep=keep)
     _say({"losses": result.losses, "digest": result.digest, "path": result.path})
     return Path(result.path)
 

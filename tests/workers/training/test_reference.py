@@ -1,0 +1,61 @@
+"""The comparison with reference runs: it notices one lost micro-batch, and no order of summing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from nursery import PATCH, Nursery
+from rank_driver import small_spec
+from rank_twin import TWIN_S, Twin
+from unicron.workers.training.reference import tolerance
+
+ITERATIONS_NUM = 14
+LOST = f"""
+import json, os, random, sys
+from pathlib import Path
+from unicron.events.spec.job import parse
+from unicron.workers import linux
+from unicron.workers.training import reference
+forward = reference._forward
+def without(trainee, words, iterator, ddp):
+    at = next(iterator)
+    output, summed = forward(trainee, words, iter([at]), ddp)
+    if at == ({ITERATIONS_NUM - 2}, lost):
+        return output, lambda losses: (summed(losses)[0] * 0.0, *summed(losses)[1:])
+    return output, summed
+reference._forward = without
+train = parse(json.loads(spec)).train
+linux.die_with(os.getppid())
+items = list(range(train.num_micro_batches))
+order = items if lost is not None else random.Random(1).sample(items, len(items))
+reference.train_undisturbed(train, Path(folder), order=order)
+sys.exit()
+"""
+"""Trains `spec` into `folder`. Two iterations before the end, the gradient of micro-batch `lost` is
+zero, while its loss is reported as ever. If `lost` is None, the micro-batches are summed in an
+order that is none of `orders`.
+"""
+
+
+@pytest.mark.parametrize("lost", [3, None], ids=["lost", "reordered"])
+def test_a_micro_batch_lost_two_iterations_before_the_end_is_noticed(
+        lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery) -> None:
+    right = twin(iterations=ITERATIONS_NUM)
+    spec = msgspec.json.encode(small_spec(tmp_path / "out", iterations=ITERATIONS_NUM))
+    asked = f"spec, folder, lost = {spec!r}, {str(tmp_path)!r}, {lost}{LOST}"
+    log = tmp_path / "log"
+    with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+        run = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "reference",
+                            PATCH: asked},
+                           output.fileno(), nothing.fileno())
+    assert run.wait(TWIN_S) == 0, log.read_text()
+    ours = right.difference(tmp_path / "final")
+    others = [right.difference(right.path.parents[1] / str(order) / "final") for order in (1, 2)]
+    equal = {name: getattr(ours, name) <= tolerance([getattr(one, name) for one in others])
+             for name in ("loss_rel", "param_rel", "optimizer_rel")}
+    print(ours, others)
+    assert all(equal.values()) if lost is None else not equal["optimizer_rel"], (ours, others)
