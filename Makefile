@@ -12,7 +12,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 30 $(TEST
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-sim disasters check types docs wheel clean
+.PHONY: help setup demo test simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-sim bench-paper figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,8 +81,14 @@ bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and t
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
+bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
+	@PYTHONPATH=tests $(BIN)/python -P -m bench.paper -n $(N)
+
+figures: setup types ## write what was measured into README and the guides, with commit and date
+	@PYTHONPATH=tests:.typing $(BIN)/python docs/reference/figures.py
+
 disasters: setup types ## play other people's disasters and write their figures into the guide
-	@$(BIN)/python docs/reference/disasters.py
+	@PYTHONPATH=tests:.typing $(BIN)/python docs/reference/figures.py disasters
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .

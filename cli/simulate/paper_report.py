@@ -358,8 +358,9 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
             pictured(of_changes(found, value), folder,
                           table(*_change_rows(found, value))),
             section("The constants", "Seconds. Unicron's are measured by this project's "
-                         "benches, but for start_s; the others' are published. Where each is from "
-                         "stands in control_plane/simulation/policies/ and docs/guides/paper.md.",
+                         "benches, but for start_s; those of other policies are the more "
+                         "favourable to them of the published and the measured ones. Sources: "
+                         "control_plane/simulation/policies/ and docs/guides/paper.md.",
                          table(*_constants(), ours=OURS)),
         ], f"unicron {__version__}, unicron simulate paper --seeds {found.seeds}; our reading of "
         "arXiv 2401.00134, whose text says less than a simulation needs (docs/guides/paper.md).")

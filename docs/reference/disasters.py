@@ -1,9 +1,8 @@
-"""Plays other people's disasters and writes their figures into disasters.md: `make disasters`."""
+"""Plays other people's disasters: the table of disasters.md, for figures.py."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ ROOT = HERE.parents[2]
 PAGE = ROOT / "docs" / "guides" / "disasters.md"
 SCENARIOS = ROOT / "deploy" / "scenarios" / "disasters"
 INCIDENTS = ROOT / "tests" / "data" / "incidents_opt_bloom.jsonl"
-BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->"
+BEGIN, END = "<!-- figures: disasters -->\n", "<!-- end -->"
 # By line of the incidents' file; empty: the simulator cannot play it, and the page says why.
 NAMES = (
     "opt-2021-11-05-ecc", "opt-2021-11-11-mixed", "opt-2021-11-17-forty-restarts",
@@ -79,22 +78,15 @@ def incidents(log: list[Record]) -> str:
 
 def rows(page: str) -> dict[str, str]:
     """The lines of the page's table, by scenario."""
-    table = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD)
-    return {line.split("`")[1]: line for line in table.splitlines(keepends=True)}
+    block = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD)
+    return {line.split("`")[1]: line for line in block.splitlines(keepends=True)
+            if line.startswith("|")}
 
 
-def main() -> None:
-    """Write them all, or those that are named."""
-    page = PAGE.read_text(encoding="utf-8")
-    found = rows(page)
-    names = [name for name in (*NAMES, *MODERN) if name]
-    for name in sys.argv[1:] or names:
-        found[name] = row(name)
-        sys.stderr.write(found[name])
-    table = HEAD + "".join(found[name] for name in names if name in found)
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + table + END, page,
-                           flags=re.DOTALL), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def table() -> str:
+    """The whole table, from a run of each scenario."""
+    lines = [HEAD]
+    for name in [name for name in (*NAMES, *MODERN) if name]:
+        lines.append(row(name))
+        sys.stderr.write(lines[-1])
+    return "".join(lines)

@@ -3,7 +3,7 @@
 `make chaos-training ROUNDS=100 SEED=4`: a whole cluster of real processes on this machine, three
 nodes of two slots, a GPT on four ranks, ten iterations for every fault. Exits with 1 when losses or
 parameters are not the twin's, an iteration was lost or a checkpoint read. With PICTURE=docs the
-picture is README's, and the text below it is written anew from the run.
+picture is README's, and `make figures` writes the text below it from the run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import shutil
 import signal
 import statistics
 import sys
-import textwrap
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import chaos_picture
+from bench.recovery.rows import stamp
 from chaos_faults import Striker, draw
 from nursery import Nursery
 from rank_twin import Twin
@@ -41,9 +41,7 @@ POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0,
 """Faults as many as these are no sign of a bad slot."""
 TWIN_S_MAX = 7200.0
 STALLED_S_MAX = 300.0
-TOLD_ITERATIONS, CAPTION_COLUMNS = 100, 100
-README = Path("README.md")
-BEGIN, END = "<!-- chaos training -->\n", "<!-- end of chaos training -->"
+TOLD_ITERATIONS = 100
 
 
 class Struck(NamedTuple):
@@ -185,35 +183,33 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
         print(f"  {name.replace('_', ' '):24} {value:.4g} {unit}".rstrip())
     print(f"  tolerance                {NOISE_TIMES_MAX} x the noise of summing in another order")
     print("EQUAL" if equal else "NOT EQUAL")
-    _write(run, figures, equal)
+    _write(run, figures, equal, picture)
     picture.mkdir(parents=True, exist_ok=True)
     files = [picture / f"chaos-training.{ending}" for ending in ("svg", "png")]
     chaos_picture.draw(
         chaos_picture.Curves(losses, calm[0], calm[1],
                              [(fault.kind, fault.iteration) for fault in run.faults]),
         f"{len(losses)} iterations through {len(run.faults)} faults", files)
-    if picture == Path("docs"):
-        _caption(run, figures, equal)
     print("picture:", *files)
     return 0 if equal else 1
 
 
-def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> None:
+def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool, picture: Path) -> None:
+    """The rows; and, of the run whose picture is README's, the text below it for `make figures`."""
     case = f"chaos, {len(run.faults)} faults"
     rows: list[dict[str, Any]] = [
         {"case": case, "system": "unicron", "metric": name, "value": value, "unit": unit, "n": 1}
         for name, (value, unit) in {**figures, "equal": (int(equal), "")}.items()]
     FIGURES.parent.mkdir(parents=True, exist_ok=True)
     FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
+    stamp(FIGURES, {"text": _caption(run, figures, equal)} if picture == Path("docs") else {})
 
 
-def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> None:
-    """Say under README's picture what this run was."""
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
+def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> str:
+    """What this run was."""
     kinds = Counter(fault.kind for fault in run.faults)
     number = {name: f"{value:.2g}" for name, (value, _) in figures.items()}
-    caption = (
+    return (
         f"One training of {run.iterations} iterations on four ranks, and the same without a fault: "
         f"{len(run.faults)} faults drawn at random "
         f"({', '.join(f'{num} x {kind}' for kind, num in kinds.items())}), "
@@ -228,8 +224,6 @@ def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> No
         f"{POLICY['stopped_s_max']:g} s, a silent node {POLICY['silence_s_max']:g} s) and all that "
         f"is done again, on {os.cpu_count()} cores under a load of {run.load:.0f}. "
         "`make chaos-training`")
-    README.write_text(f"{before}{BEGIN}{textwrap.fill(caption, CAPTION_COLUMNS)}\n{END}"
-                      f"{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def _spec(output: Path, iterations: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.recovery.rows import stamp
 from matrix.cells import FAULTS, Cell, cells
 from matrix.table import table
 from matrix.trial import Trials, Verdict
@@ -46,6 +47,7 @@ def main() -> None:
     FIGURES.parent.mkdir(parents=True, exist_ok=True)
     FIGURES.write_text(json.dumps([row for verdict in verdicts for row in _figures(verdict)],
                                   indent=1) + "\n")
+    stamp(FIGURES)
     print(f"figures: {FIGURES}")
     sys.exit(1 if counts["not equal"] else 0)
 

@@ -314,7 +314,8 @@ def _of(recording: Recording, choice: Choice, one: Played) -> list[str]:
     if not as_measured(choice):
         longest_s = max([costs.until_told_s(fault.cause, 0.0) for fault in _faults(recording)
                          if fault.event == "fault"], default=0.0) + costs.start_s
-        found.append(f"{name}: our reading of it, with the costs that it publishes" + (
+        found.append(f"{name}: our reading of it, with the published or the measured costs, "
+                     "whichever favour it" + (
             f"; a fault and a restart alone take {longest_s:g} s, longer than the horizon"
             if longest_s > horizon_s else ""))
     if choice.weights:

@@ -1,27 +1,18 @@
-"""The policies that a simulation compares: each a file, with the sources of its constants."""
+"""The policies that a simulation compares, with the published and measured source of each constant.
+
+Read `policy` first, then `unicron`, then the others. A policy replaces `decide`; all policies go
+through the same fold and the same transitions.
+"""
 
 from __future__ import annotations
 
-from . import (
-    bamboo,
-    by_size,
-    by_weight,
-    equally,
-    kubernetes,
-    megatron,
-    megatron_spares,
-    oobleck,
-    requeue,
-    shrink,
-    spares,
-    unicron,
-    varuna,
-)
+from . import allocation_rules, elastic, restarting, unicron
 from .policy import Policy
 
 POLICIES: dict[str, Policy] = {
-    "unicron": unicron.POLICY, "shrink": shrink.POLICY, "spares": spares.POLICY,
-    "requeue": requeue.POLICY, "kubernetes": kubernetes.POLICY, "megatron": megatron.POLICY,
-    "megatron-spares": megatron_spares.POLICY, "oobleck": oobleck.POLICY, "bamboo": bamboo.POLICY,
-    "varuna": varuna.POLICY, "equally": equally.POLICY, "by-weight": by_weight.POLICY,
-    "by-size": by_size.POLICY}
+    "unicron": unicron.POLICY, "shrink": elastic.SHRINK, "spares": restarting.SPARES,
+    "requeue": restarting.REQUEUE, "kubernetes": restarting.KUBERNETES,
+    "megatron": restarting.MEGATRON, "megatron-spares": restarting.MEGATRON_SPARES,
+    "oobleck": elastic.OOBLECK, "bamboo": elastic.BAMBOO, "varuna": elastic.VARUNA,
+    "equally": allocation_rules.EQUALLY, "by-weight": allocation_rules.BY_WEIGHT,
+    "by-size": allocation_rules.BY_SIZE}

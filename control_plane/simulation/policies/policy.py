@@ -1,4 +1,4 @@
-"""A policy: what decides, and what its steps take."""
+"""A policy: what decides after a fault, and how long its steps take."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from msgspec import Struct, field
 
 from ...decide.decide import Decide
 
-# --- What a policy's steps take, in seconds. ---
-
 
 class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one policy. Where the figures are from stands in its file.
+    """How long the steps of one policy take, in seconds. The file of the policy names the sources.
 
-    `detect_s` is from a fault until it is told, by cause; of the others `detect_other_s`. Of those
-    in `detect_iterations` it is so many iterations instead, where these take longer. `start_s` is
-    from the order to start a process until it trains, or where it heals in memory, until it holds.
-    `quiesce_s`: until a member has left its generation when it is told to at once. `regroup_s`:
-    until the members are in the next one, with their parts of the state. A checkpoint is made every
-    `checkpoint_s` of training, a copy in memory every `copy_s`, 0 for none. `speed` is that of
-    training without a fault, beside Megatron's. `num_spares` nodes are kept idle.
+    `detect_s`: from a fault until it is reported, by cause; `detect_other_s` for all other causes.
+    A cause in `detect_iterations` takes at least so many iterations. `start_s`: from the order to
+    start a process until it trains, or, in a task that heals in memory, until it is ready.
+    `quiesce_s`: until a member has left its generation after the order to leave at once.
+    `regroup_s`: until the members are in the next generation, with their parts of the state. A
+    checkpoint is made every `checkpoint_s` of training, a copy in memory every `copy_s`, 0 for
+    none. `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are
+    kept idle.
     """
 
     detect_s: dict[str, float]
@@ -35,24 +34,24 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_spares: int = 0
 
     def until_told_s(self, cause: str, iteration_s: float) -> float:
-        """From a fault of this cause until it is told, where an iteration takes so long."""
+        """From a fault of this cause until it is reported, if an iteration takes `iteration_s`."""
         return max(self.detect_s.get(cause, self.detect_other_s),
                    self.detect_iterations.get(cause, 0.0) * iteration_s)
 
 
 class Told(Struct, frozen=True, kw_only=True):
-    """What a policy knows of a run before it begins. `params`: of the model, by task's name."""
+    """What a policy knows about a run before it begins. `params`: of the model, by task name."""
 
     costs: Costs
     params: Mapping[str, float]
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """`heals`: members go on in memory; else all processes of a task start again together.
+    """`heals`: members continue in memory; otherwise all processes of a task restart together.
 
-    `escalates`: nodes are quarantined and tasks given up as the limits say; others know neither.
-    `decides` makes the `decide` of one run. `quick`: the same decisions with less to explain them,
-    where nobody keeps the log. `by_params`: it asks for each task's parameters.
+    `escalates`: nodes are quarantined and tasks fail as the limits say; others do neither.
+    `decides` makes the `decide` of one run. `quick` makes the same decisions with less explanation;
+    it is used when nobody keeps the log. `by_params`: it needs the parameters of each task.
     """
 
     what: str

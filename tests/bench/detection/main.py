@@ -19,7 +19,7 @@ from bench.detection import faults, network, overhead
 from bench.detection.faults import CASES, NotStruck, Trial
 from bench.detection.torchrun import Torchrun
 from bench.detection.unicron import Watched
-from bench.recovery.main import commit, interrupt, words
+from bench.recovery.main import interrupt, words
 from bench.recovery.rows import Row, row, table, write
 from bench.recovery.trial import NotStarted
 from bench.recovery.unicron import Unicron
@@ -64,9 +64,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         write(rows, asked.out, {
-            "cores": os.cpu_count(), "commit": commit(), "load_1min": os.getloadavg()[0],
-            "took_s": round(time.monotonic() - began_s), "paper_s": PAPER_S,
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+            "cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
+            "took_s": round(time.monotonic() - began_s), "paper_s": PAPER_S})
         print("\n" + table(rows))
         for line in held_to(rows):
             print(line)

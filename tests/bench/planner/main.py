@@ -56,8 +56,7 @@ def main() -> None:
         sys.exit("interrupted")
     write(rows, asked.out, {
         "versions": environment.versions(), "cores": os.cpu_count(), "rounds": asked.n,
-        "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0],
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+        "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0]})
     print("\n" + table(rows))
     for line in held_to(rows):
         print(line)

@@ -1,4 +1,4 @@
-"""The bench's own environment in build/bench: Unicron and the peers, pinned, and one torch."""
+"""The environment of the recovery bench: Unicron, the pinned peers, one torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.environment import ROOT, lay, pip
 
-PLACE = ROOT / "build" / "bench"
+PLACE = ROOT / "build" / "bench-recovery"
 PYTHON = PLACE / "venv" / "bin" / "python"
 ABSENT = PLACE / "absent.json"
 PINS = (ROOT / "constraints.txt", Path(__file__).with_name("constraints-peers.txt"))

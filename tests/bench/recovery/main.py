@@ -10,7 +10,6 @@ import argparse
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -81,9 +80,7 @@ def _measure(asked: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         rows += layouts.reshaped(rows)
         about = {"versions": environment.versions(), "cores": os.cpu_count(),
-                 "commit": commit(), "took_s": round(time.monotonic() - began_s),
-                 "load_1min": os.getloadavg()[0],
-                 "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+                 "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0]}
         write(rows, asked.out, about)
         print("\n" + table(rows))
         for line in _held_to(rows):
@@ -157,13 +154,6 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
     for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):
         goal(f"{case} iteration_ratio", found.get((case, "unicron", "iteration_ratio")), most)
     return lines
-
-
-def commit() -> str:
-    """Of the checkout that is measured."""
-    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-                          capture_output=True, text=True, check=False, timeout=10)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

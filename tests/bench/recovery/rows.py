@@ -1,9 +1,11 @@
-"""The bench's rows: medians, intervals, the table, the file. Pure but for `write`."""
+"""The bench's rows: medians, intervals, the table, the file with its stamp."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -96,7 +98,22 @@ def ratio(rows: Sequence[Row], case: str, metric: str, over: str, under: str) ->
 
 
 def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
-    """The rows as a list; beside them, in NAME.about.json, what they were measured on."""
+    """The rows as a list; beside them, in NAME.stamp, what they were measured on."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
-    file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
+    stamp(file, about)
+
+
+def stamp(file: Path, about: dict[str, Any] | None = None) -> None:
+    """Beside the rows: commit, time, and what else is to be known (JSON; docs/reference/figures.py
+    reads it)."""
+    file.with_suffix(".stamp").write_text(json.dumps(describe() | (about or {}), indent=1) + "\n")
+
+
+def describe() -> dict[str, Any]:
+    """The commit of this checkout, `-dirty` where files differ from it, and the time."""
+    done = subprocess.run(["git", "-C", str(Path(__file__).parents[1]), "describe", "--always",
+                           "--dirty", "--exclude=*"],
+                          capture_output=True, text=True, check=False, timeout=10)
+    return {"commit": done.stdout.strip() or "unknown",
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

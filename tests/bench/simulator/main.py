@@ -42,13 +42,12 @@ def main() -> None:
     began_s, rows = time.monotonic(), list[Row]()
     try:
         for case in asked.cases:
-            rows += measured(case, asked.systems, asked.n, asked.out.parent)
+            rows += measured(case, asked.systems, asked.n, ROOT / "build" / "bench-sim")
     except KeyboardInterrupt:
         sys.exit("interrupted")
     write(rows, asked.out, {
         "cores": os.cpu_count(), "rounds": asked.n, "load_1min": os.getloadavg()[0],
-        "took_s": round(time.monotonic() - began_s),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+        "took_s": round(time.monotonic() - began_s)})
     print("\n" + table(rows))
     for line in (*growth(rows), *held_to(rows)):
         print(line)

@@ -255,12 +255,12 @@ def test_the_command_on_a_real_log(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.CaptureFixture[str]
                                                               ) -> None:
-    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha = 3"], policies=["shrink"],
+    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha = 3"], policies=["megatron"],
                       as_json=True)
     choices = json.loads(capsys.readouterr().out)["choices"]
     assert [one["choice"] for one in choices] == [
-        "", "unicron weight.alpha=3", "shrink weight.alpha=3"]
-    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha=3"], policies=["shrink"],
+        "", "unicron weight.alpha=3", "megatron weight.alpha=3"]
+    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha=3"], policies=["megatron"],
                       as_json=False)
     page = capsys.readouterr().out
     assert "set        weight.alpha=3" in page

@@ -56,7 +56,8 @@ def test_a_restart_costs_detection_repair_the_start_and_what_was_done_since_the_
     - 1) of training again each time, for a checkpoint every C: what is left of an exponential."""
     costs = policies.POLICIES["megatron"].costs
     mtbf_s, away_s = 3 * HOUR_S, 2 * HOUR_S
-    stands_s = costs.start_s + (away_s if cause == NODE else costs.detect_other_s)
+    stands_s = costs.start_s + (
+        away_s if cause == NODE else costs.until_told_s(cause, 0.0))
     each_s = costs.checkpoint_s
     again_s = mtbf_s - each_s / math.expm1(each_s / mtbf_s)
     up, again = list[float](), list[float]()
@@ -103,5 +104,5 @@ def test_a_spare_is_enough_until_a_second_node_is_away() -> None:
     away = away_s / (mtbf_s + away_s)
     two = 1 - (1 - away) ** nodes - nodes * away * (1 - away) ** (nodes - 1)
     begins = away_s / horizon_s * two
-    short = nodes / (mtbf_s + away_s) * (costs.detect_other_s + costs.start_s)
+    short = nodes / (mtbf_s + away_s) * (costs.until_told_s(NODE, 0.0) + costs.start_s)
     near(waits, two, begins + short * two)

@@ -159,10 +159,10 @@ def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> No
     """The second victim's end is told half an hour later than the first one's: by the order to
     stop, the agent looks."""
     second = Happening(DAY_S + 1000, "n3", "fault", PROCESS)
-    found = play("megatron", [Happening(DAY_S, "n2", "fault", PROCESS), second]).earnings
-    costs = policies.POLICIES["megatron"].costs
+    data = plain(policies={"megatron": {"detect_s": {PROCESS: 1800.0}}})
+    found = play("megatron", [Happening(DAY_S, "n2", "fault", PROCESS), second], data).earnings
     assert sum(found.down_s.values()) == pytest.approx(
-        costs.until_told_s(PROCESS, 10.0) + costs.start_s)
+        1800.0 + policies.POLICIES["megatron"].costs.start_s)
 
 
 def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() -> None:

@@ -1,0 +1,19 @@
+"""Allocation rules in the place of the plan; detection and healing are Unicron's."""
+
+from __future__ import annotations
+
+from .baseline import sharing
+from .policy import Policy
+from .unicron import POLICY as UNICRON
+
+EQUALLY = Policy(
+    what="the same number of slots to each task, healed in memory",
+    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _: sharing(lambda _: 1.0))
+BY_WEIGHT = Policy(
+    what="slots in proportion to the weights, healed in memory",
+    heals=True, escalates=True, costs=UNICRON.costs,
+    decides=lambda _: sharing(lambda wish: wish.weight))
+BY_SIZE = Policy(
+    what="slots in proportion to the models' sizes, healed in memory",
+    heals=True, escalates=True, costs=UNICRON.costs, by_params=True,
+    decides=lambda run: sharing(lambda wish: run.params[wish.name]))

@@ -1,0 +1,74 @@
+"""Policies that restart the whole job from a checkpoint.
+
+Each constant is the one more favourable to the policy: the published value or what this project's
+benches measured with four ranks over gloo on two cores. "Bench" is docs/guides/bench-detection.md
+and docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also on four ranks.
+
+| constant | published | measured |
+|---|---|---|
+| a process has ended | 1,800 s (Unicron, arXiv 2401.00134, table 2, "without") | 0.21 s (bench) |
+| a process raises | 1,800 s (the same) | 1.08 s (bench) |
+| a node is lost | 5.7 s (the same, our reading) | 1.17 s (bench, `agent_killed`) |
+| network, hang | 600 s (torch: NCCL's default), 1,800 s (Unicron) | not within 30 s (bench) |
+| Megatron starts again | 540 s to queue and 840 s for environment and CUDA (Unicron) | 4.0 s |
+| Slurm ends and schedules a job | 30 s (KillWait), 454 s (below) | no |
+| Slurm notices a lost node | 300 s (SlurmdTimeout) | no |
+| Kubernetes notices a lost node | 40 s and 300 s (below) | no |
+| Kubernetes starts a container again | 10 s (first back-off) | no |
+| spares: noticed, restarted | 60 s (ByteRobust), 45 s (HyperPod: 105 s in all) | 2.6 s (trial) |
+| spares: a hang is noticed | 60 s (ByteRobust) | 2.06 s (bench) |
+| checkpoint | each 1,800 s: 15 min are done again (Unicron) | a setting |
+
+4.0 s: torchrun's restart took 4.2 s (trial; 7.5 s in the bench) until the next step, 0.21 s of it
+to notice. Without a GPU, so less than CUDA and NCCL need. Scheduling takes 454 s at 2,048 GPUs, the
+least published (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period 40 s,
+then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ....events.records import statuses as s
+from .baseline import following, kept, moved
+from .policy import Costs, Policy
+
+START_S = 4.0
+"""torchrun's restart: processes that import, build the model and load a checkpoint."""
+NODE_S, EXIT_S, RAISED_S = 1.17, 0.21, 1.08
+COLLECTIVE_S = 600.0
+_SILENT = dict.fromkeys((s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG),
+                        COLLECTIVE_S)
+"""Nobody reports these until the collective's timeout."""
+
+MEGATRON = Policy(
+    what="restart from the checkpoint, once the node is back",
+    heals=False, decides=lambda _: following(kept),
+    costs=Costs(
+        detect_s={s.LOST_CONNECTION: NODE_S, s.EXITED_ABNORMALLY: EXIT_S, **_SILENT},
+        detect_other_s=RAISED_S, start_s=START_S, checkpoint_s=1800.0))
+MEGATRON_SPARES = Policy(
+    what="a spare node takes over; the job restarts from the checkpoint",
+    heals=False, decides=lambda run: following(moved, run.costs.num_spares),
+    costs=replace(MEGATRON.costs, num_spares=1))
+REQUEUE = Policy(
+    what="Slurm requeues the whole job, on free nodes of its size",
+    heals=False, decides=lambda _: following(moved),
+    # The job's processes run under torchrun, which ends the job when one of them ends.
+    costs=replace(MEGATRON.costs, detect_s={**MEGATRON.costs.detect_s, s.LOST_CONNECTION: 300.0},
+                  start_s=30.0 + 454.0 + START_S))
+KUBERNETES = Policy(
+    what="Kubernetes evicts the pods and starts the whole job again",
+    heals=False, decides=lambda _: following(moved),
+    costs=replace(MEGATRON.costs, detect_s={s.LOST_CONNECTION: 40.0 + 300.0, **_SILENT},
+                  detect_other_s=10.0))
+SPARES = Policy(
+    what="a spare node takes over; the job restarts in its processes",
+    heals=False, decides=lambda run: following(moved, run.costs.num_spares),
+    costs=Costs(
+        # NVRx was 1.85 s later after SIGSTOP than after SIGKILL. A lost node as by torchrun.
+        detect_s={s.LOST_CONNECTION: NODE_S, **dict.fromkeys(_SILENT, EXIT_S + 1.85)},
+        detect_other_s=EXIT_S, start_s=2.6 - EXIT_S,
+        # State comes from a peer's memory, so that one iteration is done again (AWS, HyperPod):
+        # 10 s in the paper's scenarios.
+        checkpoint_s=10.0, num_spares=1))

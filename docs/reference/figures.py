@@ -1,0 +1,259 @@
+"""Writes measured figures into README and the guides: `make figures`.
+
+A block begins with `<!-- figures: NAME -->` and ends with `<!-- end -->`. Its last line says at
+which commit and when it was measured, from the stamp beside the rows in build/bench (`make bench-…`
+writes both). A block whose rows are not all there stays as it is. Disasters are played here. With
+names, only those blocks are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.detection import faults
+from bench.detection import main as detection
+from bench.planner import main as planner
+from bench.recovery.rows import Row, describe, table
+from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "build" / "bench"
+COLUMNS = 100
+LAYOUTS = {
+    "TP 2 x DP 2 to TP 2 and back": ("tp2dp2_sigkill", "unicron"),
+    "PP 2 x DP 2 to PP 3 and back": ("pp2dp2_sigkill", "unicron"),
+    "DP 4 to DP 3 and back, mirrored": ("zero1_sigkill", "unicron_mirrored"),
+    "the same, sharded: set back to its copy": ("zero1_sigkill", "unicron_sharded")}
+TRACES = ("trace-a", "trace-b")
+LAYOUT_CASES = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
+POLICIES = {
+    "megatron": "megatron", "megatron-spares": "megatron-spares", "requeue": "requeue (Slurm)",
+    "kubernetes": "kubernetes", "spares": "spares, in-process restart",
+    "shrink": "shrink (torchft)", "oobleck": "oobleck", "bamboo": "bamboo (paper: remembered)",
+    "varuna": "varuna", "equally": "equally", "by-weight": "by weight", "by-size": "by size"}
+About = dict[str, Any]
+
+
+class Block(NamedTuple):
+    """`rows`: the file of its rows in build/bench, empty if it is computed here. `cases`: those it
+    needs. `metric`: whose number of trials the stamp tells. `text` may return an empty text:
+    nothing to write."""
+
+    page: str
+    rows: str
+    cases: tuple[str, ...]
+    metric: str
+    text: Callable[[Sequence[Row], About], str]
+
+
+def rewritten(page: str, name: str, text: str, commit: str, at: str, num: str) -> str:
+    """The page with this text and stamp in the block. Raises ValueError if there is none."""
+    mark = re.escape(f"<!-- figures: {name} -->\n")
+    body = f"{text.strip()}\n\nMeasured at commit {commit} on {at[:10]}, n={num}.\n"
+    fresh, found = re.subn(f"({mark}).*?(<!-- end -->)", lambda one: one[1] + body + one[2], page,
+                           flags=re.DOTALL)
+    if found != 1:
+        raise ValueError(f"{found} blocks {name}")
+    return fresh
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a bench, a simulation's `least` and `most` among them."""
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return [Row(one["case"], one["system"], one["metric"], one["value"], one["unit"], one["n"],
+                one.get("note", ""), one.get("low", one.get("least")),
+                one.get("high", one.get("most"))) for one in rows]
+
+
+def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED) -> str:
+    """Rewrite the block if it was measured; what was done, in words."""
+    rows: list[Row] = []
+    about: About = describe()
+    if block.rows:
+        file = measured / f"{block.rows}.json"
+        stamp = file.with_suffix(".stamp")
+        if not file.exists() or not stamp.exists():
+            return f"not measured: no {file.name} with a stamp"
+        rows, about = read(file), json.loads(stamp.read_text(encoding="utf-8"))
+        missing = [case for case in block.cases if all(one.case != case for one in rows)]
+        if missing:
+            return f"not measured: {file.name} has no {', '.join(missing)}"
+        rows = [one for one in rows if not block.cases or one.case in block.cases]
+    text = block.text(rows, about)
+    if not text:
+        return f"not measured: {block.rows}.stamp has no text for it"
+    page = root / block.page
+    nums = sorted({one.n for one in rows if one.n and one.metric == block.metric} or {1})
+    num = f"{nums[0]}" if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
+    page.write_text(rewritten(page.read_text(encoding="utf-8"), name, text, about["commit"],
+                              about["at"], num), encoding="utf-8")
+    return f"written: {block.page}"
+
+
+# --- the blocks ---------------------------------------------------------------------------------
+def _lines(head: str, lines: Iterable[Iterable[str]]) -> str:
+    rule = "|" + "---|" * (head.count("|") - 1)
+    return "\n".join([head, rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def _by_key(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
+    return {(one.case, one.system, one.metric): one for one in rows}
+
+
+def _spread(one: Row | None, form: str = ".2g") -> str:
+    if one is None or one.value is None:
+        return "nothing told"
+    spread = ("" if one.low is None or one.high is None
+              else f" [{one.low:{form}}, {one.high:{form}}]")
+    return f"{one.value:{form}}{spread}"
+
+
+def _detection(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    lines = [(f"`{case}`", _spread(found.get((case, "unicron", "detect_s"))),
+              f"{detection.GOALS_S.get(case, '')}", f"{detection.PAPER_S.get(case, '')}",
+              _spread(found.get((case, "torchrun", "detect_s")))) for case in faults.CASES]
+    return _lines("| case | Unicron | goal | the paper's | torchrun |", lines)
+
+
+def _recovery(rows: Sequence[Row], about: About) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return f"{about['cores']} cores; {versions}.\n\n```\n{table(rows)}\n```"
+
+
+def _layouts(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+
+    def cell(place: tuple[str, str], metric: str, over: float = 1.0) -> str:
+        value = found[(*place, metric)].value
+        return "-" if value is None else f"{value / over:.3g}"
+
+    lines = [(label, *(cell(place, metric) for metric in (
+        "fault_to_step_s", "fault_to_resume_s", "iterations_lost", "grow_pause_s")), *(
+        f"{cell(place, f'{what}_moved_bytes', 1e6)} ({cell(place, f'{what}_least_bytes', 1e6)})"
+        for what in ("fault", "grow"))) for label, place in LAYOUTS.items()]
+    return _lines("| | to the next step, s | of that until the new layout trains, s | iterations "
+                  "lost | growing back, s | moved at the fault, MB (least) | moved growing back, "
+                  "MB (least) |", lines)
+
+
+def _planner(rows: Sequence[Row], about: About) -> str:
+    shown = [one for one in rows if one.metric != "objective"]
+    return "\n".join(["```", table(shown), "", *planner.held_to(rows), "```"])
+
+
+def _sim(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    places = dict.fromkeys((one.case, one.system) for one in rows if one.metric == "cpu_s")
+
+    def cell(place: tuple[str, str], metric: str) -> str:
+        value = found[(*place, metric)].value
+        return "-" if value is None else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+
+    return _lines("| GPUs | faults | policy | events | CPU seconds | events/s | MiB |", [
+        (f"{int(case):,}", cell((case, system), "faults"), f"`{system}`", *(
+            cell((case, system), metric) for metric in (
+                "events", "cpu_s", "events_per_s", "peak_mib"))) for case, system in places])
+
+
+def _throughput(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    ways = ("in sample", "out of sample", "one point", "mean of the others")
+    lines: list[list[str]] = []
+    for case in dict.fromkeys(one.case for one in rows if one.metric == "mape_pct"):
+        told = [found.get((case, way, "mape_pct")) for way in ways]
+        num = max(one.n for one in told if one is not None)
+        lines.append([case, f"{num}", *(
+            "" if one is None or one.value is None else f"{one.value:.1f}"
+            + (f" (n {one.n})" if one.n != num else "") for one in told)])
+    return _lines("| rows | n | in sample | out of sample | one point | mean of the others |",
+                  lines)
+
+
+def _paper(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    lines: list[list[str]] = []
+    for system, label in POLICIES.items():
+        cells = [label]
+        for case in TRACES:
+            told = found.get((case, system, "waf_ratio_paper"))
+            cells += [_spread(found[case, system, "waf_ratio"], ".3f" if system == "shrink"
+                              else ".2f"), "" if told is None else f"{told.value:g}"]
+        lines.append(cells)
+    return _lines("| Unicron's accumulated WAF, over | trace-a | the paper | trace-b | the paper |",
+                  lines)
+
+
+def _changes(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    whats = dict.fromkeys((one.case.split(": ")[1], one.system) for one in rows)
+    return _lines("| if | Unicron is, over | trace-a | trace-b |", [
+        (what, system, *(f"{found[f'{case}: {what}', system, 'waf_ratio'].value:.2f}"
+                         for case in TRACES)) for what, system in whats])
+
+
+def _summary(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+
+    def both(system: str, digits: int = 2) -> str:
+        one, two = (found[case, system, "waf_ratio"].value for case in TRACES)
+        return f"{one:.{digits}f} and {two:.{digits}f}"
+
+    return textwrap.fill(
+        f"Unicron earns {both('megatron')} times the weighted FLOP of Megatron that waits for its "
+        "nodes (the paper: 1.2 and 1.9), "
+        f"{both('megatron-spares')} times that of Megatron with a spare node, {both('spares')} "
+        "times that of jobs that each have a spare node and restart in their processes, and "
+        f"{both('shrink', 3)} times that of jobs that shrink.", COLUMNS)
+
+
+def _chaos(rows: Sequence[Row], about: About) -> str:
+    """Written by the run whose picture is in docs."""
+    return textwrap.fill(about.get("text", ""), COLUMNS)
+
+
+def _disasters(rows: Sequence[Row], about: About) -> str:
+    import disasters  # plays scenarios, which takes a minute
+
+    return disasters.table()
+
+
+CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
+BLOCKS = {
+    "detection": Block("docs/guides/bench-detection.md", "detection", faults.CASES,
+                       "detect_s", _detection),
+    "recovery": Block("docs/guides/bench-recovery.md", "recovery", (
+        "dp4_sigkill", "dp4_sigstop", "breakdown", "overhead", "overhead_copies", "restart",
+        "growth_ranks", "growth_params"), "iteration_s", _recovery),
+    "layouts": Block("docs/guides/bench-recovery.md", "recovery", LAYOUT_CASES,
+                     "fault_to_resume_s", _layouts),
+    "planner": Block("docs/guides/bench-planner.md", "planner", planner.CASES, "plan_ms",
+                     _planner),
+    "sim": Block("docs/guides/simulate.md", "sim", ("128", "1280", "10000", "100000"),
+                 "cpu_s", _sim),
+    "throughput": Block("docs/guides/throughput-model.md", "throughput", (), "mape_pct",
+                        _throughput),
+    "paper": Block("docs/guides/paper.md", "paper", TRACES, "waf_ratio", _paper),
+    "sensitivity": Block("docs/guides/paper.md", "paper", CHANGES, "waf_ratio", _changes),
+    "paper-summary": Block("README.md", "paper", TRACES, "waf_ratio", _summary),
+    "chaos-training": Block("README.md", "chaos-training", (), "iterations", _chaos),
+    "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
+
+
+def main() -> None:
+    """Every block, or those that are named."""
+    names = sys.argv[1:] or [*BLOCKS]
+    if unknown := [name for name in names if name not in BLOCKS]:
+        sys.exit(f"no block {unknown[0]}; there are {', '.join(BLOCKS)}")
+    for name in names:
+        sys.stdout.write(f"{name:15} {write(name, BLOCKS[name])}\n")
+
+
+if __name__ == "__main__":
+    main()

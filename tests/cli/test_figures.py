@@ -1,0 +1,96 @@
+"""`make figures`: blocks are written from rows with their stamp, and stay without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_SPEC = importlib.util.spec_from_file_location(
+    "docs_figures", ROOT / "docs" / "reference" / "figures.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+figures = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(figures)
+
+PAGE = ("before\n<!-- figures: {0} -->\nold text\n\nMeasured at commit 0 on 2026-01-01, n=1.\n"
+        "<!-- end -->\nafter\n")
+STAMP = {"commit": "abc1234", "at": "2026-11-23T10:00:00Z", "cores": 2, "versions": {"torch": "2"}}
+
+
+def measured(folder: Path, name: str, rows: list[dict[str, Any]], *, stamp: bool = True) -> str:
+    """The page of the block after `make figures` over these rows; what the command says."""
+    block = figures.BLOCKS[name]
+    page = folder / block.page
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(PAGE.format(name))
+    (folder / f"{block.rows}.json").write_text(json.dumps(rows))
+    if stamp:
+        (folder / f"{block.rows}.stamp").write_text(json.dumps(STAMP))
+    said = figures.write(name, block, folder, folder)
+    assert said.startswith("written") == ("abc1234" in page.read_text())
+    return str(page.read_text())
+
+
+def row(case: str, system: str, metric: str, value: float | None, n: int) -> dict[str, Any]:
+    return {"case": case, "system": system, "metric": metric, "value": value, "unit": "s", "n": n}
+
+
+DETECTED = [row(case, system, "detect_s", 0.25 if system == "unicron" else None,
+                7 if system == "unicron" else 0)
+            for case in figures.detection.CASES for system in ("unicron", "torchrun")]
+
+
+def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
+    page = measured(tmp_path, "detection", DETECTED)
+    assert page.startswith("before\n<!-- figures: detection -->\n| case |")
+    assert "| `rank_killed` | 0.25 | 0.1 | 1.8 | nothing told |" in page
+    assert page.endswith(
+        "\n\nMeasured at commit abc1234 on 2026-11-23, n=7.\n<!-- end -->\nafter\n")
+    assert "old text" not in page
+
+
+@pytest.mark.parametrize(("rows", "stamp"), [(DETECTED[:4], True), (DETECTED, False), ([], True)],
+                         ids=["some cases", "no stamp", "no rows"])
+def test_a_block_that_was_not_measured_stays(tmp_path: Path, rows: list[dict[str, Any]],
+                                             stamp: bool) -> None:
+    assert measured(tmp_path, "detection", rows, stamp=stamp) == PAGE.format("detection")
+
+
+def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 blocks other"):
+        figures.rewritten(PAGE.format("one"), "other", "text", "abc", "2026-11-23", "1")
+
+
+@pytest.mark.parametrize("name", [name for name in figures.BLOCKS if figures.BLOCKS[name].rows
+                                  and name not in ("chaos-training", "throughput")])
+def test_every_block_is_rendered_from_what_its_bench_writes(name: str, tmp_path: Path) -> None:
+    """Each metric of each case and system that the block may ask for."""
+    metrics = ("waf_ratio", "detect_s", "plan_ms", "iteration_s", "cpu_s", "events", "faults",
+               "events_per_s", "peak_mib", "fault_to_step_s", "fault_to_resume_s",
+               "iterations_lost", "grow_pause_s", "fault_moved_bytes", "fault_least_bytes",
+               "grow_moved_bytes", "grow_least_bytes")
+    systems = ("unicron", "unicron_mirrored", "unicron_sharded", *figures.POLICIES)
+    rows = [row(case, system, metric, 0.125, 5) for case in figures.BLOCKS[name].cases
+            for system in systems for metric in metrics]
+    page = measured(tmp_path, name, rows)
+    assert "n=5." in page
+    assert re.search(r"0\.1[23]", page)
+
+
+def test_every_block_lies_in_its_page_with_its_stamp() -> None:
+    for name, block in figures.BLOCKS.items():
+        page = (ROOT / block.page).read_text(encoding="utf-8")
+        found = re.findall(f"<!-- figures: {name} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+        assert len(found) == 1, name
+        assert re.search(r"\n\nMeasured at commit [0-9a-f]{7}\S* on 2\d{3}-\d\d-\d\d, n=\d+.*\n$",
+                         found[0]), name
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md")]
+    marked = [one for page in pages for one in re.findall(
+        "<!-- figures: (.*) -->", page.read_text(encoding="utf-8"))]
+    assert sorted(marked) == sorted(figures.BLOCKS)
