@@ -82,7 +82,7 @@ bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and t
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
-	@PYTHONPATH=tests $(BIN)/python -P -m bench.paper -n $(N)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper -n $(N)
 
 figures: setup types ## write what was measured into README and the guides, with commit and date
 	@PYTHONPATH=tests:.typing $(BIN)/python docs/reference/figures.py
