@@ -132,10 +132,10 @@ def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
         "copies_gone": [_event(told, one, x) for x in found.gone],
         "no_copies": found.no_copies,
         "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
-                                   if x["kind"] == "NodeSilenced"
+                                   if x["kind"] == "NodeUnreachable"
                                    and x["at_s"] <= one.detected_s), default=0.0),
                          stood=_stood(one, evidence), began=first,
-                         held=any(x["kind"] == "OrderWithheld" and x["body"]["task"] == one.task
+                         held=any(x["kind"] == "OrderSuppressed" and x["body"]["task"] == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
             task=one.task, ranks=one.ranks, node=one.node,

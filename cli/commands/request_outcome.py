@@ -55,7 +55,7 @@ def followed_by(client: Client, seq: int) -> Followed:
 
     return Followed(
         seq=seq, plan=_joined(bodies("PlanChosen")), placed=bodies("TaskPlaced"),
-        waiting=bodies("TaskWaiting"), withheld=bodies("OrderWithheld"),
+        waiting=bodies("TaskWaiting"), withheld=bodies("OrderSuppressed"),
         orders=[record["kind"] for record in found if "nodes" in record["body"]])
 
 

@@ -49,12 +49,12 @@ def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
 
 
 def _kind(text: str) -> str:
-    from ...events.records.envelope import KINDS
+    from ...events.records.envelope import FORMER_NAMES, KINDS
 
-    known = {kind.lower(): kind for kind in KINDS}
+    known = {name.lower(): FORMER_NAMES.get(name, name) for name in (*FORMER_NAMES, *KINDS)}
     if text.lower() in known:
         return known[text.lower()]
-    near = [kind for key, kind in sorted(known.items()) if text.lower()[:4] in key]
+    near = [kind for kind in sorted(KINDS) if text.lower()[:4] in kind.lower()]
     raise UsageError(f"no record is of kind {text!r}",
                      f"perhaps {', '.join(near[:4])}" if near else "see docs/reference/records.md")
 

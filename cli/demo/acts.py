@@ -375,7 +375,7 @@ def _say_earned(stage: Stage, player: Player, num: int) -> None:
 def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> None:
     failed = stage.wait(lambda: stage.find("CollectiveFailed", after=seq, task=hurt.task),
                         HEAL_S_MAX, "a peer notices")
-    silent = stage.wait(lambda: stage.find("NodeSilenced", after=seq, node=NODE), HEAL_S_MAX,
+    silent = stage.wait(lambda: stage.find("NodeUnreachable", after=seq, node=NODE), HEAL_S_MAX,
                         "the node's lease ends")
     opened = stage.wait(lambda: stage.find("IncidentOpened", after=seq, task=hurt.task),
                         HEAL_S_MAX, "an incident")

@@ -45,7 +45,7 @@ class Stepping(Struct):
         elif kind == "RankStalled" and self.members.get(body["rank"]) == body["attempt"]:
             in_s = min(max(body["in_s"], 0.0), at_s)
             self.stalled[body["rank"]] = record["seq"], at_s - in_s
-        elif kind == "RankWentOn":
+        elif kind == "RankUnstalled":
             self.stalled.pop(body["rank"], None)
         if self._stops(kind, body) and (self.resumed or self.num):
             num, self.num, self.resumed = self.num, 0, 0

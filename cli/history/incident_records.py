@@ -17,8 +17,8 @@ from .history import IncidentHistory
 
 Plain = dict[str, Any]
 TO_THE_MOMENT = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
-                           "NodeSilenced", "NodeJoined", "NodeLeft"})
-"""Kinds that tell when what they tell of happened, or since when (NodeSilenced)."""
+                           "NodeUnreachable", "NodeJoined", "NodeLeft"})
+"""Kinds that tell when what they tell of happened, or since when (NodeUnreachable)."""
 
 
 class Began(Struct, frozen=True):
@@ -37,7 +37,7 @@ def began(one: IncidentHistory, evidence: list[Plain]) -> Began:
     kinds = {x["kind"] for x in first}
     if kinds & TO_THE_MOMENT or not first:
         return Began()
-    paced = [x for x in first if x["kind"] == "RankPaced"]
+    paced = [x for x in first if x["kind"] == "StepTimeChanged"]
     crawls = [x for x in paced if x["body"]["num_iterations"] == 1]
     if crawls:  # an iteration that has not ended, though the rank passes marks
         since_s = min(x["at_s"] - max(x["body"]["iteration_s"], 0.0) for x in crawls)
@@ -146,14 +146,15 @@ class Story(Struct, kw_only=True):
         if kind == "TaskSubmitted" and record["seq"] == own:
             train: Plain = body["spec"].get("train") or {}
             self.copy_every = train.get("copy_every")
-        ended = (kind == "CopiesLost" and task in (0, own)) or kind in ("NodeJoined", "NodeLeft")
+        ended = (kind == "MemoryCheckpointsLost" and task in (0, own)
+                 ) or kind in ("NodeJoined", "NodeLeft")
         before_end = not self.incident.closed_seq or record["seq"] <= self.incident.closed_seq
-        if kind == "CopyKept" and task == own and before_end:
+        if kind == "MemoryCheckpointStored" and task == own and before_end:
             self.kept[body["node"], body["step_version"]] = record
             self.lost.pop(body["node"], None)
         elif ended and before_end and any(node == body["node"] for node, _ in self.kept):
             self.lost[body["node"]] = record
-        return bool(kind == "CopyKept")
+        return bool(kind == "MemoryCheckpointStored")
 
     @property
     def gone(self) -> list[Plain]:
@@ -208,7 +209,7 @@ class Story(Struct, kw_only=True):
                 or (early and record["body"].get("task", 0) == self.incident.task))
 
     def _follows(self, record: Plain) -> bool:
-        if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting", "OrderWithheld"):
+        if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting", "OrderSuppressed"):
             return record["cause"] in self.causes
         other = self.others.get(record["body"].get("task", 0))
         end = self.incident.closed_seq

@@ -252,8 +252,8 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "
                            f"{b['policy']['restarts_max']} restarts{_switches(b['policy'])}",
     "DeadlineReached": lambda b: str(b["deadline"]),
-    "NodeSilenced": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
-    "NodeHeard": lambda b: f"{b['node']} heard again",
+    "NodeUnreachable": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
+    "NodeReachable": lambda b: f"{b['node']} heard again",
     "TaskSubmitted": _submitted,
     "TaskCancelRequested": lambda b: f"task {b['task']}{_because(b['reason'])}",
     "TaskWeightSet": lambda b: f"task {b['task']} weight {b['weight']:g}{_because(b['reason'])}",
@@ -264,14 +264,14 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "FaultRequested": lambda b: f"{_fault(b)}{_because(b['reason'])}",
     "NodeJoined": _joined,
     "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
-    "CopiesLost": lambda b: f"{b['node']} has no copies any more"
-                            f"{' of task ' + str(b['task']) if b['task'] else ''}"
-                            f"{_because(b['why'])}",
+    "MemoryCheckpointsLost": lambda b: f"{b['node']} has no copies any more"
+                                       f"{' of task ' + str(b['task']) if b['task'] else ''}"
+                                       f"{_because(b['why'])}",
     "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
     "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
     "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
     "RankReady": _ready,
-    "HealingDeclined": lambda b: f"{_who(b)} cannot heal in memory: {b['why']}",
+    "InMemoryRecoveryDeclined": lambda b: f"{_who(b)} cannot heal in memory: {b['why']}",
     "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}{_meaning(b)}: "
                              f"{_last_line(b['text'])}",
     "RankExited": _exited,
@@ -284,8 +284,8 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
                                    f"{_first_line(b['error'])}",
     "TaskProgressed": _progressed, "IterationsLogged": _logged,
     "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
-    "CopyKept": lambda b: f"{_who(b)} step {b['step_version']}, {scaled(b['copy_bytes'], 'B')} "
-                          f"in memory on {b['node']}",
+    "MemoryCheckpointStored": lambda b: f"{_who(b)} step {b['step_version']}, "
+                                        f"{scaled(b['copy_bytes'], 'B')} in memory on {b['node']}",
     "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "
                                  f"{scaled(b['ckpt_bytes'], 'B')}, {b['path']}"
                                  f"{', final' if b['final'] else ''}",
@@ -296,14 +296,15 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "DeviceErred": lambda b: f"{_at(b)} {b['status']} ({b['rule']}): {_first_line(b['text'])}",
     "RankStalled": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['what']} for "
                              f"{span(b['in_s'])}, an iteration takes {span(b['normal_s'])}",
-    "RankWentOn": lambda b: f"{_who(b)} iteration {b['iteration']}, "
-                            f"stalled for {span(b['stalled_s'])}",
-    "RankPaced": lambda b: f"{_who(b)} works {span(b['own_s'])} of {span(b['iteration_s'])} "
-                           f"an iteration, at first {span(b['normal_s'])}",
+    "RankUnstalled": lambda b: f"{_who(b)} iteration {b['iteration']}, "
+                               f"stalled for {span(b['stalled_s'])}",
+    "StepTimeChanged": lambda b: f"{_who(b)} works {span(b['own_s'])} of {span(b['iteration_s'])} "
+                                 f"an iteration, at first {span(b['normal_s'])}",
     "QuarantineLifted": lambda b: f"{b['node']} is no longer quarantined{_because(b['reason'])}",
     "NodeQuarantined": lambda b: f"{b['node']} until {rfc3339(b['until_s'])}: {b['why']}",
-    "DegradedPriced": lambda b: f"{b['node']} costs {scaled(b['cost_waf'], 'FLOP/s')}, draining "
-                                f"it {_drained_earns(b['drain_waf'])}: {b['why']}",
+    "StragglerCostEstimated": lambda b: f"{b['node']} costs {scaled(b['cost_waf'], 'FLOP/s')}, "
+                                        f"draining it {_drained_earns(b['drain_waf'])}: "
+                                        f"{b['why']}",
     "IncidentOpened": _opened,
     "IncidentEscalated": lambda b: f"inc-{b['of']} {b['severity']} {ranks(b['ranks'])}: {b['why']}",
     "IncidentClosed": _closed,
@@ -313,17 +314,17 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "PlanChosen": _plan,
     "TaskPlaced": _placed,
     "TaskWaiting": lambda b: f"task {b['task']} {b['why']}; needs {b['needs']}",
-    "OrderWithheld": lambda b: f"task {b['task']} {b['what'] or 'nothing any more'}"
-                               f"{_because(b['why'])}",
+    "OrderSuppressed": lambda b: f"task {b['task']} {b['what'] or 'nothing any more'}"
+                                 f"{_because(b['why'])}",
     "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}{_because(b['why'])}",
     "StartRank": _start,
     "StopRank": lambda b: f"{_who(b)} grace {span(b['grace_s'])}: {b['why']}",
     "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "
                          f"{ranks(b['ranks'])}{', saved first' if b.get('save') else ''}",
     "Reconfigure": _reconfigure,
-    "KeepCopies": lambda b: f"task {b['task']} generation {b['generation']}: copies to "
-                            f"{_nodes(b['keepers'])}",
-    "DropCopies": lambda b: f"task {b['task']} is over, on {' '.join(b['nodes'])}",
+    "SetCheckpointStores": lambda b: f"task {b['task']} generation {b['generation']}: copies to "
+                                     f"{_nodes(b['keepers'])}",
+    "DropMemoryCheckpoints": lambda b: f"task {b['task']} is over, on {' '.join(b['nodes'])}",
     "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
                         f"tells progress from iteration {b['progress_from']}",
     "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",

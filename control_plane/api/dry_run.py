@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.decisions import Allocation, DegradedPriced, PlanChosen
+from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
 from ...events.records.envelope import Report
 from ...events.records.types import Seat
 from ...events.spec.parallelism import briefly
@@ -105,7 +105,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     """What the best plan would earn more with them."""
     held: str
     """Why nothing is acted upon; empty: healing is on."""
-    degraded: tuple[DegradedPriced, ...] = ()
+    degraded: tuple[StragglerCostEstimated, ...] = ()
     """Of the nodes to be drained: those that slow tasks now, each as if it alone were drained.
     The tables, with which plans are made, do not know that they are slow."""
 
@@ -223,7 +223,7 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
         more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
 
 
-def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[DegradedPriced]:
+def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCostEstimated]:
     """What is so now: prices that are on record may be of a minute ago."""
     for name in names:
         if name in state.degraded and (priced := price(state, name)).cost_waf > 0:

@@ -17,7 +17,7 @@ from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.decisions import DegradedPriced, NodeQuarantined
+from ...events.records.decisions import NodeQuarantined, StragglerCostEstimated
 from ...events.records.envelope import incident_of
 from ...events.records.reports import IterationsLogged
 from ..state.cluster import ClusterState
@@ -25,14 +25,14 @@ from ..state.members import last_first
 from ..state.node import Node
 from ..state.task import Rank, Task
 
-_OF_ONE_NODE = (r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
+_OF_ONE_NODE = (r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable, r.NodeDrained,
                 r.NodeUndrained, r.QuarantineLifted, NodeQuarantined)
 """Kinds that change one node, and of the tasks those that sit there."""
 _OF_ITSELF = frozenset((
     r.TaskProgressed, IterationsLogged, r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured,
     o.Quiesce, o.Reconfigure, o.Resume, o.StopRank, d.IncidentClosed, d.TaskWaiting))
 """Kinds after which nothing is another for any other task than their own."""
-_OF_PLANS = (d.PlanChosen, DegradedPriced)
+_OF_PLANS = (d.PlanChosen, StragglerCostEstimated)
 """Kinds that change nothing of a task that is calm, nor of a command; others may have waited for
 the plan."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankStarted, r.RankReady)

@@ -27,9 +27,9 @@ Known = Callable[[PlanInput], Found | None]
 Decide = Callable[[ClusterState, Record, Known | None], Iterator[t.Body]]
 Plan = Callable[[ClusterState, Known | None], Iterator[t.Body]]
 """How many slots each task gets, which ones, and why."""
-_OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.PolicySet,
-           r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen, r.HealingResumed,
-           DeviceErred, HealthChanged, QuarantineLifted)
+_OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
+           r.PolicySet, r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen,
+           r.HealingResumed, DeviceErred, HealthChanged, QuarantineLifted)
 """What may concern every task: nodes, time, slots that become free, whether we act."""
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...events.records.orders import DropCopies, KeepCopies
+from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
 from ...events.records.types import Body, Copy, Keeper
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts
@@ -64,8 +64,8 @@ def keep(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     wanted = keepers(state, task, first)
     if any(keeper not in task.keepers for keeper in wanted):
-        yield KeepCopies(nodes=tuple(sorted({member.node for member in task.members})),
-                         task=task.id, generation=task.generation, keepers=wanted)
+        yield SetCheckpointStores(nodes=tuple(sorted({member.node for member in task.members})),
+                                  task=task.id, generation=task.generation, keepers=wanted)
 
 
 def drop(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -73,7 +73,7 @@ def drop(state: ClusterState, task: Task) -> Iterator[Body]:
     there = [name for name in task.kept_on
              if name in state.nodes and state.nodes[name].health != "left"]
     if task.outcome and there and not task.drop_order:
-        yield DropCopies(nodes=tuple(there), task=task.id)
+        yield DropMemoryCheckpoints(nodes=tuple(there), task=task.id)
 
 
 def _takes(node: Node) -> bool:

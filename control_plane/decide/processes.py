@@ -80,7 +80,7 @@ def withhold(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterato
             yield body
     what = "; ".join(words)
     if what != task.withheld and not task.outcome:
-        yield d.OrderWithheld(task=task.id, what=what, why=state.held)
+        yield d.OrderSuppressed(task=task.id, what=what, why=state.held)
 
 
 def _planned(state: ClusterState, task: Task) -> list[str]:

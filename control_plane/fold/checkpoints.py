@@ -60,7 +60,7 @@ def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> 
 
 
 # --- copies in memory ---------------------------------------------------------------------------
-def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
+def _copy_kept(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
     """Of the current generation alone: what a member of an old one has, nobody asks for.
 
     The rank's agent tells it, and the keeper's agent tells of its end: either may come first.
@@ -85,7 +85,7 @@ def _copy_kept(state: ClusterState, record: Record, body: r.CopyKept) -> None:
     task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
 
 
-def _copies_lost(state: ClusterState, record: Record, body: r.CopiesLost) -> None:
+def _copies_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
@@ -114,7 +114,7 @@ def _forget_copies(task: Task, node: Node) -> None:
     task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
-def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> None:
+def _keep_copies(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
@@ -124,7 +124,7 @@ def _keep_copies(state: ClusterState, record: Record, body: o.KeepCopies) -> Non
     keep_on(task, body.keepers)
 
 
-def _drop_copies(state: ClusterState, record: Record, body: o.DropCopies) -> None:
+def _drop_copies(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase == "ended":
         close_orders(state, [task.drop_order])
@@ -134,6 +134,7 @@ def _drop_copies(state: ClusterState, record: Record, body: o.DropCopies) -> Non
 
 COPIES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CheckpointSaved: _checkpoint_saved, r.CheckpointPublished: _checkpoint_published,
-    o.PublishCheckpoint: _publish, r.CopyKept: _copy_kept, r.CopiesLost: _copies_lost,
-    o.KeepCopies: _keep_copies, o.DropCopies: _drop_copies,
+    o.PublishCheckpoint: _publish, r.MemoryCheckpointStored: _copy_kept,
+    r.MemoryCheckpointsLost: _copies_lost, o.SetCheckpointStores: _keep_copies,
+    o.DropMemoryCheckpoints: _drop_copies,
 }

@@ -8,7 +8,7 @@ from typing import Any
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
-from ...events.records.decisions import DegradedPriced
+from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ..incidents.hangs import WAITED_FOR
@@ -217,7 +217,7 @@ def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> N
                 weight_from=body.weight_from)
 
 
-def _order_withheld(state: ClusterState, record: Record, body: d.OrderWithheld) -> None:
+def _order_withheld(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
         task.withheld = body.what
@@ -341,8 +341,8 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     d.IncidentOpened: _incident_opened, d.IncidentEscalated: _incident_escalated,
     d.IncidentClosed: _incident_closed, d.ThroughputSet: _throughput_set,
     d.PlanChosen: _plan_chosen, d.TaskPlaced: _task_placed, d.TaskWaiting: _task_waiting,
-    d.TaskEnded: _task_ended, d.OrderWithheld: _order_withheld,
+    d.TaskEnded: _task_ended, d.OrderSuppressed: _order_withheld,
     o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
-    DegradedPriced: degraded_priced,
+    StragglerCostEstimated: degraded_priced,
 }

@@ -360,9 +360,9 @@ def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: s
         origin = "checkpoint"
     received_bytes = max(body.received_bytes, 0)
     incident.received_bytes += received_bytes
-    taken = body.taken or ((Taken(body.source, body.origin_node, received_bytes),)
-                           if body.source >= 0 else ())
-    for one in taken:
+    received_from = body.received_from or (
+        (Taken(body.source, body.origin_node, received_bytes),) if body.source >= 0 else ())
+    for one in received_from:
         incident.peer_bytes += max(one.taken_bytes, 0)
         incident.near_bytes += max(one.taken_bytes, 0) if one.node == node else 0
     if origin in ("copy", "checkpoint", "seed"):

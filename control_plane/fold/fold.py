@@ -103,7 +103,7 @@ def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     void_standings(state)
 
 
-def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
+def _node_silenced(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
@@ -114,7 +114,7 @@ def _node_silenced(state: ClusterState, record: Record, body: r.NodeSilenced) ->
         await_silent(state, task)
 
 
-def _node_heard(state: ClusterState, record: Record, body: r.NodeHeard) -> None:
+def _node_heard(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
@@ -271,8 +271,8 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
     take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "",
                 rank.slot.node)
     if incident.down_since_s >= 0 and speaks(task, rank):
-        incident.kept += len(body.kept)
-        incident.dealt += len(body.dealt)
+        incident.kept += len(body.kept_micro_batches)
+        incident.dealt += len(body.reassigned_micro_batches)
 
 
 def _reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
@@ -356,8 +356,8 @@ def _of_generation(task: Task | None, number: int, attempt: int, generation: int
 
 HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
-    r.DeadlineReached: deadline_reached, r.NodeSilenced: _node_silenced,
-    r.NodeHeard: _node_heard, r.NodeJoined: _node_joined,
+    r.DeadlineReached: deadline_reached, r.NodeUnreachable: _node_silenced,
+    r.NodeReachable: _node_heard, r.NodeJoined: _node_joined,
     r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,

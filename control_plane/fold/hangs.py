@@ -125,7 +125,7 @@ def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> N
     await_hang(state, task, anew=True)
 
 
-def crawls(state: ClusterState, record: Record, task: Task, body: r.RankPaced) -> None:
+def crawls(state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged) -> None:
     """A member's one iteration lasts too long by its own work, and it has not ended."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
@@ -137,7 +137,7 @@ def crawls(state: ClusterState, record: Record, task: Task, body: r.RankPaced) -
     await_hang(state, task, anew=True)
 
 
-def _rank_went_on(state: ClusterState, record: Record, body: r.RankWentOn) -> None:
+def _rank_went_on(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
     """Where healing was held meanwhile, there is nothing left to end it for."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
@@ -207,5 +207,5 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
 
 
 STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.RankStalled: _rank_stalled, r.RankWentOn: _rank_went_on,
+    r.RankStalled: _rank_stalled, r.RankUnstalled: _rank_went_on,
 }

@@ -13,7 +13,7 @@ from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.decisions import DegradedPriced, NodeQuarantined
+from ...events.records.decisions import NodeQuarantined, StragglerCostEstimated
 from ...events.records.envelope import incident_of
 from ...events.records.reports import IterationsLogged
 from ..state.cluster import ClusterState
@@ -22,15 +22,15 @@ from ..state.slots import Roll
 from ..state.task import Task
 
 _NEVER = frozenset((
-    r.TaskProgressed, IterationsLogged, r.LossNotFinite, r.CopyKept, r.CopiesLost, r.RankStarted,
-    r.RankReady, r.CollectiveFailed, r.Quiesced, r.Reconfigured, r.CheckpointSaved,
-    r.CheckpointPublished, r.RankErrored, r.RankSuspended, r.RankContinued, o.Quiesce, o.Resume,
-    o.KeepCopies, o.DropCopies, o.PublishCheckpoint, o.InjectFault, d.PlanChosen, d.TaskWaiting,
-    o.StopRank, d.OrderWithheld, r.RankStalled, r.RankWentOn, r.RankPaced, r.DeviceErred,
-    DegradedPriced))
+    r.TaskProgressed, IterationsLogged, r.LossNotFinite, r.MemoryCheckpointStored,
+    r.MemoryCheckpointsLost, r.RankStarted, r.RankReady, r.CollectiveFailed, r.Quiesced,
+    r.Reconfigured, r.CheckpointSaved, r.CheckpointPublished, r.RankErrored, r.RankSuspended,
+    r.RankContinued, o.Quiesce, o.Resume, o.SetCheckpointStores, o.DropMemoryCheckpoints,
+    o.PublishCheckpoint, o.InjectFault, d.PlanChosen, d.TaskWaiting, o.StopRank, d.OrderSuppressed,
+    r.RankStalled, r.RankUnstalled, r.StepTimeChanged, r.DeviceErred, StragglerCostEstimated))
 """Kinds that change nothing a plan follows from, among them all that come in great numbers."""
-_OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeSilenced, r.NodeHeard, r.NodeDrained,
-                          r.NodeUndrained, r.QuarantineLifted, NodeQuarantined))
+_OF_ONE_NODE = frozenset((r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
+                          r.NodeDrained, r.NodeUndrained, r.QuarantineLifted, NodeQuarantined))
 """Kinds that change one node, and any task that is not calm. What a check says may change others,
 too: whether it is believed."""
 _OF_INCIDENTS = frozenset((d.IncidentOpened, d.IncidentEscalated, d.IncidentClosed))

@@ -8,7 +8,7 @@ from typing import Any
 from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.envelope import Record
-from ...events.records.reports import HealingDeclined
+from ...events.records.reports import InMemoryRecoveryDeclined
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from ...events.records.types import Seat
 from ..incidents.severity import exit_in_words, last_line, status_of, told_status
@@ -85,7 +85,7 @@ def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
     _round_started(state, record, task)
 
 
-def _healing_declined(state: ClusterState, record: Record, body: HealingDeclined) -> None:
+def _healing_declined(state: ClusterState, record: Record, body: InMemoryRecoveryDeclined) -> None:
     """Said at the start, by each of its processes; the first is heard."""
     task = state.tasks.get(body.task)
     if find(task, body.rank, body.attempt) is not None and task is not None and unproved(task):
@@ -174,5 +174,5 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
 PROCESSES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
     r.RankExited: _rank_exited, r.RankSuspended: _rank_suspended,
-    r.RankContinued: _rank_continued, HealingDeclined: _healing_declined,
+    r.RankContinued: _rank_continued, InMemoryRecoveryDeclined: _healing_declined,
 }

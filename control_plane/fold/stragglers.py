@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...events.records import reports as r
-from ...events.records.decisions import DegradedPriced
+from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Body
@@ -28,7 +28,7 @@ CHANGED_RATIO = 1.05
 """A slow rank is priced anew where it has become so much slower, or faster."""
 
 
-def _rank_paced(state: ClusterState, record: Record, body: r.RankPaced) -> None:
+def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
     task = state.tasks.get(body.task)
     rank = task.member(body.rank) if task is not None else None
     if task is None or rank is None or rank.attempt != body.attempt:
@@ -55,7 +55,7 @@ def _rank_paced(state: ClusterState, record: Record, body: r.RankPaced) -> None:
     too_slow(state, record, task)
 
 
-def _pace(task: Task, seq: int, body: r.RankPaced, old: Pace | None) -> Pace:
+def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: Pace | None) -> Pace:
     """The first one, or one that was never so fast, says what is normal; so does that of an earlier
     generation which gave it as many micro-batches."""
     num = _num_micro_batches(task, body.rank)
@@ -103,11 +103,12 @@ def _place(node: str, index: int) -> str:
     return f"{node}/{index}"
 
 
-def degraded_priced(state: ClusterState, record: Record, body: DegradedPriced) -> None:
+def degraded_priced(state: ClusterState, record: Record, body: StragglerCostEstimated) -> None:
     state.to_price = [name for name in state.to_price if name != body.node]
     state.degraded[body.node] = Priced(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
         why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
 
 
-PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {r.RankPaced: _rank_paced}
+PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
+    r.StepTimeChanged: _rank_paced}

@@ -33,10 +33,10 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         waf=plan.waf, objective=plan.objective, alternatives=others,
         ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
-        running_s=asked.running_s, bound=bound, bound_tasks=bound_tasks,
+        running_s=asked.running_s, binding=bound, bound_tasks=bound_tasks,
         why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
-        short=tuple(constraints.short(asked, plan.slots)), spare=choice.spare, alpha=asked.alpha,
-        kept=_kept(ground))
+        below_floor=tuple(constraints.short(asked, plan.slots)), hot_spare=choice.spare,
+        alpha=asked.alpha, kept=_kept(ground))
 
 
 def _kept(ground: Ground) -> tuple[Allocation, ...]:

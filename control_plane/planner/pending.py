@@ -344,7 +344,8 @@ def _not_chosen(state: ClusterState, task: Task, price: Price | None, bar: Bar) 
 def _is_spared(state: ClusterState, task: Task) -> bool:
     """Whether it would run on the slots that are kept idle."""
     plan = state.plan
-    return plan is not None and plan.spare is not None and plan.spare.verdict == "kept" and any(
+    spare = plan.hot_spare if plan is not None else None
+    return plan is not None and spare is not None and spare.verdict == "kept" and any(
         (task.id, 0) not in other.slots for other in plan.alternatives if other.what == SPARELESS)
 
 

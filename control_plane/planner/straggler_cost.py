@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...events.records.decisions import DegradedPriced
+from ...events.records.decisions import StragglerCostEstimated
 from ..incidents.stragglers import slowdown
 from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
@@ -14,13 +14,13 @@ from .problem import Wish, waf_of
 from .problem_of_state import plan_input
 
 
-def priced(state: ClusterState) -> Iterator[DegradedPriced]:
+def priced(state: ClusterState) -> Iterator[StragglerCostEstimated]:
     """A price for each node of which something has changed: one plan for each."""
     for name in list(state.to_price):
         yield price(state, name)
 
 
-def price(state: ClusterState, name: str) -> DegradedPriced:
+def price(state: ClusterState, name: str) -> StragglerCostEstimated:
     """What is lost for the node now, and what the best plan without it earns more than now.
 
     Both by the tables that plans are made with. Slow ranks on other nodes stay where they are; what
@@ -37,7 +37,7 @@ def price(state: ClusterState, name: str) -> DegradedPriced:
         waf_of(wish, wish.now) * (1 - 1 / _holds_up(state.tasks[wish.task], name))
         for wish in now.wishes)
     achieved = achieved_waf(state, now.wishes)
-    return DegradedPriced(
+    return StragglerCostEstimated(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
         cost_waf=cost, drain_waf=earned_then - achieved,

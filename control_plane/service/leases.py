@@ -1,4 +1,4 @@
-"""Leases of the nodes: heartbeats become NodeSilenced or NodeHeard, and nothing else."""
+"""Leases of the nodes: heartbeats become NodeUnreachable or NodeReachable, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from ...events.log.port import Beat
-from ...events.records.reports import NodeHeard, NodeSilenced
+from ...events.records.reports import NodeReachable, NodeUnreachable
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..incidents.node_loss import suspects
@@ -68,11 +68,11 @@ class Leases:
             if node.health != "healthy":
                 # By a beat so fresh that it came after what any lease has called silence.
                 if now_s - beat_s <= min(policy.silence_s_max, policy.suspect_s_max):
-                    yield NodeHeard(node=name, incarnation=node.incarnation)
+                    yield NodeReachable(node=name, incarnation=node.incarnation)
                 continue
             short = name in suspected and policy.suspect_s_max < policy.silence_s_max
             lease_s = policy.suspect_s_max if short else policy.silence_s_max
             granted_s = self._granted_short_s if short else self._granted_s
             silence_s = now_s - max(beat_s, granted_s, node.since_s)
             if silence_s > lease_s:
-                yield NodeSilenced(node=name, incarnation=node.incarnation, silence_s=silence_s)
+                yield NodeUnreachable(node=name, incarnation=node.incarnation, silence_s=silence_s)

@@ -152,7 +152,7 @@ ASKED = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, d.TaskEnded)
 """After one of these another plan is the cluster's full strength."""
 _ANSWERS = (r.Quiesced, r.Reconfigured, r.RankReady)
 """Of these alone nothing follows: of the last of them an order does."""
-OF_NODES = (r.NodeHeard, r.NodeDrained, r.NodeUndrained, NodeQuarantined, QuarantineLifted,
+OF_NODES = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, NodeQuarantined, QuarantineLifted,
             d.IncidentEscalated)
 """After one of these tasks may wait for a node, or no longer."""
 
@@ -239,7 +239,7 @@ class Account:
             if number in self.jobs and getattr(body, "generation", -1) in (
                     -1, self.state.tasks[number].generation):
                 self.jobs[number].told = True
-        elif isinstance(body, r.NodeSilenced | r.NodeLeft | r.NodeJoined):
+        elif isinstance(body, r.NodeUnreachable | r.NodeLeft | r.NodeJoined):
             touched = self._untold.pop(body.node, [])
             for task in touched:
                 self.jobs[task].told = True

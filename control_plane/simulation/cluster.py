@@ -162,7 +162,7 @@ class Paper:
 
     def _is_silent(self, node: PaperNode, silence_s: float) -> None:
         if self.engine.state.nodes[node.name].health == "healthy":  # it was not told yet
-            self.engine.tell(LEADER, r.NodeSilenced(
+            self.engine.tell(LEADER, r.NodeUnreachable(
                 node=node.name, incarnation=node.incarnation, silence_s=silence_s))
 
     def _empty(self, node: PaperNode) -> None:
@@ -393,9 +393,10 @@ class Paper:
             origin = "own" if has[member.rank] else "peer" if giver >= 0 else job.origin
             told = r.Reconfigured(
                 task=order.task, rank=member.rank, attempt=member.attempt,
-                generation=order.generation, step_version=job.iteration, kept=(), todo=(),
-                dealt=(), source=member.rank if has[member.rank] else giver, received_bytes=0,
-                down_s=0.0, up_s=0.0, settle_s=self.costs.regroup_s, origin=origin)
+                generation=order.generation, step_version=job.iteration, kept_micro_batches=(),
+                remaining_micro_batches=(), reassigned_micro_batches=(),
+                source=member.rank if has[member.rank] else giver, received_bytes=0, down_s=0.0,
+                up_s=0.0, settle_s=self.costs.regroup_s, origin=origin)
             said.append(((order.task, member.rank, member.attempt), self.nodes[member.node],
                          partial(_said, told)))
         self._all(self.costs.regroup_s, said)

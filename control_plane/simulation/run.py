@@ -152,7 +152,7 @@ class Run:
         if node is None or not node.up:
             self._ignore()
             return
-        of_leader = isinstance(one.body, reports.NodeSilenced | reports.NodeHeard)
+        of_leader = isinstance(one.body, reports.NodeUnreachable | reports.NodeReachable)
         self.engine.tell(LEADER if of_leader else node.source,
                          replace(one.body, **{"incarnation": node.incarnation}))
 

@@ -55,7 +55,7 @@ class Standing(Struct, kw_only=True):
 
 
 class Stall(Struct, frozen=True, kw_only=True):
-    """A member stands, as RankStalled told and RankWentOn has not denied."""
+    """A member stands, as RankStalled told and RankUnstalled has not denied."""
 
     iteration: int
     where: Whereabouts
@@ -77,7 +77,7 @@ class Stall(Struct, frozen=True, kw_only=True):
 
 
 class Crawl(Struct, frozen=True, kw_only=True):
-    """A member passes marks, and yet its iteration does not end: as RankPaced told last of it."""
+    """A member passes marks, and yet its iteration does not end: as StepTimeChanged said last."""
 
     iteration: int
     own_s: float
@@ -91,7 +91,7 @@ class Crawl(Struct, frozen=True, kw_only=True):
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """How fast a rank works, as RankPaced told last."""
+    """How fast a rank works, as StepTimeChanged told last."""
 
     generation: int
     """0: of an earlier process, from which is known what the rank can do."""
@@ -118,7 +118,7 @@ class Slow(Struct, frozen=True, kw_only=True):
 
 
 class Priced(Struct, frozen=True, kw_only=True):
-    """What a degraded node costs, as DegradedPriced told last."""
+    """What a degraded node costs, as StragglerCostEstimated told last."""
 
     tasks: tuple[int, ...]
     ratios: tuple[float, ...]
@@ -280,7 +280,7 @@ class Task(Struct, kw_only=True):
     kept_on: list[str] = field(default_factory=list[str])
     """Nodes whose keepers may hold something of it."""
     drop_order: int = 0
-    """DropCopies, while one of them has not answered."""
+    """DropMemoryCheckpoints, while one of them has not answered."""
     iteration: int = 0
     """Iterations told as finished."""
     logged: Logged | None = None

@@ -69,6 +69,8 @@ def _section(node: ast.ClassDef) -> str:
     name = node.name if is_record else f"{node.name} (a part of others)"
     parts = [f"\n### {name}\n"] + ([f"\n{text}\n"] if text else [])
     rows: list[str] = []
+    renamed: dict[str, str] = next((ast.literal_eval(one.value) for one in node.keywords
+                                    if one.arg == "rename"), {})
     for at, item in enumerate(node.body):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             after = node.body[at + 1] if at + 1 < len(node.body) else None
@@ -78,7 +80,9 @@ def _section(node: ast.ClassDef) -> str:
                 words = f"{words} {between}" if words else between
             default = f", default {ast.unparse(item.value)}" if item.value is not None else ""
             kind = ast.unparse(item.annotation).replace("|", "or")
-            rows.append(f"- `{item.target.id}`: {kind}{default}" + (f". {words}" if words else ""))
+            name = item.target.id
+            name = f"`{renamed[name]}` (in Python `{name}`)" if name in renamed else f"`{name}`"
+            rows.append(f"- {name}: {kind}{default}" + (f". {words}" if words else ""))
     return "".join(parts) + ("\n" + "\n".join(rows) + "\n" if rows else "")
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, Struct, inspect
 
 from ..errors import CorruptLog
-from .envelope import KINDS, VERSIONS, Record, Report
+from .envelope import FORMER_NAMES, KINDS, VERSIONS, Record, Report
 from .types import Body
 
 # --- The law of finite floats: finds the first NaN or infinity in a body. ---
@@ -191,7 +191,8 @@ def encode_body(body: Body) -> tuple[str, int, bytes]:
 
 
 def decode_body(kind: str, v: int, raw: bytes) -> Body:
-    """The body, brought up to today's version. Raises msgspec.MsgspecError on nonsense."""
+    """The body, brought up to today's name and version. Raises msgspec.MsgspecError on nonsense."""
+    kind = FORMER_NAMES.get(kind, kind)
     current = VERSIONS.get(kind, 1)
     if kind not in KINDS or v > current:
         return UnknownBody(kind=kind, version=v, raw=bytes(raw))
@@ -271,6 +272,7 @@ def from_plain(data: dict[str, Any]) -> Record:
 
 
 def _plain_body(kind: str, v: int, data: dict[str, Any]) -> Body:
+    kind = FORMER_NAMES.get(kind, kind)
     if kind not in KINDS or v > VERSIONS.get(kind, 1):
         return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data))
     body = msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)

@@ -125,7 +125,8 @@ class HotSpare(Struct, frozen=True, kw_only=True):
     """How much more is expected of it after the next fault, if that takes a node."""
 
 
-class PlanChosen(Body, frozen=True):
+class PlanChosen(Body, frozen=True, rename={
+        "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
     """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
     G is what the plan earns within `running_s`, less what its changes cost. `why`: in one sentence.
@@ -147,7 +148,7 @@ class PlanChosen(Body, frozen=True):
     """What its changes cost: weighted FLOP that are not achieved meanwhile."""
     running_s: float = 0.0
     """D_running: how long the plan is expected to hold."""
-    bound: Binding = ""
+    binding: Binding = ""
     bound_tasks: tuple[int, ...] = ()
     """Whose max, min or floor binds, or whom `gain_min` leaves alone."""
     why: str = ""
@@ -157,9 +158,9 @@ class PlanChosen(Body, frozen=True):
     alpha: float = 0.0
     """Of alpha-fairness; above 0 `objective` is the sum of utilities, and `waf`, `objective_flop`
     and all else in FLOP is what the plan earns by that."""
-    short: tuple[int, ...] = ()
+    below_floor: tuple[int, ...] = ()
     """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
-    spare: HotSpare | None = None
+    hot_spare: HotSpare | None = None
     """None: the policy asks for none."""
     kept: tuple[Allocation, ...] = ()
     """Tasks that it leaves alone (a node of theirs is silent): only in `ideal_waf` beside this."""
@@ -187,7 +188,7 @@ class TaskWaiting(Body, frozen=True):
     weight_from: float = 0.0
 
 
-class OrderWithheld(Body, frozen=True):
+class OrderSuppressed(Body, frozen=True):
     """What would be ordered for this task now, had healing not been frozen, or only observed."""
 
     task: int
@@ -211,7 +212,7 @@ class NodeQuarantined(Body, frozen=True):
     incidents: tuple[int, ...]
 
 
-class DegradedPriced(Body, frozen=True):
+class StragglerCostEstimated(Body, frozen=True):
     """What a degraded node costs, and what it would earn to drain it; nothing is done about it.
 
     `tasks` run there and are slowed down, each to `1 / ratios[i]` of its pace.

@@ -10,6 +10,17 @@ from .types import Body
 VERSIONS: dict[str, int] = {}
 """Kinds whose body has changed since version 1; the codec keeps an upcaster for each step."""
 
+FORMER_NAMES: dict[str, str] = {
+    "CopyKept": "MemoryCheckpointStored", "CopiesLost": "MemoryCheckpointsLost",
+    "KeepCopies": "SetCheckpointStores", "DropCopies": "DropMemoryCheckpoints",
+    "RankWentOn": "RankUnstalled", "RankPaced": "StepTimeChanged",
+    "NodeSilenced": "NodeUnreachable", "NodeHeard": "NodeReachable",
+    "HealingDeclined": "InMemoryRecoveryDeclined", "DegradedPriced": "StragglerCostEstimated",
+    "OrderWithheld": "OrderSuppressed",
+}
+"""Name of a kind in logs of version 0.1 -> its name today. The codec reads both and writes the new
+one; the bodies did not change."""
+
 
 def _kinds(*modules: object) -> dict[str, type[Body]]:
     found: dict[str, type[Body]] = {}

@@ -95,7 +95,7 @@ class Resume(Body, frozen=True):
     progress_from: int
 
 
-class KeepCopies(Body, frozen=True):
+class SetCheckpointStores(Body, frozen=True):
     """From now on these keepers get the copies of generation `generation`.
 
     `nodes` are those of its members.
@@ -107,8 +107,10 @@ class KeepCopies(Body, frozen=True):
     keepers: tuple[Keeper, ...]
 
 
-class DropCopies(Body, frozen=True):
-    """The task has ended: forget its copies. Open until each node has answered CopiesLost."""
+class DropMemoryCheckpoints(Body, frozen=True):
+    """The task has ended: forget its copies. Open until each node has answered
+    MemoryCheckpointsLost.
+    """
 
     nodes: tuple[str, ...]
     task: int
@@ -139,7 +141,7 @@ class InjectFault(Body, frozen=True):
     stop_s: float
 
 
-ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, KeepCopies, DropCopies,
-          PublishCheckpoint, InjectFault)
-Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | KeepCopies | DropCopies
-         | PublishCheckpoint | InjectFault)
+ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, SetCheckpointStores,
+          DropMemoryCheckpoints, PublishCheckpoint, InjectFault)
+Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | SetCheckpointStores
+         | DropMemoryCheckpoints | PublishCheckpoint | InjectFault)

@@ -29,7 +29,7 @@ class DeadlineReached(Body, frozen=True):
     deadline: str
 
 
-class NodeSilenced(Body, frozen=True):
+class NodeUnreachable(Body, frozen=True):
     """No heartbeat of this incarnation for `silence_s`."""
 
     node: str
@@ -37,7 +37,7 @@ class NodeSilenced(Body, frozen=True):
     silence_s: float
 
 
-class NodeHeard(Body, frozen=True):
+class NodeReachable(Body, frozen=True):
     """A silenced incarnation was heard again."""
 
     node: str
@@ -130,11 +130,11 @@ class NodeLeft(Body, frozen=True):
     reason: str
 
 
-class CopiesLost(Body, frozen=True):
+class MemoryCheckpointsLost(Body, frozen=True):
     """The node's keeper has no copies of the task any more; `task` 0: of none, it has ended.
 
     `keeper_start` is its number: what later ones of the node have is not meant. `order` is the
-    DropCopies that was carried out (0: none was).
+    DropMemoryCheckpoints that was carried out (0: none was).
     """
 
     node: str
@@ -274,14 +274,16 @@ class Quiesced(Body, frozen=True):
     num_buckets: int
 
 
-class Reconfigured(Body, frozen=True):
+class Reconfigured(Body, frozen=True, rename={
+        "kept_micro_batches": "kept", "remaining_micro_batches": "todo",
+        "reassigned_micro_batches": "dealt", "received_from": "taken"}):
     """The rank is in generation `generation`, has settled with its peers, and holds.
 
-    Of iteration `step_version`: `kept` are the micro-batches whole in its own sum, `todo` those
-    that it will run, `dealt` the part of `todo` that the iteration's dealing had given to a rank
-    that is gone. `source` is the rank that gave it its state: itself, another, or -1 for none.
-    `origin` says whence it is, -1 being a copy, the checkpoint or the seed; `origin_node` is the
-    peer's, or the copy's. `taken`: from each peer how much. Times in seconds.
+    Of iteration `step_version`: `kept_micro_batches` are whole in its own sum, it will run
+    `remaining_micro_batches`, and `reassigned_micro_batches` are the part of these that belonged
+    to a rank that is gone. `source` is the rank that gave it its state: itself, another, or -1 for
+    none. `origin` says whence it is, -1 being a copy, the checkpoint or the seed; `origin_node` is
+    the peer's, or the copy's. `received_from`: from each peer how much. Times in seconds.
     """
 
     task: int
@@ -289,9 +291,9 @@ class Reconfigured(Body, frozen=True):
     attempt: int
     generation: int
     step_version: int
-    kept: tuple[int, ...]
-    todo: tuple[int, ...]
-    dealt: tuple[int, ...]
+    kept_micro_batches: tuple[int, ...]
+    remaining_micro_batches: tuple[int, ...]
+    reassigned_micro_batches: tuple[int, ...]
     source: int
     received_bytes: int
     down_s: float
@@ -299,7 +301,7 @@ class Reconfigured(Body, frozen=True):
     settle_s: float
     origin: Origin = ""
     origin_node: str = ""
-    taken: tuple[Taken, ...] = ()
+    received_from: tuple[Taken, ...] = ()
 
 
 class ReconfigureFailed(Body, frozen=True):
@@ -340,7 +342,7 @@ class LossNotFinite(Body, frozen=True):
     text: str
 
 
-class CopyKept(Body, frozen=True):
+class MemoryCheckpointStored(Body, frozen=True):
     """The keeper of `node` holds, whole, a copy of this rank's state after `step_version` steps.
 
     Told at most every 10 s, the newest. `checksum` names how it was made: `crc32:` and 8 hex
@@ -401,7 +403,7 @@ Whereabouts = Literal["own", "collective"]
 
 
 # --- said by a rank ---------------------------------------------------------------------------
-class HealingDeclined(Body, frozen=True):
+class InMemoryRecoveryDeclined(Body, frozen=True):
     """The loop that a command runs cannot heal in memory: the task is a command as any other, and
     this process trains on, or ends, as one."""
 
@@ -472,7 +474,7 @@ class RankStalled(Body, frozen=True):
     stack: str = ""
 
 
-class RankWentOn(Body, frozen=True):
+class RankUnstalled(Body, frozen=True):
     """A stalled rank passed a mark again."""
 
     task: int
@@ -483,7 +485,7 @@ class RankWentOn(Body, frozen=True):
     stalled_s: float
 
 
-class RankPaced(Body, frozen=True):
+class StepTimeChanged(Body, frozen=True):
     """How fast the rank works: told when it is first known, and when it has changed for good.
 
     Medians over the last `num_iterations`. `own_s` is what its own work of an iteration takes,

@@ -108,7 +108,7 @@ NUM_COPIES_MAX = 2
 
 
 class Copy(Struct, frozen=True, kw_only=True):
-    """A copy of a rank's whole state, in the memory of a node's keeper, as CopyKept told of it."""
+    """A copy of a rank's whole state, in the memory of a node's keeper (MemoryCheckpointStored)."""
 
     node: str
     endpoint: str

@@ -341,7 +341,7 @@ def test_a_closed_pipe_is_no_error(log):
      "kill the agent of n2 and its ranks: to see"),
     (o.InjectFault(nodes=("n1",), what="stop", task=3, rank=1, attempt=2, incarnation=9,
                    stop_s=2.5), "on purpose: stop task 3 rank 1.2 for 2.5 s"),
-    (d.OrderWithheld(task=3, what="start rank 1 on n1/0", why="observing"),
+    (d.OrderSuppressed(task=3, what="start rank 1 on n1/0", why="observing"),
      "task 3 start rank 1 on n1/0: observing"),
     (o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
      "task 3 generation 2 boundary, rank 0, saved first"),
@@ -358,7 +358,8 @@ def test_what_operators_ask_for_is_told_in_a_line(body, told):
 
 def test_the_longest_line_of_every_day_fits_a_wide_terminal():
     body = r.Reconfigured(task=12, rank=10, attempt=2, generation=13, step_version=10_041,
-                          kept=(1,) * 12, todo=(1,) * 16, dealt=(1, 2), source=3,
+                          kept_micro_batches=(1,) * 12, remaining_micro_batches=(1,) * 16,
+                          reassigned_micro_batches=(1, 2), source=3,
                           received_bytes=11_234_567, down_s=0.0123, up_s=0.0854, settle_s=0.0141)
     record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
                     cause=4811, incident=4790, body=body)

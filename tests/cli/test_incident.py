@@ -65,7 +65,7 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
     told = facts(plain(d))
-    assert "NodeSilenced" in [x["kind"] for x in told["evidence"]]
+    assert "NodeUnreachable" in [x["kind"] for x in told["evidence"]]
     assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
     spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
     assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))

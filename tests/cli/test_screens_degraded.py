@@ -27,7 +27,7 @@ from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.dry_run import Change, attempt
 from unicron.control_plane.api.view import view
 from unicron.control_plane.state.cluster import encode_state
-from unicron.events.records.decisions import DegradedPriced
+from unicron.events.records.decisions import StragglerCostEstimated
 
 
 def slow() -> tuple[Driver, int]:
@@ -87,7 +87,7 @@ def test_draining_that_costs_more_needs_nobody() -> None:
     assert "% of all WAF" in told
     assert "--without" not in told + the_task(d, task)
     assert "holds up 3 others, 1.14 x. Told, not acted on: below 3 x" in the_task(d, task)
-    (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "DegradedPriced"]
+    (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "StragglerCostEstimated"]
     assert "draining it would cost " in line
     assert "earns" not in line
 
@@ -146,8 +146,8 @@ def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
                                 str_keys=True) | {"took_s": 0.01}
     lines = plan.dry_run(found, "--without n2")
     check("plan-degraded", lines)
-    (told,) = [x for x in d.log if isinstance(x.body, DegradedPriced)][-1:]
-    assert isinstance(told.body, DegradedPriced)
+    (told,) = [x for x in d.log if isinstance(x.body, StragglerCostEstimated)][-1:]
+    assert isinstance(told.body, StragglerCostEstimated)
     assert found["degraded"][0]["drain_waf"] == pytest.approx(told.body.drain_waf)
     at = next(i for i, line in enumerate(lines) if line.startswith("worth"))
     assert lines[at + 1].startswith("degraded   n2 slows alpha 2.45 x now: without it the cluster")

@@ -42,10 +42,11 @@ class Giving(Driver):
             Taken(one.rank, one.node, 2_000_000) for one in order.members[:2])
         return self.tell(self.source(process.slot.node), r.Reconfigured(
             task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
-            step_version=self.steps.get(order.task, 0), kept=(0, 1), todo=(2,), dealt=(2,),
+            step_version=self.steps.get(order.task, 0), kept_micro_batches=(0, 1),
+            remaining_micro_batches=(2,), reassigned_micro_batches=(2,),
             source=taken[0].rank if taken else rank, received_bytes=2_000_000 * len(taken),
             down_s=0.01, up_s=0.01, settle_s=0.01, origin="peer" if taken else "own",
-            origin_node=taken[0].node if taken else process.slot.node, taken=taken))
+            origin_node=taken[0].node if taken else process.slot.node, received_from=taken))
 
 
 def test_who_submits_is_told_whose_layout_it_is(
@@ -123,8 +124,9 @@ class SetBack(Driver):
         self.steps[order.task] = 1
         return self.tell(self.source(process.slot.node), r.Reconfigured(
             task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
-            step_version=1, kept=(), todo=(0,), dealt=(), source=rank, received_bytes=12,
-            down_s=0.01, up_s=0.01, settle_s=0.01, origin="copy", origin_node="n2"))
+            step_version=1, kept_micro_batches=(), remaining_micro_batches=(0,),
+            reassigned_micro_batches=(), source=rank, received_bytes=12, down_s=0.01,
+            up_s=0.01, settle_s=0.01, origin="copy", origin_node="n2"))
 
 
 @pytest.mark.parametrize(("parallel", "killed", "words"), [

@@ -19,7 +19,7 @@ def hold_behind_the_first_copy(cluster: Any, task: int) -> Path:
 
 def copied(cluster: Any, task: int, after: int, node: str) -> Any:
     """The next that is told of a copy on this node."""
-    return cluster.wait_told(after, "CopyKept", task=task, node=node)
+    return cluster.wait_told(after, "MemoryCheckpointStored", task=task, node=node)
 
 
 def closed_as(closed: Any) -> str:
@@ -54,9 +54,9 @@ def test_every_rank_is_killed_at_once_and_the_task_goes_on_from_a_copy(
     assert len(losses) > came.step_version + 10
     cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
     cluster.wait_ended(task)
-    drop = cluster.wait_told(begin, "DropCopies", task=task)
+    drop = cluster.wait_told(begin, "DropMemoryCheckpoints", task=task)
     for node in drop.body.nodes:
-        cluster.wait_told(begin, "CopiesLost", task=task, node=node, order=drop.seq)
+        cluster.wait_told(begin, "MemoryCheckpointsLost", task=task, node=node, order=drop.seq)
     cluster.verify()
 
 

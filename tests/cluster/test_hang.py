@@ -103,7 +103,7 @@ def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
     opened = told.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} works on and on"), opened
-    (slow,) = [record for record in cluster.told(after, "RankPaced", task=task, rank=victim)
+    (slow,) = [record for record in cluster.told(after, "StepTimeChanged", task=task, rank=victim)
                if record.seq in opened.evidence]
     assert slow.body.num_iterations == 1
     assert slow.body.own_s >= max(HANG_S_MIN, 10 * slow.body.normal_s)

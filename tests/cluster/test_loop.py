@@ -93,7 +93,7 @@ def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluste
         "command": [sys.executable, str(script), *words(losses)[1:]], "heal": "in-memory",
         "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "checkpoint_every": 1,
                  "output": str(tmp_path / "out")}})
-    told: Any = cluster.wait_told(after, "HealingDeclined", task=task).body
+    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     assert told.why.startswith("gradients scaled by the number of replicas")
     cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "it does not train")
     first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body

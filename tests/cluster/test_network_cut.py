@@ -79,14 +79,14 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     network_namespaces.cut(cluster.far)
 
     # silent, which is suspicious; lost, when those over here wait for those over there
-    silenced = cluster.wait_told(after, "NodeSilenced", node=FAR)
+    silenced = cluster.wait_told(after, "NodeUnreachable", node=FAR)
     told = cluster.wait_told(after, "IncidentOpened")
     opened = told.body
     assert (opened.severity, opened.node, sorted(opened.ranks)) == ("SEV1", FAR, theirs)
     assert opened.status == "lost connection", opened
     kinds = {seq: cluster.records()[seq - 1].kind for seq in opened.evidence}
-    assert kinds[silenced.seq] == "NodeSilenced", kinds
-    assert set(kinds.values()) - {"NodeSilenced"}, f"one source alone: {opened}"
+    assert kinds[silenced.seq] == "NodeUnreachable", kinds
+    assert set(kinds.values()) - {"NodeUnreachable"}, f"one source alone: {opened}"
     closed = cluster.wait_told(after, "IncidentClosed").body
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
         "healed", 0, False), cluster.tail(after)
@@ -95,13 +95,13 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     assert cluster.kept(task, {rank: before[rank] for rank in ours}) == set(ours)
     assert len(cluster.told(after, "Reconfigure")[-1].body.members) == len(ours)
     cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
-    assert not cluster.told(after, "NodeHeard"), cluster.tail(after)
+    assert not cluster.told(after, "NodeReachable"), cluster.tail(after)
     assert all(start_time(before[rank]) for rank in theirs), "nobody can reach them"
 
     # reached again, they are ended; the node has its part again
     mended = cluster.seq()
     network_namespaces.mend(cluster.far)
-    heard = cluster.wait_told(mended, "NodeHeard", node=FAR).seq
+    heard = cluster.wait_told(mended, "NodeReachable", node=FAR).seq
     for rank in theirs:
         cluster.wait_told(after, "StopRank", task=task, rank=rank, attempt=1)
         cluster.wait_told(heard, "RankExited", task=task, rank=rank, attempt=1)

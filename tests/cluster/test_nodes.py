@@ -59,7 +59,7 @@ def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     assert (opened[0].body.severity, opened[0].body.node) == ("SEV1", node)
     assert sorted(opened[0].body.ranks) == sorted(hurt)
     evidence = [cluster.records()[seq - 1].kind for seq in opened[0].body.evidence]
-    assert "NodeSilenced" in evidence, evidence
+    assert "NodeUnreachable" in evidence, evidence
     assert len(set(evidence)) > 1 or "too late" in opened[0].body.why, opened[0]
     # one plan for both: the unhurt task gives the slot that earns more elsewhere
     (plan,) = cluster.told(after, "PlanChosen")
@@ -91,11 +91,11 @@ def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
 def test_a_stopped_agent_disturbs_nobody(pair: Pair) -> None:
     cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
     with stopped(cluster.agent("n3").pid):
-        cluster.wait_told(after, "NodeSilenced", node="n3")
+        cluster.wait_told(after, "NodeUnreachable", node="n3")
         for task in pair.specs:
             line = cluster.traced(task)[-1]
             cluster.wait_traced(task, event="step", iteration=line["iteration"] + 2)
-    cluster.wait_told(after, "NodeHeard", node="n3")
+    cluster.wait_told(after, "NodeReachable", node="n3")
     for task in pair.specs:
         cluster.wait_steps(task)
     assert pair.generations() == before
@@ -118,7 +118,7 @@ def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
         cluster.wait_steps(task)
     assert pair.generations() == before
     assert [cluster.pids(task) for task in pair.specs] == pids
-    for kind in ("NodeSilenced", "Quiesce", "StartRank", "StopRank", "IncidentOpened"):
+    for kind in ("NodeUnreachable", "Quiesce", "StartRank", "StopRank", "IncidentOpened"):
         assert not cluster.told(after, kind), cluster.tail(after)
 
 

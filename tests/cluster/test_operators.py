@@ -52,7 +52,7 @@ def test_while_frozen_a_killed_rank_is_not_started_and_survivors_hold(one: One) 
     cluster, task, before = one.cluster, one.task, one.cluster.pids(one.task)
     after = one.post("/v1/freeze", "the switch is being replaced")
     os.kill(before[1], signal.SIGKILL)
-    withheld = cluster.wait_told(after, "OrderWithheld", task=task).body
+    withheld = cluster.wait_told(after, "OrderSuppressed", task=task).body
     assert withheld.why == "frozen: the switch is being replaced"
     cluster.wait_told(after, "RankExited", task=task, rank=1)
     cluster.wait(lambda: "start rank 1" in cluster.task(task)["withheld"] or None,

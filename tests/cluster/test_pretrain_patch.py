@@ -76,7 +76,7 @@ def test_what_cannot_heal_says_so_and_trains_as_any_command(cluster: RealCluster
                                                             ) -> None:
     after = cluster.seq()
     task = cluster.submit(job("declined", script, 2, "--use-torch-fsdp2"))
-    told: Any = cluster.wait_told(after, "HealingDeclined", task=task).body
+    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     assert told.why == "FSDP (--use-torch-fsdp2)"
     assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
     said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))

@@ -93,7 +93,7 @@ def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
         assert waits.collective > guilty.collective, (waits, guilty)
     hold.unlink()
     for rank in range(NUM):
-        went = cluster.wait_told(after, "RankWentOn", task=task, rank=rank).body
+        went = cluster.wait_told(after, "RankUnstalled", task=task, rank=rank).body
         assert went.iteration >= guilty.iteration, went
         assert went.stalled_s >= 1.0
 
@@ -102,17 +102,17 @@ def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
         patient: RealCluster, tmp_path: Path) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, "slow")
-    first = {rank: cluster.told(0, "RankPaced", task=task, rank=rank)[0].body
+    first = {rank: cluster.told(0, "StepTimeChanged", task=task, rank=rank)[0].body
              for rank in range(NUM)}
     after = cluster.seq()
     each_s = max(0.4, first[VICTIM].iteration_s)  # type: ignore[attr-defined]
     hold = cluster.hold(task, VICTIM, then="slow", slow_s=each_s)  # at every event: it passes marks
     slow = cluster.wait(lambda: next(
-        (record.body for record in cluster.told(after, "RankPaced", task=task, rank=VICTIM)
+        (record.body for record in cluster.told(after, "StepTimeChanged", task=task, rank=VICTIM)
          if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]
         "it is told as slow")
     assert slow.iteration_s >= slow.own_s
-    for record in cluster.told(after, "RankPaced", task=task):
+    for record in cluster.told(after, "StepTimeChanged", task=task):
         if record.body.rank != VICTIM:  # type: ignore[attr-defined]
             assert record.body.own_s < slow.own_s  # type: ignore[attr-defined]
     hold.unlink()

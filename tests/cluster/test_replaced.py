@@ -28,7 +28,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         # both train at once: nobody could tell the old one, and it saves what it likes
         cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
             x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))
-    heard = cluster.wait_told(again, "NodeHeard", node=old["node"]).seq
+    heard = cluster.wait_told(again, "NodeReachable", node=old["node"]).seq
     cluster.wait_told(heard - 1, "StopRank", task=task, rank=old["rank"], attempt=old["attempt"])
     cluster.wait(lambda: start_time(old["pid"]) == "" or None, "the old rank is gone")
     cluster.wait_told(heard, "RankExited", task=task, attempt=old["attempt"])

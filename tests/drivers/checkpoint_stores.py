@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from unicron.events.records.reports import CopyKept
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import Copy, Keeper
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.checkpoint_store.protocol import Offer, Wish
@@ -76,7 +76,7 @@ def alter(stored: Stored) -> None:
     stored.memory[len(stored.memory) // 2] ^= 1
 
 
-def named(keeper: LocalKeeper, told: CopyKept) -> Copy:
+def named(keeper: LocalKeeper, told: MemoryCheckpointStored) -> Copy:
     """A copy as an order names it."""
     return Copy(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
                 generation=told.generation, step_version=told.step_version,

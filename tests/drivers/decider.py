@@ -122,10 +122,10 @@ class Driver:
                 seq = max(open_)
                 return self.tell(self.source(order.nodes[0]), r.CheckpointPublished(
                     task=order.task, order=seq, path=order.path))
-            case o.DropCopies():
+            case o.DropMemoryCheckpoints():
                 seq = self.state.tasks[order.task].drop_order
                 return [x for node in order.nodes for x in self.tell(
-                    self.source(node), r.CopiesLost(
+                    self.source(node), r.MemoryCheckpointsLost(
                         node=node, incarnation=self.state.nodes[node].incarnation,
                         task=order.task, why="the task has ended", order=seq))]
             case _:
@@ -176,7 +176,8 @@ class Driver:
         process = self.state.tasks[order.task].ranks[rank]
         return self.tell(self.source(process.slot.node), r.Reconfigured(
             task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
-            step_version=self.steps.get(order.task, 0), kept=(0, 1), todo=(2,), dealt=(2,),
+            step_version=self.steps.get(order.task, 0), kept_micro_batches=(0, 1),
+            remaining_micro_batches=(2,), reassigned_micro_batches=(2,),
             source=rank, received_bytes=0, down_s=0.01, up_s=0.01, settle_s=0.01))
 
     def progress(self, task: int, num: int = 1, *,

@@ -36,7 +36,7 @@ def stalled(d: Driver, task: int, rank: int, where: r.Whereabouts = IN, /, *, co
 def went_on(d: Driver, task: int, rank: int) -> list[Record]:
     it = task_of(d, task)
     process = it.ranks[rank]
-    return d.tell(d.source(process.slot.node), r.RankWentOn(
+    return d.tell(d.source(process.slot.node), r.RankUnstalled(
         task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
         stalled_s=2.0))
 

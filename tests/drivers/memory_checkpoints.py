@@ -15,7 +15,7 @@ def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
     """The first member tells that a node's keeper has a copy."""
     it = d.state.tasks[task]
     first = it.members[0]
-    d.tell(d.source(first.node), r.CopyKept(
+    d.tell(d.source(first.node), r.MemoryCheckpointStored(
         task=task, rank=first.rank, attempt=first.attempt,
         generation=generation or it.generation, step_version=step, node=node, copy_bytes=12,
         checksum="crc32:00000001", keeper_start=start))
@@ -37,6 +37,6 @@ def came(d: Driver, order: o.Reconfigure, rank: int, origin: str, node: str, siz
     process = d.state.tasks[order.task].ranks[rank]
     d.tell(d.source(process.slot.node), r.Reconfigured(
         task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
-        step_version=step, kept=(), todo=(0,), dealt=(), source=0 if origin == "peer" else -1,
-        received_bytes=size, down_s=0.0, up_s=0.0, settle_s=0.0,
-        origin=origin, origin_node=node))  # type: ignore[arg-type]
+        step_version=step, kept_micro_batches=(), remaining_micro_batches=(0,),
+        reassigned_micro_batches=(), source=0 if origin == "peer" else -1, received_bytes=size,
+        down_s=0.0, up_s=0.0, settle_s=0.0, origin=origin, origin_node=node))  # type: ignore[arg-type]

@@ -18,7 +18,13 @@ from typing import Any
 
 from checkpoint_stores import SECRET, LocalKeeper
 from nursery import PATCH, Forked, Nursery
-from unicron.events.records.orders import DropCopies, Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.records.orders import (
+    DropMemoryCheckpoints,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    StartRank,
+)
 from unicron.events.records.reports import (
     Quiesced,
     RankErrored,
@@ -40,7 +46,7 @@ ALONE_S = 20.0
 TASK = 7
 EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
 """Starts a rank as an agent does that has no zygote: seconds of a core."""
-NO_ORDER = DropCopies(nodes=("n1",), task=0)
+NO_ORDER = DropMemoryCheckpoints(nodes=("n1",), task=0)
 """Says nothing to a rank."""
 
 

@@ -150,7 +150,7 @@ class RealCluster:
         """Until it is known of `num` ranks how fast they usually are in this generation."""
         generation = self.task(task)["generation"]
         for rank in range(num):
-            self.wait_told(0, "RankPaced", task=task, rank=rank, generation=generation)
+            self.wait_told(0, "StepTimeChanged", task=task, rank=rank, generation=generation)
 
     def pids(self, task: int) -> dict[int, int]:
         """The process of each rank."""

@@ -28,7 +28,7 @@ def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> 
         "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
         "iteration": 1, "num_iterations": 1, "iteration_s": own_s + 0.1, "own_s": own_s,
         "normal_s": 0.4}
-    return d.tell(d.source(process.slot.node), r.RankPaced(**(told | changes)))
+    return d.tell(d.source(process.slot.node), r.StepTimeChanged(**(told | changes)))
 
 
 def waited_for(d: Driver, task: int) -> list[int]:

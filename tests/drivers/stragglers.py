@@ -28,7 +28,7 @@ def paced(d: Driver, task: int, rank: int, own_s: float = 1.0, /, *, normal_s: f
         "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
         "iteration": 20, "num_iterations": 10, "iteration_s": iteration_s or own_s + 0.1,
         "own_s": own_s, "normal_s": normal_s}
-    return d.tell(d.source(process.slot.node), r.RankPaced(**(told | changes)))
+    return d.tell(d.source(process.slot.node), r.StepTimeChanged(**(told | changes)))
 
 
 def known(d: Driver, task: int, **changes: Any) -> None:

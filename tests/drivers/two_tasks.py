@@ -58,7 +58,7 @@ def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
     for silent in (False, True) if silent_last else (True, False):
         if silent:
             d.now_s += 6
-            told += d.tell("leader/abc", r.NodeSilenced(
+            told += d.tell("leader/abc", r.NodeUnreachable(
                 node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0))
         else:
             told += [record for rank in survivors for record in failed(d, task, rank)]

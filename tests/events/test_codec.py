@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
+from unicron.cli.commands.tail import Filter
 from unicron.events.errors import CorruptLog
 from unicron.events.records import codec, decisions, orders, reports
 from unicron.events.records.codec import UnknownBody, not_finite
-from unicron.events.records.envelope import KINDS, REPORTS, VERSIONS, Record, Report
+from unicron.events.records.envelope import FORMER_NAMES, KINDS, REPORTS, VERSIONS, Record, Report
 from unicron.events.records.types import Body
 from unicron.events.spec import policy
 from unicron.events.spec.job import parse
@@ -125,7 +126,8 @@ def test_the_bytes_written_before_are_read_today() -> None:
     if os.environ.get("WRITE_GOLDEN"):
         write_golden()
     lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
-    assert {line["kind"] for line in lines} >= set(KINDS), "WRITE_GOLDEN=1 adds new kinds"
+    have = {FORMER_NAMES.get(line["kind"], line["kind"]) for line in lines}
+    assert have >= set(KINDS), "WRITE_GOLDEN=1 adds new kinds"
     for line in lines:
         back = codec.decode_record(bytes.fromhex(line["wire"]))
         assert not isinstance(back.body, UnknownBody), f"{line['kind']} is gone"
@@ -133,7 +135,8 @@ def test_the_bytes_written_before_are_read_today() -> None:
         told = codec.to_plain(back)
         body = msgspec.to_builtins(told, str_keys=True)["body"]
         assert _holds(body, line["plain"]["body"]), line["kind"]
-        assert {**told, "body": 0, "v": 0} == {**line["plain"], "body": 0, "v": 0}
+        today = FORMER_NAMES.get(line["kind"], line["kind"])
+        assert {**told, "body": 0, "v": 0} == {**line["plain"], "kind": today, "body": 0, "v": 0}
 
 
 def _holds(told: Any, written: Any) -> bool:
@@ -150,13 +153,65 @@ def _holds(told: Any, written: Any) -> bool:
 def write_golden() -> None:
     """Adds the kinds that are missing; a line that stands is never written again."""
     lines = GOLDEN.read_text().splitlines() if GOLDEN.exists() else []
-    have = {json.loads(line)["kind"] for line in lines}
+    named = [json.loads(line)["kind"] for line in lines]
+    have = {FORMER_NAMES.get(kind, kind) for kind in named}
     for kind in sorted(set(KINDS) - have):
         there = example(kind)
         plain = json.loads(msgspec.json.encode(codec.to_plain(there)))
         lines.append(json.dumps({"kind": kind, "plain": plain,
                                  "wire": codec.encode_record(there).hex()}, ensure_ascii=False))
     GOLDEN.write_text("\n".join(lines) + "\n")
+
+
+# --- former names --------------------------------------------------------------------------------
+def test_a_former_name_is_of_no_kind_today_and_leads_to_one() -> None:
+    assert not FORMER_NAMES.keys() & KINDS.keys()
+    assert set(FORMER_NAMES.values()) <= set(KINDS)
+
+
+@pytest.mark.parametrize("former", sorted(FORMER_NAMES))
+def test_a_log_with_a_former_name_is_read_and_written_anew_with_todays(former: str) -> None:
+    """By wire, by JSON lines, and as a report of an agent that was not upgraded yet."""
+    today = FORMER_NAMES[former]
+    there = example(today)
+    assert there.kind == today
+    wire = msgspec.msgpack.decode(codec.encode_record(there))
+    assert wire["kind"] == today
+    old = msgspec.msgpack.encode({**wire, "kind": former})
+    assert codec.decode_record(old) == there
+    assert codec.encode_record(codec.decode_record(old)) == codec.encode_record(there)
+    assert codec.from_plain({**codec.to_plain(there), "kind": former}) == there
+    report = Report(source="n1/1", source_seq=1, occurred_s=0.0, body=there.body)
+    sent = msgspec.msgpack.decode(codec.encode_report(report))
+    assert codec.decode_report(msgspec.msgpack.encode({**sent, "kind": former})) == report
+
+
+@pytest.mark.parametrize(("former", "today"), sorted(FORMER_NAMES.items()))
+def test_tail_takes_both_names(former: str, today: str) -> None:
+    for name in (former, former.lower(), today):
+        assert Filter.make([name], None, None, None).kinds == {today}
+
+
+FIELDS = {
+    "PlanChosen": "trigger num_slots allocations waf objective alternatives ideal_waf input "
+                  "objective_flop transition_flop running_s bound bound_tasks why paid_back_s "
+                  "alpha short spare kept",
+    "Reconfigured": "task rank attempt generation step_version kept todo dealt source "
+                    "received_bytes down_s up_s settle_s origin origin_node taken",
+}
+"""Of the kinds with fields that Python calls otherwise: the names on the wire, in their order."""
+
+
+def test_a_field_that_python_calls_otherwise_has_the_bytes_of_before() -> None:
+    assert set(FIELDS) == {kind for kind, body in KINDS.items()
+                           if body.__struct_fields__ != body.__struct_encode_fields__}
+    for kind, names in FIELDS.items():
+        body = example(kind).body
+        values = (getattr(body, name) for name in body.__struct_fields__)
+        before = msgspec.msgpack.encode(dict(zip(names.split(), values, strict=True)))
+        assert codec.encode_body(body) == (kind, 1, before)
+        assert codec.decode_body(kind, 1, before) == body
+        assert list(codec.to_plain(example(kind))["body"]) == names.split()
 
 
 # --- versions ------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def test_a_number_that_is_not_finite_is_refused_before_it_is_written(opened: Ope
     async def test() -> None:
         async with opened() as log:
             epoch = await log.start_epoch("x")
-            bad = reports.NodeSilenced(node="n1", incarnation=1, silence_s=math.nan)
+            bad = reports.NodeUnreachable(node="n1", incarnation=1, silence_s=math.nan)
             with pytest.raises(ValueError, match="silence_s is nan"):
                 await put(log, record(1, epoch), record(2, epoch, bad))
             with pytest.raises(ValueError, match="silence_s is nan"):

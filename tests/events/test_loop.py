@@ -12,7 +12,7 @@ from unicron.control_plane.throughput.training_layouts import layout_of, speed
 from unicron.events.errors import SpecError
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.reports import HealingDeclined
+from unicron.events.records.reports import InMemoryRecoveryDeclined
 from unicron.events.spec.model import Axes
 
 LOOP = {"micro_batches": 4, "iterations": 9, "output": "/tmp/loop"}
@@ -70,7 +70,7 @@ def _declines(d: Driver, said: bool) -> int:
         ids = {"task": task, "rank": start.rank, "attempt": start.attempt}
         d.tell(source, r.RankStarted(**ids, node=start.slot.node, pid=1, log_path=""))
         if said:
-            d.tell(source, HealingDeclined(**ids, why="FSDP cannot be healed"))
+            d.tell(source, InMemoryRecoveryDeclined(**ids, why="FSDP cannot be healed"))
     return task
 
 

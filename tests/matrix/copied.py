@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from checkpoint_stores import named
 from rank_driver import TASK, Driver
-from unicron.events.records.reports import CopyKept
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import Copy
 
 
 def newest(driver: Driver) -> tuple[Copy, ...]:
     """Those that were told of, the newest first. A keeper gives a newer one if it has one."""
     by_node = {one.keeper.node: one for one in driver.keepers}
-    told = sorted(driver.told(CopyKept), key=lambda kept: (-kept.step_version, kept.node))
+    told = sorted(driver.told(MemoryCheckpointStored),
+                  key=lambda kept: (-kept.step_version, kept.node))
     return tuple(named(by_node[kept.node], kept) for kept in told)
 
 

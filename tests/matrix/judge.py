@@ -58,15 +58,17 @@ def _agreement(play: Play) -> Iterator[str]:
     replicas = [[settled[play.members[place]] for place in replica(play.axes, dp)]
                 for dp in range(play.axes.dp)]
     for members in replicas:
-        if len({(told.kept, told.todo) for told in members}) != 1:
+        if len({(told.kept_micro_batches, told.remaining_micro_batches) for told in members}) != 1:
             yield f"of one replica, and not to do the same: {members}"
-    shares = sorted(item for first, *_ in replicas for item in (*first.kept, *first.todo))
+    shares = sorted(item for first, *_ in replicas for item in (
+        *first.kept_micro_batches, *first.remaining_micro_batches))
     if shares != list(range(_num(play))):
         yield f"their shares are {shares}"
     for rank, told in settled.items():
         kept = _whole_sum(play, rank, newest) if not play.copied else ()
-        if kept is not None and told.kept != kept:
-            yield f"rank {rank} and its replica held {kept} and kept {told.kept}"
+        if kept is not None and told.kept_micro_batches != kept:
+            yield (f"rank {rank} and its replica held {kept} and kept "
+                   f"{told.kept_micro_batches}")
 
 
 def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
@@ -100,7 +102,7 @@ def _work(play: Play) -> Iterator[str]:
     now = play.driver.generation
     traces = {rank: [line for line in play.driver.trace(rank) if line["event"] == "forward"]
               for rank in {process.rank for process in play.driver.started}}
-    kept = {item for told in play.settled.values() for item in told.kept}
+    kept = {item for told in play.settled.values() for item in told.kept_micro_batches}
     for iteration in range(ITERATIONS):
         passes = Counter(
             (line["micro_batch"], line["generation"]) for lines in traces.values() for line in lines

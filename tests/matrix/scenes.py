@@ -17,7 +17,7 @@ from rank_driver import START_S, Driver
 from unicron.control_plane.decide.membership import order
 from unicron.control_plane.state.task import Held, Rank
 from unicron.events.records.reports import (
-    CopyKept,
+    MemoryCheckpointStored,
     Quiesced,
     RankErrored,
     RankFinished,
@@ -343,7 +343,7 @@ class Play:
     def _strike(self) -> None:
         victim = self.victims[0]
         if self.variant.loses and self.driver.generation:
-            self.driver.wait(CopyKept, self.trained[0])
+            self.driver.wait(MemoryCheckpointStored, self.trained[0])
         if self.fault == "lost agent":
             self.driver.lose_agents(*self.victims)
         elif self.fault == "exception":

@@ -15,20 +15,20 @@ from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.port import AgentPort, SentOrder
 from unicron.events.records.envelope import Report
 from unicron.events.records.orders import (
-    DropCopies,
+    DropMemoryCheckpoints,
     InjectFault,
-    KeepCopies,
     PublishCheckpoint,
     Quiesce,
     Reconfigure,
     Resume,
+    SetCheckpointStores,
     StartRank,
     StopRank,
 )
 from unicron.events.records.reports import (
     CheckpointPublished,
-    CopiesLost,
     IterationsLogged,
+    MemoryCheckpointsLost,
     NodeJoined,
     NodeLeft,
     OrderRefused,
@@ -189,8 +189,8 @@ class PaperAgent:
 
     def lose_copies(self) -> None:
         """Its keeper ends, and another one starts."""
-        self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=0,
-                            why="the keeper has ended", keeper_start=self._keeper_start))
+        self.say(MemoryCheckpointsLost(node=self.node, incarnation=self.incarnation, task=0,
+                                       why="the keeper has ended", keeper_start=self._keeper_start))
         self._keeper_start += 1
         self.net.keepers.open(self.node, self._keeper_start)
 
@@ -293,12 +293,12 @@ class PaperAgent:
         elif isinstance(body, InjectFault):
             if body.incarnation == self.incarnation:
                 self._inject(body)
-        elif isinstance(body, DropCopies):
+        elif isinstance(body, DropMemoryCheckpoints):
             self.net.keepers.forget(self.node, body.task)
-            self.say(CopiesLost(node=self.node, incarnation=self.incarnation, task=body.task,
-                                why="the task has ended", keeper_start=self._keeper_start,
-                                order=seq))
-        elif isinstance(body, (Quiesce, Reconfigure, Resume, KeepCopies)):
+            self.say(MemoryCheckpointsLost(
+                node=self.node, incarnation=self.incarnation, task=body.task,
+                why="the task has ended", keeper_start=self._keeper_start, order=seq))
+        elif isinstance(body, (Quiesce, Reconfigure, Resume, SetCheckpointStores)):
             for rank in self._ranks(body.task):
                 rank.take(body)
 

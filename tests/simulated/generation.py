@@ -213,14 +213,16 @@ class PaperGeneration:
                 self.ranks[givers[0]] if givers else rank).node
             rank.say(Reconfigured(
                 task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
-                step_version=self.step_version, kept=rank.kept, todo=rank.todo,
-                dealt=() if finished else share.dealt,
+                step_version=self.step_version, kept_micro_batches=rank.kept,
+                remaining_micro_batches=rank.todo,
+                reassigned_micro_batches=() if finished else share.dealt,
                 source=-1 if source == NO_STATE else (
                     self.ranks[givers[0]] if givers else rank).rank,
                 received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
                 down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
-                taken=tuple(Taken(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
-                                  taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
+                received_from=tuple(
+                    Taken(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
+                          taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:
         """The state that the first member of a generation without any finds, and where."""

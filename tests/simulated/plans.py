@@ -92,7 +92,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
 
 def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
     """Whether a node's slots stay idle exactly where that is worth more."""
-    asked, told = plan_input(state).asked, body.spare
+    asked, told = plan_input(state).asked, body.hot_spare
     if not asked.spare_slots or not body.allocations:
         return "" if told is None else "it tells of a hot spare that nobody asked for"
     if told is None or told.num_slots != asked.spare_slots:
@@ -112,7 +112,7 @@ def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
 
 def _num_given(body: PlanChosen) -> int:
     """Slots that the plan gives at most: without those of a hot spare that is kept."""
-    spare = body.spare
+    spare = body.hot_spare
     return body.num_slots - (spare.num_slots if spare and spare.verdict == "kept" else 0)
 
 

@@ -12,11 +12,18 @@ from typing import Literal
 from simulated.checkpoint_store import COPY_BYTES, PaperCopy
 from simulated.environment import PaperNet
 from simulated.generation import PaperGeneration, next_digest
-from unicron.events.records.orders import KeepCopies, Order, Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.records.orders import (
+    Order,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    SetCheckpointStores,
+    StartRank,
+)
 from unicron.events.records.reports import (
     CheckpointSaved,
     CollectiveFailed,
-    CopyKept,
+    MemoryCheckpointStored,
     Quiesced,
     RankFinished,
     RankReady,
@@ -192,7 +199,7 @@ class PaperRank:
                     self.reconfigure(order)
                 case Resume() as order:
                     self.resume(order)
-                case KeepCopies() as order if order.generation == self.seen:
+                case SetCheckpointStores() as order if order.generation == self.seen:
                     self.keepers = order.keepers
                 case _:
                     pass
@@ -379,10 +386,10 @@ class PaperRank:
         start = self.net.keepers.put(node, self.task, copy)
         if start and at_s - self._kept_s.get(node, -every_s) >= every_s:
             self._kept_s[node] = at_s
-            self.say(CopyKept(task=self.task, rank=self.rank, attempt=self.attempt,
-                              generation=copy.generation, step_version=copy.step_version,
-                              node=node, copy_bytes=COPY_BYTES, checksum=copy.checksum,
-                              keeper_start=start))
+            self.say(MemoryCheckpointStored(
+                task=self.task, rank=self.rank, attempt=self.attempt, generation=copy.generation,
+                step_version=copy.step_version, node=node, copy_bytes=COPY_BYTES,
+                checksum=copy.checksum, keeper_start=start))
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import Struct
 from simulated.environment import PaperNet
 from simulated.rank import NUM_PACED, PaperRank
-from unicron.events.records.reports import RankPaced, RankStalled, RankWentOn, Whereabouts
+from unicron.events.records.reports import RankStalled, RankUnstalled, StepTimeChanged, Whereabouts
 from unicron.events.records.types import Body
 
 WATCH_S = 0.25
@@ -59,7 +59,7 @@ class PaperWatch:
         last_s = rank.marks.last_s(now_s, computes=computes, frozen=rank.stopped_s > 0)
         normal_s = rank.marks.normal_s
         if told.stalled_s >= 0 and last_s > told.stalled_s:
-            self.say(RankWentOn(
+            self.say(RankUnstalled(
                 task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
                 iteration=rank.step_version, stalled_s=last_s - told.stalled_s))
             told.stalled_s = -1.0
@@ -82,7 +82,7 @@ class PaperWatch:
         if own_s <= (SLOW_AGAIN_TIMES * told.slow_s if again else STANDS_TIMES * normal_s):
             return
         told.slow, told.slow_s = rank.step_version, own_s
-        self.say(RankPaced(
+        self.say(StepTimeChanged(
             task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
             iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
             normal_s=told.normal_s or normal_s))
@@ -97,7 +97,7 @@ class PaperWatch:
         if told.own_s and 1 / CHANGED_RATIO < own_s / told.own_s < CHANGED_RATIO:
             return
         told.own_s, told.normal_s = own_s, told.normal_s or own_s
-        self.say(RankPaced(
+        self.say(StepTimeChanged(
             task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
             iteration=rank.step_version, num_iterations=NUM_PACED, iteration_s=iteration_s,
             own_s=own_s, normal_s=told.normal_s))

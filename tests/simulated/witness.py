@@ -107,8 +107,8 @@ class Witness:
     # --- the plan --------------------------------------------------------------------------------
     def _plan(self, record: Record, body: d.PlanChosen) -> None:
         self.counts["plans"] += 1
-        if body.spare is not None:
-            self.counts[f"plans with a spare: {body.spare.verdict}"] += 1
+        if body.hot_spare is not None:
+            self.counts[f"plans with a spare: {body.hot_spare.verdict}"] += 1
         if self.counts["plans by brute force"] < NUM_PLANS_MAX and is_small(body):
             self.counts["plans by brute force"] += 1
             wrong = wrong_plan(self.state, body)
@@ -199,9 +199,11 @@ class Witness:
         at = {member.rank: place for place, member in enumerate(task.members)}
         axes = task.axes or Axes(dp=len(task.members))
         firsts = {replica(axes, dp)[0] for dp in range(axes.dp)}
-        batch = sorted(i for x in told if at[x.rank] in firsts for i in (*x.kept, *x.todo))
+        batch = sorted(i for x in told if at[x.rank] in firsts
+                       for i in (*x.kept_micro_batches, *x.remaining_micro_batches))
         for dp in range(axes.dp):
-            parts = {(x.kept, x.todo) for x in told if at[x.rank] in replica(axes, dp)}
+            parts = {(x.kept_micro_batches, x.remaining_micro_batches) for x in told
+                     if at[x.rank] in replica(axes, dp)}
             self._check(record, len(parts) == 1, "a replica is torn")
         if task.axes is not None:
             self.counts["generations with a layout"] += 1

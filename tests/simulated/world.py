@@ -26,7 +26,7 @@ from unicron.events.records.reports import (
     HealingResumed,
     NodeUndrained,
     QuarantineLifted,
-    RankWentOn,
+    RankUnstalled,
     TaskCancelRequested,
     TaskSubmitted,
 )
@@ -124,7 +124,7 @@ class World:
             if rank is None or (told.task, told.rank, told.attempt) != (
                     order.task, order.rank, order.attempt):
                 continue
-            news = any(isinstance(report.body, RankWentOn) and report.body.task == order.task
+            news = any(isinstance(report.body, RankUnstalled) and report.body.task == order.task
                        and report.body.rank == order.rank for report in agent.spool)
             late = self.loop.time() - rank.goes_on_s < NEWS_S or not agent.sees
             self.counts["hung ranks ended"] += 1

@@ -14,7 +14,7 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.port import AgentPort
-from ...events.records.reports import CopiesLost, NodeJoined, NodeLeft
+from ...events.records.reports import MemoryCheckpointsLost, NodeJoined, NodeLeft
 from ...events.records.types import Body, first_keeper
 from ..host import linux
 from .checkpoint_store import Keeper
@@ -117,8 +117,9 @@ class Agent:
         node = self._node
 
         def lost(task: int, why: str) -> None:
-            self._outbox.put(CopiesLost(node=node.name, incarnation=node.incarnation, task=task,
-                                        why=why, keeper_start=keeper.start))
+            self._outbox.put(MemoryCheckpointsLost(
+                node=node.name, incarnation=node.incarnation, task=task, why=why,
+                keeper_start=keeper.start))
 
         keeper = Keeper(node.host, node.secret, os.environ,
                         (MARK, f"{node.mark}{node.incarnation}:keeper"),

@@ -13,20 +13,20 @@ import structlog
 from ...events.records import reports
 from ...events.records.envelope import Record
 from ...events.records.orders import (
-    DropCopies,
+    DropMemoryCheckpoints,
     InjectFault,
-    KeepCopies,
     PublishCheckpoint,
     Quiesce,
     Reconfigure,
     Resume,
+    SetCheckpointStores,
     StartRank,
     StopRank,
 )
 from ...events.records.reports import (
     CheckpointPublished,
-    CopiesLost,
-    HealingDeclined,
+    InMemoryRecoveryDeclined,
+    MemoryCheckpointsLost,
     OrderRefused,
     RankContinued,
     RankErrored,
@@ -57,8 +57,8 @@ REAP_S_MAX = 5.0
 
 RANK_SAYS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
-             reports.LossNotFinite, reports.CopyKept, reports.CheckpointSaved,
-             RankFinished, HealingDeclined)
+             reports.LossNotFinite, reports.MemoryCheckpointStored, reports.CheckpointSaved,
+             RankFinished, InMemoryRecoveryDeclined)
 """The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
@@ -117,12 +117,12 @@ class Ranks:
                 for rank in ranks:
                     rank.generation = max(rank.generation, order.generation)
                 self._forward(record, ranks)
-            case Resume() | KeepCopies() as order:
+            case Resume() | SetCheckpointStores() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
-            case DropCopies() as order:
+            case DropMemoryCheckpoints() as order:
                 self._keeper.forget(order.task)
-                self._report(CopiesLost(
+                self._report(MemoryCheckpointsLost(
                     node=self._node.name, incarnation=self._node.incarnation, task=order.task,
                     why="the task has ended", keeper_start=self._keeper.start,
                     order=record.seq), None)
@@ -348,7 +348,8 @@ class Ranks:
             return
         if isinstance(frame.body, RankErrored):
             rank.said = frame.body
-        if isinstance(frame.body, (RankFinished, HealingDeclined)) and rank.process is not None:
+        if (isinstance(frame.body, (RankFinished, InMemoryRecoveryDeclined))
+                and rank.process is not None):
             rank.process.unfollow()  # from here on it ends as the command around it does
         try:
             self._report(frame.body, frame.at_s or None)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .rules.hardware import MACHINE_RULES, row_of
-from .rules.ignored import LEVEL, LEVEL_COLUMNS, QUIET_RULES, Quiet
+from .rules.ignored import LAST_TRY, LEVEL, LEVEL_COLUMNS, QUIET_RULES, Quiet
 from .rules.network import NETWORK_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
@@ -52,6 +52,7 @@ EXCEPTION = "exception"
 _XID = re.compile(
     r"\bxid\b(?: ?\([^)]{0,40}\) ?:|s?[\"']?(?:[ _-]?(?:errors?|code|event|number|is|of)){0,3}"
     r"[\"']? ?[:=#]? ?)\s?(\d{1,4})(?!\d|:\d)")
+_PREVIOUS_XID = re.compile(r"caused by previous xid (\d{1,4})")
 _PCI = re.compile(
     r"\b([0-9a-f]{3,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?|(?<=gpu )[0-9a-f]{2}:[0-9a-f]{2}"
     r"\.[0-9a-f])(?!\w|:\w)")
@@ -159,6 +160,8 @@ def _match(rule: Rule, line: str, lowered: str) -> int:
 
 def _quiet(line: str, lowered: str) -> Quiet | None:
     """The quiet rule that this line falls under."""
+    if "retrying (" in lowered and LAST_TRY.search(lowered) is not None:
+        return None
     if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:
         return _LEVEL_RULE
     for rule in QUIET_RULES:
@@ -172,10 +175,12 @@ _LEVEL_RULE = Quiet("level", (), None)
 
 
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
+    """Of an XID that names an earlier one as its cause, as 45 does: the cause's row."""
     xid = int(number[1])
-    status = row_of(xid, lowered[number.end():number.end() + 200])
-    return Verdict(status, f"xid-{xid}" if xid else "xid-none",
-                   second_hand="caused by previous xid" in lowered,
+    text = lowered[number.end():number.end() + 200]
+    cause = _PREVIOUS_XID.search(lowered)
+    status = (row_of(int(cause[1]), text) if cause is not None else "") or row_of(xid, text)
+    return Verdict(status, f"xid-{xid}" if xid else "xid-none", second_hand=cause is not None,
                    line=_shown(line, number.start()), code=xid, device=_device(lowered)
                    ), HARDWARE if status else len(RULES) - 1
 

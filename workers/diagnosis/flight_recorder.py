@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import pickle
 import re
 import stat
@@ -26,6 +28,11 @@ from ...events.errors import UsageError
 
 Json = Mapping[str, Any]
 
+DIMENSIONS_NUM_MAX = 64
+"""Of a tensor, as torch has it."""
+
+_ALL_ALIKE = ("reduce", "all_gather", "allgather", "broadcast")
+"""Collectives into which all ranks put as much, of one type. all_to_all may be uneven."""
 _ENDS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
@@ -48,6 +55,9 @@ class Op(NamedTuple):
     source: int = -1
     """Of a send or receive: the rank that sends; below 0: this is a collective."""
     target: int = -1
+    tensors: str = ""
+    """What the rank puts in, `4096 Float`: elements and data type. Only of a collective into which
+    all ranks must put the same; "": not told, or they may differ."""
 
     @property
     def is_p2p(self) -> bool:
@@ -84,6 +94,8 @@ class Dump(NamedTuple):
     """Group -> entered and completed as its status has it, sends and receives counted in."""
     pending: tuple[Op, ...]
     """Entered and not complete by this rank's own account, oldest first."""
+    ended: tuple[Op, ...]
+    """Of each group, the last collective that is complete by its own account."""
     mixed: frozenset[str]
     """Groups in which it sends and receives too."""
     tells_starts: bool
@@ -108,33 +120,34 @@ def read(rank: int, document: object) -> Dump:
 
 
 def _read(rank: int, dump: Json) -> Dump:
-    entries = sorted(_known(dump["entries"]), key=lambda entry: int(entry.get("record_id", 0)))
+    entries = sorted(_known(dump["entries"]), key=lambda entry: _whole(entry.get("record_id", 0)))
     newest = _newest(entries)
     entries = [entry for entry in entries
-               if int(entry.get("pg_id", -1)) == newest[_group(entry)]]
+               if _whole(entry.get("pg_id", -1)) == newest[_group(entry)]]
     config = _table(dump.get("pg_config"))
     config.pop("", None)  # gloo's: it has no name
     members = {_key(name, str(one.get("desc", ""))): found for name, one in config.items()
                if (found := _ranks(one.get("ranks")))}
     mixed = frozenset(_group(entry) for entry in entries
-                      if entry.get("is_p2p") or _seq(entry) != int(entry.get("op_id", -1)))
+                      if entry.get("is_p2p") or _seq(entry) != _whole(entry.get("op_id", -1)))
     entered: dict[str, int] = {}
     completed: dict[str, int] = {}
+    ended: dict[str, Json] = {}
     for entry in entries:
         group, seq = _group(entry), _seq(entry)
         entered[group] = max(entered.get(group, 0), seq)
-        if _is_done(entry) and not entry.get("is_p2p"):
-            completed[group] = max(completed.get(group, 0), seq)
+        if _is_done(entry) and not entry.get("is_p2p") and seq > completed.get(group, 0):
+            completed[group], ended[group] = seq, entry
     status = _status(_table(dump.get("pg_status")), config, newest)
     pending = tuple(_op(entry, members) for entry in entries if not _is_done(entry)
                     and not str(entry.get("profiling_name", "")).endswith(":coalesced"))
     return Dump(
         rank=rank, members=members, entered=entered, completed=completed, status=status,
-        pending=pending, mixed=mixed,
+        pending=pending, ended=tuple(_op(entry, members) for entry in ended.values()), mixed=mixed,
         tells_starts=any(entry.get("time_discovered_started_ns") or entry.get("state") == "started"
                          for entry in entries),
         is_cut=bool(entries) and int(entries[0].get("record_id", 0)) > 0,
-        dumped_ns=int(dump.get("dumped_ns") or 0), job=_job(dump, config))
+        dumped_ns=_whole(dump.get("dumped_ns") or 0), job=_job(dump, config))
 
 
 def _job(dump: Json, config: Mapping[str, Json]) -> Job:
@@ -143,8 +156,8 @@ def _job(dump: Json, config: Mapping[str, Json]) -> Job:
               and (found := _ranks(one.get("ranks")))]
     if not worlds:
         return Job()
-    return Job(tuple(sorted(worlds[0])), int(dump.get("task") or 0),
-               int(dump.get("generation") or 0))
+    return Job(tuple(sorted(worlds[0])), _whole(dump.get("task") or 0),
+               _whole(dump.get("generation") or 0))
 
 
 def _table(value: object) -> dict[str, Json]:
@@ -167,20 +180,20 @@ def _group(entry: Json) -> str:
 
 
 def _seq(entry: Json) -> int:
-    return int(entry["collective_seq_id"])
+    return _whole(entry["collective_seq_id"])
 
 
 def _ranks(text: object) -> tuple[int, ...]:
     """torch writes the list as text."""
     found: object = json.loads(text) if isinstance(text, str) else text
-    return tuple(int(one) for one in cast(Iterable[int], found or ()))
+    return tuple(_whole(one) for one in cast(Iterable[int], found or ()))
 
 
 def _newest(entries: Iterable[Json]) -> dict[str, int]:
     newest: dict[str, int] = {}
     for entry in entries:
         group = _group(entry)
-        newest[group] = max(newest.get(group, -1), int(entry.get("pg_id", -1)))
+        newest[group] = max(newest.get(group, -1), _whole(entry.get("pg_id", -1)))
     return newest
 
 
@@ -198,8 +211,8 @@ def _status(status: Mapping[str, Json], config: Mapping[str, Json],
     for number, one in status.items():
         group = named.get(int(number)) if number.lstrip("-").isdigit() else None
         if group is not None:
-            found[group] = (max(int(one.get("last_enqueued_collective", -1)), 0),
-                            max(int(one.get("last_completed_collective", -1)), 0))
+            found[group] = (max(_whole(one.get("last_enqueued_collective", -1)), 0),
+                            max(_whole(one.get("last_completed_collective", -1)), 0))
     return found
 
 
@@ -218,10 +231,30 @@ def _op(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Op:
         one, other = (ranks[place] if place < len(ranks) else place for place in places)
         source, target = (one, other) if ends[1] == "send" else (other, one)
         name = ends[1]
-    return Op(group=group, name=name or "?", at_ns=int(entry.get("time_created_ns") or 0),
-              seq=int(entry.get("p2p_seq_id", 0)) if ends else _seq(entry),
-              order=int(entry.get("record_id", 0)), source=source, target=target,
-              has_started=entry.get("state") == "started")
+    return Op(group=group, name=name or "?", at_ns=_whole(entry.get("time_created_ns") or 0),
+              seq=_whole(entry.get("p2p_seq_id", 0)) if ends else _seq(entry),
+              order=_whole(entry.get("record_id", 0)), source=source, target=target,
+              has_started=entry.get("state") == "started",
+              tensors=_tensors(entry, name) if source < 0 else "")
+
+
+def _tensors(entry: Json, name: str) -> str:
+    """The elements and data types that go in: a reshaped tensor is the same to NCCL and gloo."""
+    if not any(word in name for word in _ALL_ALIKE) or "sparse" in name:
+        return ""
+    sizes, dtypes = entry.get("input_sizes") or (), entry.get("input_dtypes") or ()
+    return ", ".join(f"{math.prod(map(_whole, size[:DIMENSIONS_NUM_MAX]))} {dtype}"
+                     for size, dtype in zip(sizes, dtypes, strict=False))
+
+
+def _whole(value: object) -> int:
+    """torch writes whole numbers of 64 bits; JSON knows longer ones, infinities and NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} where a whole number belongs")
+    found = int(cast(int, value))
+    if not -1 << 63 <= found < 1 << 64:
+        raise ValueError("a number of more than 64 bits")
+    return found
 
 
 # --- Flight-recorder dumps from files: JSON, or torch's own pickles read without running anything.
@@ -233,6 +266,7 @@ def _op(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Op:
 FILE_BYTES_MAX = 256 << 20
 """A rank's dump takes about 1 KB an entry, with stacks 10; torch keeps 2,000 entries."""
 FILES_NUM_MAX = 100_000
+RANK_CHARS_MAX = 9
 JOBS_NUM_MAX = 3
 """Named where there are several."""
 OTHERS = (".error.json",)
@@ -336,7 +370,7 @@ def _told(document: object, key: str) -> object:
 def _of_all(ranks: Mapping[str, Any]) -> list[Dump]:
     dumps: list[Dump] = []
     for name, one in ranks.items():
-        if not str(name).isdecimal():
+        if not str(name).isdecimal() or len(str(name)) > RANK_CHARS_MAX:
             raise NotADump(f"`ranks` names {str(name)[:40]!r}, which is no rank")
         try:
             dumps.append(read(int(name), one))
@@ -362,9 +396,9 @@ def _rank_of(path: Path, document: object) -> int:
 
 def _document(path: Path) -> object:
     try:
-        with path.open("rb") as file:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise UsageError(f"{path}: not a file", HINT)
+        with open(path, "rb", opener=_open) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError(f"{path}: not a regular file", HINT)
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}", HINT) from None
@@ -385,6 +419,11 @@ def _document(path: Path) -> object:
             AttributeError, MemoryError, OverflowError) as error:
         raise UsageError(f"{path}: cut off, or not a flight-recorder dump: {_in_words(error)}",
                          HINT) from None
+
+
+def _open(path: str, flags: int) -> int:
+    """A FIFO that nobody writes to would hold a plain open for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _in_words(error: Exception) -> str:

@@ -8,7 +8,7 @@ that wait for nobody. Those are named, and what else shows a rank that stands st
 - its kernel has not started where those of its peers have;
 - it does not see the end of what its peers have finished with it: its device no longer answers;
 - it left no dump, and others wait for it;
-- it called another collective than its peers;
+- it called another collective than its peers, or with another size or data type;
 - it waits for nothing while all others wait.
 
 Where all have entered what does not end, no rank is named: that is the network's, or a device's.
@@ -24,6 +24,7 @@ from .wait_graph import Waits, ends_of
 
 WAIT_S_MIN = 1.0
 """A wait shorter than this is no hang, where the dumps say when they were written."""
+TENSORS_CHARS_MAX = 80
 
 
 class Suspect(NamedTuple):
@@ -200,11 +201,18 @@ def _stale(waits: Waits, rank: int) -> Suspect:
 
 
 def _mismatched(waits: Waits, rank: int) -> Suspect:
-    op, theirs, peers = waits.mismatched[rank]
+    op, theirs, peers, is_sure = waits.mismatched[rank]
+    mine, other = op.name, theirs.name
+    if mine == other:
+        mine, other = (f"{one.name} of {_clipped(one.tensors)}" for one in (op, theirs))
     return Suspect(
-        rank, f"called {op.name} as number {op.seq} of {op.group}, where {listed(peers)} called "
-        f"{theirs}", "mismatched", "high", op.group, op.name, op.seq,
+        rank, f"called {mine} as number {op.seq} of {op.group}, where {listed(peers)} called "
+        f"{other}", "mismatched", "high" if is_sure else "low", op.group, op.name, op.seq,
         waits.behind(rank, op.group), tuple(peers))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= TENSORS_CHARS_MAX else text[:TENSORS_CHARS_MAX] + " ..."
 
 
 def _waiting(waits: Waits, rank: int) -> Waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -131,23 +131,42 @@ class Waits:
                 for rank in self._dumps}
 
     @cached_property
-    def mismatched(self) -> dict[int, tuple[Op, str, tuple[int, ...]]]:
-        """Rank -> what it called, what the most of its group called instead, and who these are."""
+    def mismatched(self) -> dict[int, tuple[Op, Op, tuple[int, ...], bool]]:
+        """Rank -> what it called, what others of its group called instead, who these are, and
+        whether they are the most.
+
+        Where as many called one as the other, all of them are named.
+        """
+        found: dict[int, tuple[Op, Op, tuple[int, ...], bool]] = {}
+        for ops in self._called.values():
+            by_call: dict[tuple[str, str], list[int]] = defaultdict(list)
+            untold = {op.name for op in ops.values() if not op.tensors}
+            for rank, op in ops.items():
+                by_call[op.name, "" if op.name in untold else op.tensors].append(rank)
+            if len(by_call) == 1:
+                continue
+            most, second, *_ = sorted(by_call.values(), key=len, reverse=True)
+            is_sure = len(second) < len(most)
+            for ranks in by_call.values():
+                peers = second if ranks is most else most
+                for rank in ranks if ranks is not most or not is_sure else ():
+                    found.setdefault(rank, (ops[rank], ops[peers[0]], tuple(peers), is_sure))
+        return found
+
+    @cached_property
+    def _called(self) -> dict[Key, dict[int, Op]]:
+        """Each collective that is open at some rank -> what each rank called as that, also one
+        that came out of it: the smaller of two sizes may end."""
         called: dict[Key, dict[int, Op]] = defaultdict(dict)
         for rank in sorted(self._dumps):
             for op in self.pending(rank):
                 if not op.is_p2p:
-                    called[op.key][rank] = op
-        found: dict[int, tuple[Op, str, tuple[int, ...]]] = {}
-        for ops in called.values():
-            names = Counter(op.name for op in ops.values())
-            (most, num), *others = names.most_common()
-            if others and others[0][1] < num:
-                peers = tuple(rank for rank, op in ops.items() if op.name == most)
-                for rank, op in ops.items():
-                    if op.name != most:
-                        found.setdefault(rank, (op, most, peers))
-        return found
+                    called[op.key].setdefault(rank, op)
+        for rank in sorted(self._dumps):
+            for op in self._dumps[rank].ended:
+                if op.key in called:
+                    called[op.key].setdefault(rank, op)
+        return called
 
     # --- the graph -----------------------------------------------------------------------------
     def edges(self, rank: int) -> dict[int, Op]:

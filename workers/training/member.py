@@ -221,11 +221,11 @@ class Member:
                 take()
         return Reconfigured(
             task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=order.generation, step_version=step_version, kept=share.kept,
-            todo=share.todo, dealt=share.dealt, source=found.source,
-            received_bytes=found.received_bytes, down_s=self.communicators.down_s,
-            up_s=up_s - began_s, settle_s=clock() - up_s, origin=found.origin,
-            origin_node=found.node, taken=found.taken,
+            generation=order.generation, step_version=step_version, kept_micro_batches=share.kept,
+            remaining_micro_batches=share.todo, reassigned_micro_batches=share.dealt,
+            source=found.source, received_bytes=found.received_bytes,
+            down_s=self.communicators.down_s, up_s=up_s - began_s, settle_s=clock() - up_s,
+            origin=found.origin, origin_node=found.node, received_from=found.taken,
         )
 
     def _replica(self, place: int) -> frozenset[int]:

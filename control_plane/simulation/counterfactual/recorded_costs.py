@@ -73,7 +73,7 @@ class Measured:
             case o.Resume() as body:
                 self._took("regroup_s", self._regroups_s.pop(
                     (body.task, body.generation), None), at_s)
-            case r.CopyKept() as body:
+            case r.MemoryCheckpointStored() as body:
                 self._kept("copy_s", body.task, body.step_version, at_s)
             case r.CheckpointSaved() as body if not body.final:
                 self._kept("checkpoint_s", body.task, body.step_version, at_s)

@@ -43,7 +43,7 @@ class Silence(NamedTuple):
     told_s: float
     seq: int
     tasks: tuple[int, ...]
-    body: r.NodeSilenced
+    body: r.NodeUnreachable
 
 
 class Befallen(NamedTuple):
@@ -98,9 +98,9 @@ class Befell:
             case r.NodeLeft() if body.node in self._up:
                 del self._up[body.node]
                 self._found.append(Happening(record.at_s, body.node, "left"))
-            case r.NodeSilenced():
+            case r.NodeUnreachable():
                 self._silenced(state, record, body)
-            case r.NodeHeard() if body.node in self._silent:
+            case r.NodeReachable() if body.node in self._silent:
                 was = self._silent.pop(body.node)
                 self._found += [Said(was.told_s, body.node, was.body),
                                 Said(record.at_s, body.node, body)]
@@ -161,7 +161,7 @@ class Befell:
         self._up[name] = body.incarnation
         self._found.append(Happening(record.at_s, name, "joined", num_slots=body.num_slots))
 
-    def _silenced(self, state: ClusterState, record: Record, body: r.NodeSilenced) -> None:
+    def _silenced(self, state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
         from_s = max(record.at_s - body.silence_s, self._harmed.get(body.node, 0.0))
         tasks = tuple(task.id for task in state.tasks.values()
                       if any(rank.slot.node == body.node for rank in task.ranks.values()))

@@ -137,7 +137,7 @@ class Watched:
     def _is_slow(self) -> bool:
         """As last told of the victim: after it was made slow, it has to be seen well again."""
         paced = [record["body"] for _, record in self._reader.seen
-                 if record["kind"] == "RankPaced" and _of_victim(record["body"])]
+                 if record["kind"] == "StepTimeChanged" and _of_victim(record["body"])]
         return bool(paced) and _slowed(paced[-1])
 
 
@@ -152,14 +152,14 @@ def _slowed(body: Record) -> bool:
 TOLD: dict[str, Callable[[str, Record, str], bool]] = {
     "rank_killed": lambda kind, body, node: kind == "RankExited" and _of_victim(body),
     "exception": lambda kind, body, node: kind == "RankErrored" and _of_victim(body),
-    "agent_killed": lambda kind, body, node: kind == "NodeSilenced" and body["node"] == node,
-    "network_cut": lambda kind, body, node: kind == "NodeSilenced" and body["node"] == node,
+    "agent_killed": lambda kind, body, node: kind == "NodeUnreachable" and body["node"] == node,
+    "network_cut": lambda kind, body, node: kind == "NodeUnreachable" and body["node"] == node,
     "rank_stopped": lambda kind, body, node: kind == "RankSuspended" and _of_victim(body),
     "gil_held": lambda kind, body, node: (kind == "RankStalled" and _of_victim(body)
                                           and body["where"] == "own"),
     "rank_looping": lambda kind, body, node: (kind == "RankStalled" and _of_victim(body)
                                               and body["where"] == "own"),
-    "rank_slow": lambda kind, body, node: (kind == "RankPaced" and _of_victim(body)
+    "rank_slow": lambda kind, body, node: (kind == "StepTimeChanged" and _of_victim(body)
                                            and _slowed(body)),
 }
 """The report that says it; the finding's name, not that of what came of it elsewhere."""

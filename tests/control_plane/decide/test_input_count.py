@@ -25,7 +25,7 @@ def test_it_goes_up_when_what_a_plan_follows_from_changes() -> None:
         ("operator/3", r.NodeUndrained(node="n2")),
         ("operator/4", r.TaskSubmitted(spec=spec(name="beta"))),
         (f"leader/{d.state.nonce}", r.PolicySet(policy=replace(d.state.policy, gain_min=0.1))),
-        (f"leader/{d.state.nonce}", r.NodeSilenced(node="n1", incarnation=1, silence_s=6.0)),
+        (f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=6.0)),
     ]
     for source, body in changes:
         count, ground = d.state.num_inputs, plan_input(d.state)

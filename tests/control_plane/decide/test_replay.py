@@ -155,7 +155,7 @@ def test_a_log_of_heart_4_is_not_corrupt() -> None:
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
-    assert sum(record.kind == "CopyKept" for record in log) == 3
+    assert sum(record.kind == "MemoryCheckpointStored" for record in log) == 3
     verdict = verify(log)
     assert verdict.ok, verdict.words
     assert verdict.hearts == [4]

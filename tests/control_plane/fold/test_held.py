@@ -37,7 +37,7 @@ def test_a_killed_rank_is_told_and_left(d: Driver) -> None:
     assert kinds(freeze(d)) == []
     told = d.exit(task, 2)
     assert the(decisions.IncidentOpened, told).severity == "SEV2"
-    withheld = the(decisions.OrderWithheld, told)
+    withheld = the(decisions.OrderSuppressed, told)
     assert withheld.why == "frozen: a change of switches"
     assert "ranks 0 1 3 leave generation 1 at once" in withheld.what
     assert "start rank 2 on n2/0" in withheld.what
@@ -76,7 +76,7 @@ def test_a_new_task_is_planned_and_waits(d: Driver) -> None:
     name = "operator/submit"
     told = d.tell(name, r.TaskSubmitted(spec=spec()))
     assert the(decisions.PlanChosen, told).allocations[0].slots == 4
-    assert the(decisions.OrderWithheld, told).what == "from 0 to 4 slots, by the plan"
+    assert the(decisions.OrderSuppressed, told).what == "from 0 to 4 slots, by the plan"
     assert orders(told) == []
     assert "TaskPlaced" not in kinds(told)
     assert the(decisions.TaskWaiting, told).why == "frozen: a change of switches"
@@ -97,7 +97,7 @@ def test_a_lost_node_is_priced_not_acted_upon(d: Driver) -> None:
     task = d.running()
     freeze(d)
     node = d.state.nodes["n2"]
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=node.incarnation, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
     told = failed(d, task, 0)
     assert the(decisions.IncidentOpened, told).severity == "SEV1"
     assert the(decisions.PlanChosen, told).num_slots == 2
@@ -116,10 +116,10 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     node = d.state.nodes[task_of(d, task).target[0].slot.node]
     freeze(d)
-    silence = r.NodeSilenced(node=node.name, incarnation=node.incarnation, silence_s=6.0)
+    silence = r.NodeUnreachable(node=node.name, incarnation=node.incarnation, silence_s=6.0)
     assert kinds(d.tell("leader/abc", silence)) == [], "nor would it move off, were healing on"
     assert kinds(d.due(f"replace/{node.name}")) == []
-    d.tell("leader/abc", r.NodeHeard(node=node.name, incarnation=node.incarnation))
+    d.tell("leader/abc", r.NodeReachable(node=node.name, incarnation=node.incarnation))
     assert orders(thaw(d)) == []
     assert not task_of(d, task).ghosts
     freeze(d)
@@ -133,7 +133,7 @@ def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
     task = d.submit(spec())
     assert task_of(d, task).withheld
     assert orders(d.log) == []
-    assert [x.body.why for x in only(decisions.OrderWithheld, d.log)] == ["observing"]
+    assert [x.body.why for x in only(decisions.OrderSuppressed, d.log)] == ["observing"]
     told = d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
     assert orders(told) == ["StartRank"] * 4
 
@@ -171,7 +171,7 @@ def test_faults_on_purpose_only_where_that_is_allowed(d: Driver) -> None:
     node = the(o.InjectFault, d.tell("operator/c", r.FaultRequested(what="node", node="n1")))
     assert (node.nodes, node.what) == (("n1",), "node")
     assert kinds(d.tell("operator/d", r.FaultRequested(what="node", node="n9"))) == []
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     assert kinds(d.tell("operator/e", ask)) == [], "it would come true whenever n2 is back"
 
 
@@ -230,10 +230,10 @@ def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
 
 def test_what_was_replaced_is_told_too(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 4}))
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     d.obey(failed(d, task, 0))
     freeze(d)
-    told = d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    told = d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
     assert orders(told) == []
     assert "stop rank 2: it was replaced while its node was silent" in task_of(d, task).withheld
 

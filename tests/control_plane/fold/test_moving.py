@@ -141,11 +141,11 @@ def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver) -> Non
 def test_nothing_starts_on_a_drained_node(d: Driver) -> None:
     """A task that is bound to a silent node is in no plan: its seats stay where they are."""
     task = d.running()
-    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node="n1", incarnation=1, silence_s=6.0))
+    d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=6.0))
     drain(d, "n2")
     assert {seat.slot.node for seat in task_of(d, task).target} == {"n1", "n2"}
     assert kinds(d.exit(task, 2)) == ["IncidentOpened", "Quiesce"]
-    back = d.tell(f"leader/{d.state.nonce}", r.NodeHeard(node="n1", incarnation=1))
+    back = d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node="n1", incarnation=1))
     d.obey(only(o.Quiesce, d.log))
     assert {x.body.slot.node for x in only(o.StartRank, back)} == {"n3"}
     d.obey(only(o.StartRank, back))
@@ -220,7 +220,7 @@ def test_a_save_that_never_comes_is_bounded_and_its_loss_is_told(d: Driver,
 def test_survivors_too_few_to_go_on_save_at_once(d: Driver) -> None:
     task = d.running(spec(slots={"min": 5, "max": 6}))
     d.progress(task, 3)
-    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node="n1", incarnation=1, silence_s=5.0))
+    d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0))
     lost = failed(d, task, 2)
     quiesces = [x.body for x in only(o.Quiesce, lost)]
     assert [(x.mode, x.save) for x in quiesces] == [("now", False), ("now", True)]
@@ -320,7 +320,7 @@ def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver
     alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
     beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
     assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}
-    silence = r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0)
+    silence = r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0)
     told = [] if first == "silence" else failed(d, alpha, 0)
     told += d.tell(f"leader/{d.state.nonce}", silence)
     told += failed(d, alpha, 0) if first == "silence" else []

@@ -87,7 +87,7 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
     assert f"state      {words}" in page(found)
     (tail,) = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
     assert words in tail
-    copies = [x for x in found["timeline"] if x["kind"] == "CopyKept"]
+    copies = [x for x in found["timeline"] if x["kind"] == "MemoryCheckpointStored"]
     assert [x["what"] for x in copies] == [f"task {task} rank 0.1 step 30, 12 B in memory on n2"]
     assert found["timeline"] == sorted(found["timeline"], key=lambda x: x["seq"])
 
@@ -99,16 +99,17 @@ def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() ->
     kept(d, task, "n1", 1)
     d.obey(orders)
     d.progress(task)
-    assert "CopyKept" in [x["kind"] for x in plain(d)]
-    assert "CopyKept" not in [x["kind"] for x in facts(plain(d))["timeline"]]
+    assert "MemoryCheckpointStored" in [x["kind"] for x in plain(d)]
+    assert "MemoryCheckpointStored" not in [x["kind"] for x in facts(plain(d))["timeline"]]
 
 
 def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     d, task = with_a_checkpoint()
     for node in ("n1", "n2"):
         kept(d, task, node, 25)
-    lost = [d.tell(f"{node}/1", r.CopiesLost(node=node, incarnation=1, task=0, keeper_start=FIRST,
-                                             why="the keeper: signal 9"))[0].seq
+    lost = [d.tell(f"{node}/1", r.MemoryCheckpointsLost(
+                node=node, incarnation=1, task=0, keeper_start=FIRST,
+                why="the keeper: signal 9"))[0].seq
             for node in ("n1", "n2")]
     closed = back(d, task, "checkpoint", "", 20)
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("set back", 8, True)
@@ -119,7 +120,8 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     assert ("state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
             in shown)
     assert [x for x in shown if x.startswith("no copy")] == [
-        f"no copy    CopiesLost {node} has no copies any more: the keeper: signal 9 (seq {seq})"
+        f"no copy    MemoryCheckpointsLost {node} has no copies any more: the keeper: signal 9 "
+        f"(seq {seq})"
         for node, seq in zip(("n1", "n2"), lost, strict=True)]
     assert [x["seq"] for x in found["timeline"]][:2] == lost
 
@@ -169,8 +171,8 @@ def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there() -> None:
     assert told(d, task, "copies") == (
         "no process holds its state: it comes back from the copy of iteration 25 in memory (n2), "
         "3 iterations of 28 are done again")
-    d.tell("n2/1", r.CopiesLost(node="n2", incarnation=1, task=0, why="signal 9",
-                                keeper_start=FIRST))
+    d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
+                                           keeper_start=FIRST))
     assert "8 iterations of 28 are done again" in told(d, task, "copies")
 
 
@@ -181,7 +183,7 @@ def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
     d.progress(task, 27)
     kept(d, task, "n2", 20)
     kept(d, task, "n3", 25)
-    d.tell("leader/abc", r.NodeSilenced(node="n3", incarnation=1, silence_s=5.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     killed(d, task)
     first = memory_checkpoints.sources(
         d.state, task_of(d, task), list(task_of(d, task).ranks.values())

@@ -26,12 +26,12 @@ def d() -> Iterator[Driver]:
 def silence(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
     return d.tell(f"leader/{d.state.nonce}",
-                  r.NodeSilenced(node=node, incarnation=incarnation, silence_s=5.0))
+                  r.NodeUnreachable(node=node, incarnation=incarnation, silence_s=5.0))
 
 
 def hear(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
-    return d.tell(f"leader/{d.state.nonce}", r.NodeHeard(node=node, incarnation=incarnation))
+    return d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node=node, incarnation=incarnation))
 
 
 def lasts_s(d: Driver, deadline: str) -> float:

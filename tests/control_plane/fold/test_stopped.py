@@ -236,8 +236,8 @@ def test_held_it_is_told_and_left(d: Driver, held: str) -> None:
     hold(d, held)
     suspended(d, task)
     late = d.due(deadline(task))
-    assert kinds(late) == ["IncidentOpened", "OrderWithheld"]
-    assert "stop rank 2: it is stopped (SIGSTOP)" in the(decisions.OrderWithheld, late).what
+    assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
+    assert "stop rank 2: it is stopped (SIGSTOP)" in the(decisions.OrderSuppressed, late).what
     d.progress(task)  # of an iteration that was done before it was stopped, told late
     assert not only(decisions.IncidentClosed, d.log)
     d.obey(let_go(d, held))
@@ -254,7 +254,7 @@ def test_held_until_it_goes_on_by_itself(d: Driver, held: str) -> None:
     suspended(d, task)
     d.due(deadline(task))
     d.now_s += 30
-    assert the(decisions.OrderWithheld, continued(d, task)).what == ""
+    assert the(decisions.OrderSuppressed, continued(d, task)).what == ""
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert closed.pause_s > 30
@@ -279,10 +279,10 @@ def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver) -> None:
     """It may have gone on meanwhile, and nobody could tell."""
     task = d.running()
     suspended(d, task)
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(d.due(deadline(task))) == []
     assert not d.state.incidents
-    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
     assert deadline(task) in d.state.deadlines
     d.obey(d.due(deadline(task)))
     d.progress(task)

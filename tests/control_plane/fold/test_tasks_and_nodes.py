@@ -25,11 +25,11 @@ def d() -> Iterator[Driver]:
 def test_a_silent_node_is_not_a_lost_one(d: Driver) -> None:
     task = d.running()
     leader = f"leader/{d.state.nonce}"
-    silenced = d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    silenced = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(silenced) == []
     assert kinds(d.progress(task)) == []
     assert kinds(d.due("replace/n2")) == [], "the task is not wholly there"
-    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
+    heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
     assert [x for x in kinds(heard) if x not in ("PlanChosen",)] == []
     assert d.state.nodes["n2"].health == "healthy"
 
@@ -40,7 +40,7 @@ def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
     leader = f"leader/{d.state.nonce}"
 
     def silence() -> list[Record]:
-        return d.tell(leader, r.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+        return d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
 
     records = silence() if first == "silence" else failed(d, task, 0)
     records += failed(d, task, 0) if first == "silence" else silence()
@@ -56,8 +56,9 @@ def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
     d.obey(more)
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
     # reached again: what it still runs is stopped before its slots are used
-    heard = d.tell(leader, r.NodeHeard(node="n2", incarnation=1))
-    assert kinds(heard) == ["StopRank", "StopRank", "KeepCopies", "PlanChosen", "TaskPlaced"]
+    heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
+    assert kinds(heard) == [
+        "StopRank", "StopRank", "SetCheckpointStores", "PlanChosen", "TaskPlaced"]
     records = d.obey(heard)
     d.progress(task)
     assert len(task_of(d, task).living_members()) == 4
@@ -68,7 +69,7 @@ def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
     d.obey(d.log[-1:])
     d.progress(task)
     home = task_of(d, task).target[0].slot.node
-    d.tell(f"leader/{d.state.nonce}", r.NodeSilenced(node=home, incarnation=1, silence_s=5.0))
+    d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node=home, incarnation=1, silence_s=5.0))
     new = d.due(f"replace/{home}")
     assert kinds(new) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "StartRank"]
     assert the(o.StartRank, new).slot.node != home
@@ -94,7 +95,8 @@ def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
     assert d.state.incidents == {}
     assert len(task_of(d, task).members) == 2
     back = d.join("n2", incarnation=2)
-    assert kinds(back) == ["KeepCopies", "PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
+    assert kinds(back) == [
+        "SetCheckpointStores", "PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
     d.obey(back)
     assert len(task_of(d, task).members) == 4
 
@@ -194,10 +196,10 @@ def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
 def test_a_task_finishes(d: Driver) -> None:
     task = d.running()
     done = finish(d, task)
-    assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropCopies"]
+    assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropMemoryCheckpoints"]
     assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
     assert the(decisions.TaskEnded, done).outcome == "finished"
-    assert [order.kind for order in open_orders(d.state)] == ["DropCopies"]
+    assert [order.kind for order in open_orders(d.state)] == ["DropMemoryCheckpoints"]
     d.obey(done)
     assert open_orders(d.state) == []
     assert d.state.deadlines == {}
@@ -228,7 +230,7 @@ def test_publication_after_the_last_exit(d: Driver) -> None:
         final=True))
     assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
     assert kinds(finish(d, task, save=False)) == []
-    assert kinds(d.obey(saved)) == ["TaskEnded", "DropCopies"]
+    assert kinds(d.obey(saved)) == ["TaskEnded", "DropMemoryCheckpoints"]
 
 
 def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
@@ -376,7 +378,7 @@ def test_an_incident_is_called_by_the_gravest_that_was_told(d: Driver) -> None:
     incident = d.state.incidents[task_of(d, task).incident]
     assert incident.severity == "SEV3"
     node = d.state.nodes["n2"]
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=node.incarnation, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
     assert (incident.severity, incident.status, incident.node) == (
         "SEV1", "lost connection", "n2")
     assert "n2 is silent" in incident.why

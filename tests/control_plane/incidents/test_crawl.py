@@ -105,7 +105,7 @@ def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
-    assert kinds(d.due(deadline(d, task))) == ["IncidentOpened", "OrderWithheld"]
+    assert kinds(d.due(deadline(d, task))) == ["IncidentOpened", "OrderSuppressed"]
     for rank in OTHERS:
         went_on(d, task, rank)
     d.progress(task, 2)

@@ -272,7 +272,7 @@ def test_the_same_twice_is_one_incident(d: Driver) -> None:
 def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver) -> None:
     task = four(d)
     for said in ("degraded", "unknown", "degraded"):
-        assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"DegradedPriced"}
+        assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"StragglerCostEstimated"}
     assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
     health(d, "n2", "healthy", devices=(0,))
     assert not d.state.nodes["n2"].checks

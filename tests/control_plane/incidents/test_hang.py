@@ -225,7 +225,7 @@ def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
 def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
     task = d.running()
     there = task_of(d, task).ranks[VICTIM].slot.node
-    d.tell("leader/abc", r.NodeSilenced(node=there, incarnation=1, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node=there, incarnation=1, silence_s=6.0))
     heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
     for rank in heard:
         stalled(d, task, rank, in_s=60.0)
@@ -242,9 +242,9 @@ def test_a_node_that_is_heard_again_is_asked(d: Driver) -> None:
     task = d.running()
     for rank in (0, 1):
         stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
-    d.tell("leader/abc", r.NodeSilenced(node="n2", incarnation=1, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     assert deadline(d, task) in d.state.deadlines
-    d.tell("leader/abc", r.NodeHeard(node="n2", incarnation=1))
+    d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
     assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
 
 
@@ -289,7 +289,7 @@ def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver) -> N
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     late = d.due(deadline(d, task))
-    assert kinds(late) == ["IncidentOpened", "OrderWithheld"]
+    assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
     for rank in range(4):
         went_on(d, task, rank)
     assert kinds(d.progress(task))[0] == "IncidentClosed"

@@ -24,7 +24,7 @@ from unicron.events.spec.job import parse
 
 def went_on(d: Driver, task: int) -> list[Record]:
     process = task_of(d, task).ranks[TELLER]
-    return d.tell(d.source(process.slot.node), r.RankWentOn(
+    return d.tell(d.source(process.slot.node), r.RankUnstalled(
         task=task, rank=TELLER, attempt=process.attempt, generation=0, iteration=40,
         stalled_s=70.0))
 
@@ -111,10 +111,10 @@ def test_not_while_its_node_is_silent_or_a_process_is_stopped(d: Driver) -> None
     assert len(deadlines(d)) == 1
     d.tell(tell, r.RankContinued(task=task, rank=0, attempt=1, pid=process.pid))
     node = task_of(d, task).ranks[TELLER].slot.node
-    d.tell("leader/abc", r.NodeSilenced(node=node, incarnation=1, silence_s=6.0))
+    d.tell("leader/abc", r.NodeUnreachable(node=node, incarnation=1, silence_s=6.0))
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
     d.now_s = d.state.deadlines[deadlines(d)[0]].due_s
-    d.tell("leader/abc", r.NodeHeard(node=node, incarnation=1))
+    d.tell("leader/abc", r.NodeReachable(node=node, incarnation=1))
     assert not only(o.StopRank, d.due(deadlines(d)[0])), "what it has spooled comes first"
     assert only(o.StopRank, d.due(deadlines(d)[0]))
     d.obey(d.log[-30:])

@@ -15,15 +15,15 @@ from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.decisions import DegradedPriced
+from unicron.events.records.decisions import StragglerCostEstimated
 
 
 def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver) -> None:
     task = d.running()
     known(d, task)
     told = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
-    assert kinds(told) == ["DegradedPriced"]
-    priced = the(DegradedPriced, told)
+    assert kinds(told) == ["StragglerCostEstimated"]
+    priced = the(StragglerCostEstimated, told)
     times = 1.4 / 1.1
     assert (priced.node, priced.tasks) == ("n2", (task,))
     assert priced.ratios == (pytest.approx(times),)
@@ -40,7 +40,7 @@ def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver) -> Non
 def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
     task = d.running()
     known(d, task)
-    priced = the(DegradedPriced, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
+    priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
     tried = attempt(encode_state(d.state), Change(without=("n2",)))
     assert tried.plan is not None
     assert tried.degraded == (priced,)
@@ -55,7 +55,7 @@ def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
 def test_a_node_with_nothing_to_spare_is_dearer_drained(d: Driver) -> None:
     task = d.running()
     known(d, task)
-    priced = the(DegradedPriced, paced(d, task, VICTIM, 1.15, iteration_s=1.25))
+    priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.15, iteration_s=1.25))
     assert priced.cost_waf > 0
     assert priced.drain_waf < 0
 
@@ -79,7 +79,7 @@ def test_one_that_is_slower_than_its_peers_from_the_first(own_s: float) -> None:
     d, task = eight()
     for rank in (0, 1, 3, 4, 5, 6, 7):
         assert kinds(paced(d, task, rank, 1 + rank / 100, iteration_s=own_s + 0.1)) == []
-    priced = the(DegradedPriced, paced(d, task, VICTIM, own_s, normal_s=own_s))
+    priced = the(StragglerCostEstimated, paced(d, task, VICTIM, own_s, normal_s=own_s))
     assert priced.node == "n2"
     assert priced.ratios[0] == pytest.approx((own_s + 0.1) / 1.17)
     at_rest(d)
@@ -145,7 +145,8 @@ def test_who_has_more_micro_batches_is_not_slow(d: Driver) -> None:
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=3.1)) == []
     assert not task_of(d, task).slow
     assert kinds(paced(d, task, 3, 2.6, normal_s=2.0, iteration_s=3.1)) == [], "it has the time"
-    assert kinds(paced(d, task, 3, 3.6, normal_s=2.0, iteration_s=3.7)) == ["DegradedPriced"]
+    assert kinds(paced(d, task, 3, 3.6, normal_s=2.0, iteration_s=3.7)) == [
+        "StragglerCostEstimated"]
 
 
 def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver) -> None:
@@ -160,12 +161,12 @@ def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver) -> None:
 def test_a_price_is_told_at_most_once_a_minute(d: Driver) -> None:
     task = d.running()
     known(d, task)
-    first = the(DegradedPriced, paced(d, task, VICTIM, 1.5))
+    first = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.5))
     assert kinds(paced(d, task, VICTIM, 1.5)) == [], "no change"
     assert "price/n2" not in d.state.deadlines
     assert kinds(paced(d, task, VICTIM, 2.0)) == []
     assert d.state.deadlines["price/n2"].length_s == pytest.approx(PRICE_S, abs=1.0)
-    second = the(DegradedPriced, d.due("price/n2"))
+    second = the(StragglerCostEstimated, d.due("price/n2"))
     assert second.cost_waf > first.cost_waf
     assert kinds(paced(d, task, VICTIM, 1.2)) == []
     assert "price/n2" in d.state.deadlines
@@ -177,13 +178,13 @@ def test_a_check_that_says_degraded_is_priced_too(d: Driver) -> None:
     task = d.running()
     known(d, task)
     told: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
-    first = the(DegradedPriced, d.tell("n2/1", r.HealthChanged(
+    first = the(StragglerCostEstimated, d.tell("n2/1", r.HealthChanged(
         **told, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
     assert (first.tasks, first.cost_waf, first.why) == ((), 0.0, "gpu0 thermal slowdown")
     assert first.drain_waf < 0
     assert view(d.state)["tasks"][0]["state"] == "running", "nobody is slower for it"
     assert kinds(paced(d, task, VICTIM, 1.3, iteration_s=1.4)) == []
-    second = the(DegradedPriced, d.due("price/n2"))
+    second = the(StragglerCostEstimated, d.due("price/n2"))
     assert second.why.startswith("gpu0 thermal slowdown; rank 2 of alpha")
     d.tell("n2/1", r.HealthChanged(**told, health="healthy", why=""))
     assert "n2" in d.state.degraded
@@ -215,7 +216,7 @@ def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver) -> 
     task = d.running()
     known(d, task)
     told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert kinds(told) == ["DegradedPriced"], "nobody else has said that it waits"
+    assert kinds(told) == ["StragglerCostEstimated"], "nobody else has said that it waits"
     late = paced(d, task, 1, 1.0, iteration_s=4.1)
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
@@ -281,7 +282,7 @@ def test_held_it_is_told_alone(d: Driver) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     paced(d, task, 1, iteration_s=4.1)
     late = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert sorted(kinds(late)) == ["DegradedPriced", "IncidentOpened", "OrderWithheld"]
+    assert sorted(kinds(late)) == ["IncidentOpened", "OrderSuppressed", "StragglerCostEstimated"]
     paced(d, task, VICTIM, 1.0)
     d.progress(task)
     assert "StopRank" not in kinds(d.tell("operator/unfreeze", r.HealingResumed()))
@@ -316,7 +317,7 @@ def test_who_waits_may_take_the_room_that_draining_makes(d: Driver) -> None:
     d.progress(second, 4)
     known(d, first)
     rank = next(x for x, it in task_of(d, first).ranks.items() if it.slot.node == "n2")
-    priced = the(DegradedPriced, paced(d, first, rank, 2.0, iteration_s=2.1))
+    priced = the(StragglerCostEstimated, paced(d, first, rank, 2.0, iteration_s=2.1))
     times = 2.1 / 1.1
     assert priced.cost_waf == pytest.approx(6e12 * (1 - 1 / times))
     best = max(4e12 + 1e12, 6e12)

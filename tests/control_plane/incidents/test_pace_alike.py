@@ -63,7 +63,7 @@ def test_where_most_are_slow_alike_nobody_holds_up_anybody(d: Driver) -> None:
 def test_all_beyond_measure_alike_are_left_alone(d: Driver) -> None:
     task = d.running(spec(slots={"sizes": [2]}))
     known(d, task)
-    assert kinds(paced(d, task, 1, 4.0, iteration_s=4.1)) == ["DegradedPriced"]
+    assert kinds(paced(d, task, 1, 4.0, iteration_s=4.1)) == ["StragglerCostEstimated"]
     assert kinds(paced(d, task, 0, 4.0, iteration_s=4.1)) == []
     assert kinds(d.progress(task, times_s=[4.1])) == []
     assert not d.state.incidents

@@ -11,7 +11,7 @@ from stragglers import VICTIM, known, paced
 from two_tasks import two_tasks
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.stragglers import LASTS_S
-from unicron.events.records.decisions import DegradedPriced
+from unicron.events.records.decisions import StragglerCostEstimated
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_two_that_are_last_together_hold_up_the_others_and_not_each_other(d: Dri
     task = d.running()
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
-    second = the(DegradedPriced, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
+    second = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
     assert sorted(slow_of(d, task)) == [0, VICTIM]
     assert second.why == ("rank 2 of alpha (n2/0) holds up 2 others with rank 0, 1.39 x, its own "
                           "work 1.45 x")
@@ -58,7 +58,7 @@ def test_a_busy_machine_has_no_stragglers(d: Driver, own_s: float) -> None:
     for rank in range(4):
         busy_s = own_s * (1 + 0.01 * rank)
         assert kinds(paced(d, task, rank, busy_s, normal_s=0.060, iteration_s=0.220)) in (
-            [], ["DegradedPriced"])
+            [], ["StragglerCostEstimated"])
     assert slow_of(d, task) == {}
     assert not d.state.degraded
 

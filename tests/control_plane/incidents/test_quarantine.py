@@ -150,7 +150,7 @@ def lost(d: Driver, task: int, node: str) -> list[Record]:
     d.due(f"evidence/{task}/{generation}")
     for rank in there:
         d.quiesced(task, rank.rank)
-    d.tell("leader/abc", reports.NodeSilenced(
+    d.tell("leader/abc", reports.NodeUnreachable(
         node=node, incarnation=d.state.nodes[node].incarnation, silence_s=5.0))
     d.obey([x for x in d.log[num:] if isinstance(x.body, orders.Reconfigure)])
     d.progress(task, 3)
@@ -177,7 +177,7 @@ def test_a_link_that_is_cut_again_at_once_counts_once() -> None:
     d = Driver()
     task = d.running()
     lost(d, task, "n1")
-    d.obey(d.tell("leader/abc", reports.NodeHeard(node="n1", incarnation=1)))
+    d.obey(d.tell("leader/abc", reports.NodeReachable(node="n1", incarnation=1)))
     d.progress(task, 3)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
     assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
@@ -188,7 +188,7 @@ def test_what_was_asked_for_does_not_count(d: Driver) -> None:
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(allow_inject=True, quarantine_faults=1)))
     task = d.running()
     d.tell("operator/break", reports.FaultRequested(what="node", node="n2"))
-    d.tell("leader/abc", reports.NodeSilenced(node="n2", incarnation=1, silence_s=5.0))
+    d.tell("leader/abc", reports.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]
     told = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
         task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
@@ -212,7 +212,7 @@ def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
     task = d.running(spec(slots={"min": 1, "max": 6}, train={
         "iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}}))
     for node in ("n4", "n5", "n6"):
-        d.tell("leader/abc", reports.NodeSilenced(node=node, incarnation=1, silence_s=5.0))
+        d.tell("leader/abc", reports.NodeUnreachable(node=node, incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]
     told = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
         task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))

@@ -76,7 +76,7 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
         failed(d, task, rank)
     assert suspects(d.state) == {"n3"}
     told = d.pass_s(2.0)
-    silenced = next(x for x in told if isinstance(x.body, r.NodeSilenced))
+    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
     assert silenced.at_s - killed_s < 2.0
     lost = [
         x.body
@@ -116,7 +116,7 @@ def test_a_node_that_is_cut_off_is_lost_where_all_others_wait_for_it() -> None:
     lost = the(decisions.IncidentOpened, told)
     assert (lost.severity, lost.status, lost.node) == ("SEV1", "lost connection", "n3")
     assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
-    silenced = next(x for x in told if isinstance(x.body, r.NodeSilenced))
+    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
     stalls = [x.seq for x in d.log if isinstance(x.body, r.RankStalled)]
     assert lost.evidence == (stalls[0], silenced.seq), "both sources"
     assert [member.rank for member in task_of(d, task).members] == [0, 1]
@@ -132,11 +132,11 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
     d.pass_s(1.5)
     waits(d, task, 0, 1)
     told = d.pass_s(0.4)
-    assert [x.kind for x in told if x.is_report] == ["NodeSilenced"]
+    assert [x.kind for x in told if x.is_report] == ["NodeUnreachable"]
     d.quiet.clear()
     for rank in (0, 1):
         it = task_of(d, task)
-        d.tell(d.source(it.ranks[rank].slot.node), r.RankWentOn(
+        d.tell(d.source(it.ranks[rank].slot.node), r.RankUnstalled(
             task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
     told = d.pass_s(5.0)
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
@@ -155,7 +155,7 @@ def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
     assert d.pass_s(3.0) == []
     d.quiet.add("n2")
     away = d.pass_s(20.0)
-    assert [x.kind for x in away] == ["NodeSilenced", "KeepCopies"]
+    assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
     assert d.state.nodes["n2"].health == "unreachable"
     d.submit(spec(name="beta", train={"iterations": 5, "output": "/tmp/beta",
                                       "batch": {"global": 24, "micro": 2}}))
@@ -163,7 +163,7 @@ def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
     d.progress(task, 3)
     d.quiet.clear()
     back = d.pass_s(2.0)
-    assert [x.kind for x in back if x.is_report] == ["NodeHeard"]
+    assert [x.kind for x in back if x.is_report] == ["NodeReachable"]
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced"} & set(kinds(back))
     assert not d.state.incidents
     assert task_of(d, task).iterations_lost == 0
@@ -177,7 +177,7 @@ def test_who_tells_of_the_collective_too_is_heard() -> None:
         failed(d, task, rank)
     assert suspects(d.state) == set()
     told = d.pass_s(2.0)
-    assert not only(r.NodeSilenced, told)
+    assert not only(r.NodeUnreachable, told)
     assert the(decisions.IncidentOpened, told).severity == "SEV3"
     d.progress(task)
     assert not d.state.nodes["n1"].offences
@@ -204,7 +204,7 @@ def test_a_leader_that_did_not_look_knows_nothing_of_a_short_silence() -> None:
     d.last_s = before
     assert d.look() == []
     d.quiet.add("n3")
-    assert not only(r.NodeSilenced, d.pass_s(0.9))
+    assert not only(r.NodeUnreachable, d.pass_s(0.9))
 
 
 def test_one_that_was_suspected_wrongly_is_heard_by_its_next_beat() -> None:
@@ -213,8 +213,8 @@ def test_one_that_was_suspected_wrongly_is_heard_by_its_next_beat() -> None:
     d.quiet.add("n3")
     failed(d, task, 0)
     told = d.pass_s(1.7)
-    assert len(only(r.NodeSilenced, told)) == 1
-    assert not only(r.NodeHeard, told), "the same old beat does not raise it"
+    assert len(only(r.NodeUnreachable, told)) == 1
+    assert not only(r.NodeReachable, told), "the same old beat does not raise it"
     d.quiet.clear()
-    assert len(only(r.NodeHeard, d.pass_s(1.0))) == 1
+    assert len(only(r.NodeReachable, d.pass_s(1.0))) == 1
     assert d.state.nodes["n3"].health == "healthy"

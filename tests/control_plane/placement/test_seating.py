@@ -213,7 +213,7 @@ def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
     """Whether what is left is all of it, the members find out themselves."""
     task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
     it = d.state.tasks[task]
-    d.tell(d.source("n1"), r.CopyKept(
+    d.tell(d.source("n1"), r.MemoryCheckpointStored(
         task=task, rank=0, attempt=1, generation=1, step_version=1, node="n1", copy_bytes=9,
         checksum="crc32:00000000"))
     again = the(o.Reconfigure, d.obey(d.exit(task, 0)))

@@ -195,7 +195,7 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     task = d.running(spec(team="red"))
     plan = d.state.plan
     assert plan is not None
-    assert (plan.bound, [x.slots for x in plan.allocations]) == ("limits", [2])
+    assert (plan.binding, [x.slots for x in plan.allocations]) == ("limits", [2])
     assert "without quotas it would be worth" in plan.why
     d.submit(spec(name="beta", team="red"))
     beta = task_of(d, max(d.state.tasks))

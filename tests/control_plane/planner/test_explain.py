@@ -208,7 +208,7 @@ def test_every_plan_in_the_log_is_explained() -> None:
     d, alpha, beta = gives()
     for plan in plans(d):
         assert plan.why
-        assert plan.bound
+        assert plan.binding
         assert plan.running_s == d.state.policy.mtbf_gpu_s / plan.num_slots
         paid = math.fsum(x.waf_before * x.transition_s for x in plan.allocations)
         assert plan.transition_flop == pytest.approx(paid)
@@ -218,18 +218,18 @@ def test_every_plan_in_the_log_is_explained() -> None:
     assert inputs == sorted(set(inputs))
     last = plans(d)[-1]
     assert [(x.task, x.transition_s > 0) for x in last.allocations] == [(alpha, True), (beta, True)]
-    assert (last.bound, last.bound_tasks) == ("slots", ())
+    assert (last.binding, last.bound_tasks) == ("slots", ())
 
 
 def test_the_most_that_a_task_allows_binds() -> None:
     d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
     d.tell("operator/w", r.TaskCancelRequested(task=beta))
     d.obey(d.log[-6:])
-    assert (plans(d)[-1].bound, plans(d)[-1].bound_tasks) == ("max", (alpha,))
+    assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("max", (alpha,))
 
 
 def test_a_min_that_does_not_fit_binds() -> None:
     d = Driver()
     d.submit(train("alpha", 2.0, {3: 3e12}, slots={"min": 3, "max": 3}))
     beta = d.submit(train("beta", 1.0, {2: 1e12}, slots={"min": 2, "max": 4}))
-    assert (plans(d)[-1].bound, plans(d)[-1].bound_tasks) == ("min", (beta,))
+    assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("min", (beta,))

@@ -270,7 +270,7 @@ def test_no_spare_is_kept_by_another_measure(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(alpha=0.5, hot_spare=True)))
     d.running(spec())
     assert d.state.plan is not None
-    assert d.state.plan.spare is None
+    assert d.state.plan.hot_spare is None
 
 
 def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> None:

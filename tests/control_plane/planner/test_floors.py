@@ -250,7 +250,7 @@ def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
     plan = d.state.plan
     assert plan is not None
     assert [x.slots for x in plan.allocations] == [2, 4]
-    assert (plan.bound, plan.bound_tasks, plan.short) == ("floor", (first,), ())
+    assert (plan.binding, plan.bound_tasks, plan.below_floor) == ("floor", (first,), ())
 
 
 def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
@@ -259,7 +259,7 @@ def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
     beta = d.submit(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
     plan = d.state.plan
     assert plan is not None
-    assert plan.short == (beta,)
+    assert plan.below_floor == (beta,)
     assert plan.why.endswith("; no room for the floor of beta")
     assert task_of(d, beta).why == "there is no room for its floor beside those before it"
     assert task_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"

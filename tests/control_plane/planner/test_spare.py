@@ -186,8 +186,8 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
                           train={**TRAIN, "output": "/tmp/beta"}))
     plan = d.state.plan
     assert plan is not None
-    assert plan.spare is not None
-    assert (plan.spare.verdict, plan.spare.num_slots, plan.bound) == ("kept", 2, "spare")
+    assert plan.hot_spare is not None
+    assert (plan.hot_spare.verdict, plan.hot_spare.num_slots, plan.binding) == ("kept", 2, "spare")
     assert [x.slots for x in plan.allocations] == [4, 2]
     assert plan.why.startswith("beta begins on 2: 2 slots idle as a hot spare, which costs ")
     before = {task: task_of(d, task).target for task in (alpha, beta)}
@@ -198,8 +198,8 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     plan = d.state.plan
     assert plan.num_slots == 6
     assert [x.slots for x in plan.allocations] == [4, 2]
-    assert plan.spare is not None
-    assert plan.spare.verdict == "not kept"
+    assert plan.hot_spare is not None
+    assert plan.hot_spare.verdict == "not kept"
     stayed = {seat for seat in before[alpha] if seat.slot.node != node}
     idle = {Slot(name, index) for name in d.state.nodes for index in range(2)} - {
         seat.slot for seats in before.values() for seat in seats}
@@ -210,8 +210,8 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     d.join(node, incarnation=2)
     assert d.state.plan is not None
     assert [x.slots for x in d.state.plan.allocations] == [4, 2]
-    assert d.state.plan.spare is not None
-    assert d.state.plan.spare.verdict == "idle anyway", "to grow would cost beta more than it earns"
+    assert d.state.plan.hot_spare is not None
+    assert d.state.plan.hot_spare.verdict == "idle anyway", "to grow costs beta more than it earns"
 
 
 def test_one_slot_is_told_as_one() -> None:
@@ -235,7 +235,7 @@ def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=replace(policy, hot_spare=False)))
     assert task_of(d, beta).target, "without a spare it runs at once"
     assert d.state.plan is not None
-    assert d.state.plan.spare is None
+    assert d.state.plan.hot_spare is None
 
 
 def test_none_is_asked_for_and_none_is_told() -> None:

@@ -254,12 +254,12 @@ async def test_silence_is_told_and_taken_back(log: MemoryLog) -> None:
         for _ in range(20):
             await log.beat("n1", 1)
             await asyncio.sleep(1.0)
-        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
-        records = await until(log, "NodeSilenced")
-        silenced = next(r for r in records if r.kind == "NodeSilenced")
+        assert "NodeUnreachable" not in kinds(await log.read(after=0, num_max=99))
+        records = await until(log, "NodeUnreachable")
+        silenced = next(r for r in records if r.kind == "NodeUnreachable")
         assert 24.0 < silenced.at_s - START_S < 27.0
         await log.beat("n1", 1)
-        await until(log, "NodeHeard")
+        await until(log, "NodeReachable")
 
 
 @virtual
@@ -271,8 +271,8 @@ async def test_a_new_leader_grants_a_full_lease(log: MemoryLog) -> None:
     await asyncio.sleep(100.0)
     async with leading(log, "b"):
         await asyncio.sleep(4.0)
-        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
-        await until(log, "NodeSilenced", s_max=3.0)
+        assert "NodeUnreachable" not in kinds(await log.read(after=0, num_max=99))
+        await until(log, "NodeUnreachable", s_max=3.0)
 
 
 @virtual
@@ -285,7 +285,7 @@ async def test_a_deaf_leader_blames_nobody(log: MemoryLog) -> None:
         await asyncio.sleep(30.0)
         log.fault = lambda call: "done"
         await asyncio.sleep(3.0)
-        assert "NodeSilenced" not in kinds(await log.read(after=0, num_max=99))
+        assert "NodeUnreachable" not in kinds(await log.read(after=0, num_max=99))
 
 
 @virtual

@@ -203,9 +203,9 @@ def test_requests_and_later_tasks_are_played_too() -> None:
 
 
 def test_a_node_that_was_only_silent_is_not_lost() -> None:
-    silent = r.NodeSilenced(node="n1", incarnation=1, silence_s=5.0)
+    silent = r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0)
     found = recorded([Said(3600, "n1", silent),
-                      Said(3700, "n1", r.NodeHeard(node="n1", incarnation=1)), LAST])
+                      Said(3700, "n1", r.NodeReachable(node="n1", incarnation=1)), LAST])
     assert [type(one) for one in found.happenings] == [Said, Said, Asked]
     assert found.played.earnings.down_s["detection"] == 0
     assert found.played.earnings.lost_flop["waiting"] == 0

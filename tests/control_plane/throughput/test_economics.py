@@ -55,7 +55,7 @@ def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
     task, prior_s = d.running(), Policy().mtbf_gpu_s
     observed_s = d.state.observed_slot_s
     d.now_s += YEAR_S
-    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    d.tell("n1/1", r.NodeReachable(node="n1", incarnation=1))
     assert math.isclose(d.state.observed_slot_s - observed_s, 4 * (YEAR_S + 0.01))
     found_s = planned_s(d)
     assert math.isclose(found_s, (10 * prior_s + d.state.observed_slot_s) / 10, rel_tol=1e-6)
@@ -80,10 +80,10 @@ def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:
     d.running()
     num = d.state.num_inputs
     d.now_s += 1e6
-    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    d.tell("n1/1", r.NodeReachable(node="n1", incarnation=1))
     assert (d.state.mtbf_gpu_s, d.state.num_inputs) == (Policy().mtbf_gpu_s, num)
     d.now_s += 2e6
-    d.tell("n1/1", r.NodeHeard(node="n1", incarnation=1))
+    d.tell("n1/1", r.NodeReachable(node="n1", incarnation=1))
     assert d.state.num_inputs == num + 1
     assert planned_s(d) > 1.1 * Policy().mtbf_gpu_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unicron.events.records.reports import RankStalled, RankWentOn
+from unicron.events.records.reports import RankStalled, RankUnstalled
 from unicron.workers.agent.monitoring.flight_recorder_dumps import AGAIN_S, Asker, Dumps
 
 
@@ -24,7 +24,7 @@ def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -
         return {0: tmp_path / "flight-rank-0.json"}
 
     asker = Asker(dump, lambda: now_s[0])
-    asker.heed(RankWentOn(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0))
+    asker.heed(RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0))
     assert asked == []
     for rank in range(3):
         asker.heed(stalled(7, rank))

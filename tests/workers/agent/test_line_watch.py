@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from progress_setup import line, order, write
-from unicron.events.records.reports import IterationsLogged, RankStalled, RankWentOn
+from unicron.events.records.reports import IterationsLogged, RankStalled, RankUnstalled
 from unicron.events.records.types import Body
 from unicron.workers.agent.monitoring.output_monitor import ASIDE_S, Limits
 from unicron.workers.agent.monitoring.output_reader import Readers
@@ -80,7 +80,7 @@ def test_a_command_that_prints_no_more_is_told_once_and_again_when_it_goes_on(
     assert told.stack, "what its process does"
     played.print()
     went, last = played.told[-2:]
-    assert isinstance(went, RankWentOn)
+    assert isinstance(went, RankUnstalled)
     assert isinstance(last, IterationsLogged)
     assert went.stalled_s == pytest.approx(161, abs=2)
     played.wait(400.0)
@@ -223,8 +223,8 @@ def test_a_real_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
         assert (stalled.stack, stalled.in_s >= 1.0) == ("stopped by a signal", True)
         assert stalled.normal_s == pytest.approx(0.05)
         os.killpg(shell.pid, signal.SIGCONT)
-        went = until(RankWentOn)
-        assert isinstance(went, RankWentOn)
+        went = until(RankUnstalled)
+        assert isinstance(went, RankUnstalled)
         assert went.stalled_s >= stalled.in_s
     finally:
         os.killpg(shell.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 from unicron.events.records.codec import encode_report
 from unicron.events.records.envelope import Report
 from unicron.events.records.reports import (
-    CopyKept,
+    MemoryCheckpointStored,
     NodeJoined,
     OrderRefused,
     RankExited,
@@ -94,15 +94,17 @@ def test_full_drops_first_what_tells_of_copies_that_have_a_newer_one() -> None:
         spool.put(progressed(number))
     for step in range(400):
         for node in ("n1", "n2"):
-            spool.put(CopyKept(task=1, rank=0, attempt=1, generation=1, step_version=step,
-                               node=node, copy_bytes=1 << 30, checksum="crc32:00000001"))
-    spool.put(CopyKept(task=2, rank=0, attempt=1, generation=1, step_version=1, node="n1",
-                       copy_bytes=1 << 30, checksum="crc32:00000001"))
+            spool.put(MemoryCheckpointStored(
+                task=1, rank=0, attempt=1, generation=1, step_version=step, node=node,
+                copy_bytes=1 << 30, checksum="crc32:00000001"))
+    spool.put(MemoryCheckpointStored(
+        task=2, rank=0, attempt=1, generation=1, step_version=1, node="n1", copy_bytes=1 << 30,
+        checksum="crc32:00000001"))
     for number in range(40, 80):
         spool.put(progressed(number))
     bodies = [r.body for r in spool.behind(0, 10_000)]
     assert sum(isinstance(body, TaskProgressed) for body in bodies) == 80
-    kept = [body for body in bodies if isinstance(body, CopyKept)]
+    kept = [body for body in bodies if isinstance(body, MemoryCheckpointStored)]
     assert {(body.task, body.node, body.step_version) for body in kept} >= {
         (1, "n1", 399), (1, "n2", 399), (2, "n1", 1)}
     num_lost = sum(body.num_lost for body in bodies if isinstance(body, ReportsLost))

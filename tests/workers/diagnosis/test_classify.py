@@ -164,6 +164,52 @@ def test_codes_that_need_their_text() -> None:
     assert classify("XID 149.37 (err status 0x00000000) NETIR on GPU 3").device == "3"
 
 
+@pytest.mark.parametrize(("cause", "status"), [
+    (149, "NVLink errors"), (48, "ECC errors"), (79, "GPU driver errors"),
+    (13, "illegal memory access"), (45, "exited abnormally"), (63, "exited abnormally")])
+def test_an_xid_that_names_its_cause_has_the_row_of_the_cause(cause: int, status: str) -> None:
+    """A cause without a consequence (63) leaves it its own row: the process ended."""
+    verdict = classify("NVRM: Xid (PCI:0000:dc:00): 45, pid=1, name=python3, Ch 00000001 caused by "
+                       f"previous Xid {cause}")
+    assert (verdict.status, verdict.code, verdict.second_hand) == (status, 45, True)
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    ("No route to host", "other network errors"), ("Connection refused", "connection refused"),
+    ("Connection timed out", "other network errors")])
+def test_the_last_try_is_a_fault_and_those_before_it_are_none(error: str, status: str) -> None:
+    def tried(num: int) -> str:
+        return classify("n1:118:220 [0] NCCL INFO socketPollConnect: connect to 10.0.0.4<43893> "
+                        f"returned {error}, retrying ({num}/34) after sleep for 100 msec").status
+
+    assert tried(34) == status
+    assert {tried(1), tried(3), tried(33)} == {""}
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ("RuntimeError: rank 3 was preempted: CUDA error: unspecified launch failure", "CUDA errors"),
+    ("[rank2]: ValueError: preempted while it wrote its shard", "other software errors"),
+    ("Node gpu-7 was preempted", "lost connection"),
+    ("the instance has been preempted", "lost connection"),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
+     ""),
+    ("vllm: Sequence group 12 is preempted by PreemptionMode.RECOMPUTE", ""),
+    ("Linux version 6.8.0 #1 SMP PREEMPT_DYNAMIC", "")])
+def test_the_word_preempted_alone_excuses_nothing(text: str, status: str) -> None:
+    assert classify(text).status == status, classify(text)
+
+
+@pytest.mark.parametrize("text", [
+    "amdgpu 0000:c6:00.0: amdgpu: no uncorrectable hardware errors detected in umc block",
+    "amdgpu 0000:c6:00.0: amdgpu: 9 uncorrectable hardware errors detected in total in umc block",
+    "amdgpu 0000:c6:00.0: amdgpu: GPU reset(2) succeeded!",
+    "amdgpu 0000:c6:00.0: amdgpu: GPU reset end with ret = 0",
+    "amdgpu: Failed to send message 0x26, response 0x1"])
+def test_what_amdgpu_tells_of_a_reset_that_went_well_or_counts_again_means_nothing(
+        text: str) -> None:
+    assert not classify(text).status, classify(text)
+
+
 @pytest.mark.parametrize(("text", "peer"), [
     ("NCCL WARN NET/IB : Got completion from peer 10.3.0.61<39430> with error 12, opcode 129",
      "10.3.0.61:39430"),

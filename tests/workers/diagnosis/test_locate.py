@@ -4,6 +4,7 @@ wrong input."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -173,6 +174,107 @@ def test_another_collective_than_its_peers() -> None:
     assert "called broadcast as number 7" in suspect.why
 
 
+# --- size and data type ---------------------------------------------------------------------------
+def shaped(seq: int, size: list[int], dtype: str = "Float", name: str = "all_reduce",
+           **more: Any) -> dict[str, Any]:
+    return entry(seq, name, input_sizes=[size], input_dtypes=[dtype], output_sizes=[size],
+                 output_dtypes=[dtype], **more)
+
+
+@pytest.mark.parametrize(("size", "dtype", "called"), [
+    ([1024, 2], "Float", "2048 Float"), ([1024, 4], "BFloat16", "4096 BFloat16"),
+    ([], "Float", "1 Float"), ([1024, 0], "Float", "0 Float")])
+@pytest.mark.parametrize("name", ["all_reduce", "_all_gather_base", "_reduce_scatter_base",
+                                  "broadcast", "reduce", "allreduce_coalesced"])
+@pytest.mark.parametrize("is_out", [False, True])
+def test_a_rank_with_another_size_or_data_type_is_named(
+        size: list[int], dtype: str, called: str, name: str, is_out: bool) -> None:
+    """Whether its own call of it has come to an end or not."""
+    dumps = {rank: dump(shaped(7, [1024, 4], name=name)) for rank in range(4)}
+    odd = shaped(7, size, dtype, name, state="completed" if is_out else "scheduled")
+    dumps[2] = dump(odd, *[shaped(8, [3], name=name)] * is_out)
+    where = found(dumps)
+    (suspect,) = where.suspects
+    assert where.verdict == "hang"
+    assert (suspect.rank, suspect.state, suspect.confidence) == (2, "mismatched", "high")
+    assert suspect.why == (f"called {name} of {called} as number 7 of 0, where ranks 0-1, 3 called "
+                           f"{name} of 4096 Float")
+
+
+def test_of_two_that_differ_both_are_named_and_nobody_is_sure() -> None:
+    groups = {"0": [0, 1]}
+    where = found({0: dump(shaped(7, [8]), groups=groups),
+                   1: dump(shaped(7, [9]), groups=groups)})
+    assert [(one.rank, one.state, one.confidence) for one in where.suspects] == [
+        (0, "mismatched", "low"), (1, "mismatched", "low")]
+
+
+@pytest.mark.parametrize("odd", [
+    shaped(7, [2, 2048]), shaped(7, [4096, 1]), entry(7), entry(7, input_sizes=[])])
+def test_a_reshaped_tensor_is_no_other_size_nor_one_that_is_not_told(odd: dict[str, Any]) -> None:
+    dumps = {rank: dump(shaped(7, [1024, 4])) for rank in range(4)}
+    where = found({**dumps, 2: dump(odd)})
+    assert (where.verdict, where.suspects) == ("network", ())
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter", "all_reduce_sparse"])
+def test_collectives_into_which_ranks_may_put_different_sizes(name: str) -> None:
+    where = found({rank: dump(shaped(7, [rank + 1], name=name)) for rank in range(4)})
+    assert (where.verdict, where.suspects) == ("network", ())
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), layout=LAYOUTS, window=st.integers(1, 6))
+def test_sizes_that_agree_change_no_verdict(data: st.DataObject, layout: Layout,
+                                            window: int) -> None:
+    rank = data.draw(st.integers(0, layout.num_ranks - 1))
+    dumps = hung(layout, {rank: data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))},
+                 window)
+    before = found(dumps)
+    for one in dumps.values():
+        for each in one["entries"]:
+            each.update(input_sizes=[[each["collective_seq_id"], 5]], input_dtypes=["Float"])
+    assert found(dumps) == before
+
+
+# --- numbers that torch never writes --------------------------------------------------------------
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", "1" * 400])
+@pytest.mark.parametrize("key", ["record_id", "pg_id", "collective_seq_id", "op_id",
+                                 "time_created_ns"])
+def test_a_number_that_is_none_is_one_clear_line(
+        key: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps(dump({**entry(1), key: "@"})).replace('"@"', number)
+    (tmp_path / "dump_0").write_text(text)
+    assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.partition(" ")[0] for line in said.err.splitlines()] == ["error:", "hint:"]
+    assert "whole number" in said.err or "64 bits" in said.err
+
+
+@pytest.mark.parametrize("text", [
+    '{"dumped_ns": 1e999, "entries": []}', '{"ranks": {"' + "1" * 5000 + '": {}}}',
+    '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
+    ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}'])
+def test_nor_does_one_elsewhere_stop_it(text: str, tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump_0").write_text(text)
+    assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
+    assert capsys.readouterr().err.startswith("error:")
+
+
+def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody writes to it: a plain open would never come back."""
+    fifo = tmp_path / "dump_1"
+    os.mkfifo(fifo)
+    (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
+    assert run_command(["locate", str(fifo)]) == 2
+    assert f"{fifo}: not a regular file" in capsys.readouterr().err
+    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
+    assert 1 in json.loads(capsys.readouterr().out)["missing"]
+
+
 def test_who_waits_behind_a_stuck_collective_is_not_stuck_itself() -> None:
     """All have entered both; the second is held by the first, which is named alone."""
     groups = {"1": [0, 1], "2": [1, 2]}
@@ -315,7 +417,8 @@ def test_wrong_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for paths, words in (([one, other], "rank 0 is there twice"),
                          ([tmp_path / "none"], "no such file"),
                          ([tmp_path / "inner"], "no dump in this folder"),
-                         ([Path("/dev/null")], "not a file")):
+                         ([Path("/dev/null")], "not a regular file"),
+                         ([Path("/dev/zero")], "not a regular file")):
         assert run_command(["locate", *map(str, paths)]) == 2
         assert words in capsys.readouterr().err
     assert run_command(["locate"]) == 2

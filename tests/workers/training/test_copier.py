@@ -13,7 +13,7 @@ from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, named
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 from unicron.events.records.orders import StartRank
-from unicron.events.records.reports import CopyKept
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import JobSpec, Model, Optimizer, Slots, Train
 from unicron.workers.training.checkpoint import memory_checkpoint
@@ -35,7 +35,7 @@ class Bench:
         self.trainee = trainee
         self.now_s = 100.0
         self.is_behind = False
-        self.told: list[CopyKept] = []
+        self.told: list[MemoryCheckpointStored] = []
         self.taken: list[int] = []
         self.done = threading.Event()
         start = StartRank(nodes=("n1",), task=TASK, rank=0, attempt=1, incarnation=1,
@@ -62,7 +62,7 @@ class Bench:
         return True
 
     def _tell(self, body: Body) -> bool:
-        assert isinstance(body, CopyKept)
+        assert isinstance(body, MemoryCheckpointStored)
         if not self.is_behind:
             self.told.append(body)
         return not self.is_behind

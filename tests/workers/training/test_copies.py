@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper, alter, named
-from unicron.events.records.orders import KeepCopies
-from unicron.events.records.reports import CheckpointSaved, CopyKept, RankErrored, TaskProgressed
+from unicron.events.records.orders import SetCheckpointStores
+from unicron.events.records.reports import (
+    CheckpointSaved,
+    MemoryCheckpointStored,
+    RankErrored,
+    TaskProgressed,
+)
 from unicron.events.records.types import Copy, Keeper
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.checkpoint_store.protocol import Offer
@@ -36,7 +41,8 @@ def driver(drive: Drive) -> Any:
 def told(driver: Any) -> tuple[Copy, ...]:
     """What the ranks told of kept copies, the newest first, as an order names them."""
     by_node = {one.keeper.node: one for one in driver.keepers}
-    newest = sorted(driver.told(CopyKept), key=lambda kept: (-kept.step_version, kept.node))
+    newest = sorted(driver.told(MemoryCheckpointStored),
+                    key=lambda kept: (-kept.step_version, kept.node))
     return tuple(named(by_node[kept.node], kept) for kept in newest)
 
 
@@ -193,7 +199,7 @@ def test_a_keeper_that_does_not_answer_holds_up_no_iteration_and_no_end(driver: 
         # Others are skipped while it is on its way.
         assert all(after - before >= 0.9 * protocol.STALL_S_MAX
                    for before, after in itertools.pairwise(begun_s)), begun_s
-        assert driver.told(CopyKept) == []
+        assert driver.told(MemoryCheckpointStored) == []
     finally:
         deaf.close()
         good.close()
@@ -223,7 +229,7 @@ def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: A
     assert driver.keepers[0].stored(TASK) == []
     path.unlink()
     driver.keepers[0].wait(TASK)
-    kept = driver.wait(CopyKept, 0)
+    kept = driver.wait(MemoryCheckpointStored, 0)
     assert (kept.generation, kept.step_version, kept.node) == (1, 3, "n1")
     driver.form([0, 1])
     driver.finish([0, 1])
@@ -236,7 +242,8 @@ def test_other_keepers_may_be_named_while_it_trains(driver: Any) -> None:
     ripe(driver, 4)
     new = LocalKeeper("n3")
     driver.keepers.append(new)
-    driver.order(KeepCopies(nodes=("n1",), task=TASK, generation=1, keepers=(new.keeper,)), [0])
+    driver.order(SetCheckpointStores(nodes=("n1",), task=TASK, generation=1,
+                                     keepers=(new.keeper,)), [0])
     driver.heard(0)
     walk(driver, 4, 12)
     path.unlink()

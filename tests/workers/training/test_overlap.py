@@ -90,7 +90,8 @@ def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins
     assert {rank: (told.step_version, told.buckets_reduced, told.num_buckets)
             for rank, told in held.items()} == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
     told = three.form([0, 2])
-    assert {rank: told[rank].kept for rank in (0, 2)} == {0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
+    assert {rank: told[rank].kept_micro_batches for rank in (0, 2)} == {
+        0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
     finish(three, [0, 2], twin(0.0))
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
 
@@ -107,7 +108,7 @@ def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twi
     assert held[1].micro_batches == (1, 4, 7, 10)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
     told = three.form([0, 1, 2])
-    assert not any(told[rank].todo for rank in told)
+    assert not any(told[rank].remaining_micro_batches for rank in told)
     finish(three, [0, 1, 2], twin(0.0))
     assert {line["pid"] for rank in pids for line in three.trace(rank)} == set(pids.values())
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
@@ -132,7 +133,7 @@ def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
     assert held[2].micro_batches == (2, 5, 8)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
     told = three.form([0, 1, 2])
-    assert {rank: told[rank].todo for rank in told} == {0: (), 1: (), 2: (11,)}
+    assert {rank: told[rank].remaining_micro_batches for rank in told} == {0: (), 1: (), 2: (11,)}
     finish(three, [0, 1, 2], twin(0.0))
     for rank, in_backward in ((0, False), (1, False), (2, True)):
         assert buckets(three, rank, STRUCK, 2) == [(n, in_backward) for n in range(BUCKETS)]

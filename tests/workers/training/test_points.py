@@ -42,7 +42,8 @@ def test_a_run_that_was_changed_is_found_out(
         other = next(cell for cell in cells() if cell.variant.name == "dropout")
         assert any("Difference" in told for told in complaints(play, trials.twin(other)))
         (told, *_), twin = play.settled.values(), trials.twin(cell)
-        play.settled[told.rank] = msgspec.structs.replace(told, todo=told.todo[1:])
+        play.settled[told.rank] = msgspec.structs.replace(
+            told, remaining_micro_batches=told.remaining_micro_batches[1:])
         assert any("their shares are" in told for told in complaints(play, twin))
         play.settled[told.rank] = told
         trace = driver.trace_dir / f"{TASK}-{play.survivors[0]}.jsonl"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 from agent_driver import train
 from unicron.events.records.orders import StartRank
-from unicron.events.records.reports import RankPaced, RankStalled, RankWentOn
+from unicron.events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from unicron.events.records.types import Body, Slot
 from unicron.workers.agent.monitoring import process_state
 from unicron.workers.agent.monitoring.rank_monitor import (
@@ -218,7 +218,7 @@ def test_a_stall_is_told_once_with_where_and_then_that_it_went_on(told: Told) ->
     assert stalled.stack
     pulse.enter("stats")
     told.go(WATCH_S)
-    (went,) = told.take(RankWentOn)
+    (went,) = told.take(RankUnstalled)
     assert (went.iteration, told.bodies) == (50, [])
     assert went.stalled_s == pytest.approx(10 + STALL_S_MIN - WATCH_S)
     told.go(10)
@@ -307,13 +307,13 @@ def test_the_pace_is_told_when_known_and_when_it_has_changed_for_good(told: Told
     told.iterate(WINDOW_NUM - 1)
     assert told.bodies == []
     told.iterate(1)
-    (first,) = told.take(RankPaced)
+    (first,) = told.take(StepTimeChanged)
     assert first.num_iterations == WINDOW_NUM
     assert (first.own_s, first.normal_s, first.iteration_s) == pytest.approx((0.1, 0.1, 0.2))
     told.iterate(WINDOW_NUM, own_s=0.1, wait_s=0.4)
     assert told.bodies == [], "it waits longer for others; its own work is as it was"
     told.iterate(2 * WINDOW_NUM, own_s=0.15)
-    (second,) = told.take(RankPaced)
+    (second,) = told.take(StepTimeChanged)
     assert (second.own_s, second.normal_s) == pytest.approx((0.15, 0.1))
     told.iterate(10 * WINDOW_NUM, own_s=0.15)
     assert told.bodies == []
@@ -326,19 +326,19 @@ def test_paces_are_told_at_a_bounded_rate(told: Told) -> None:
     for _ in range(100):
         told.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
         told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
-        num += len(told.take(RankPaced))
+        num += len(told.take(StepTimeChanged))
     assert 1 < num <= 2 + (told.now_s - began_s) / TELL_S / 4, "the window grows each time"
 
 
 def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
     told.iterate(WINDOW_NUM)
-    told.take(RankPaced)
+    told.take(StepTimeChanged)
     (pulse,) = told.ranks
     pulse.begin(1, 50, "usual")
     while told.now_s < 1000 + 60 and not told.bodies:
         told.go(0.2)
         pulse.mark("micro_batch", OWN_CODE)
-    (slow,) = told.take(RankPaced)
+    (slow,) = told.take(StepTimeChanged)
     assert (slow.iteration, slow.num_iterations, told.bodies) == (50, 1, [])
     assert slow.own_s == pytest.approx(STALL_S_MIN, abs=0.3)
     pulse.enter("stats")
@@ -347,7 +347,7 @@ def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
     told.iteration = 50
     told.iterate(WINDOW_NUM)
     told.go(TELL_S)
-    (again,) = told.take(RankPaced)
+    (again,) = told.take(StepTimeChanged)
     assert again.own_s == pytest.approx(0.1), "as it has been since"
     assert told.bodies == []
 
@@ -362,7 +362,7 @@ def test_who_waits_for_a_slow_one_is_not_slow(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(45):
         slow.mark("forward", OWN_CODE)
         told.go(0.1)
-    paced = told.take(RankPaced)
+    paced = told.take(StepTimeChanged)
     assert [one.rank for one in paced] == [0] * 3
     assert [one.own_s for one in paced] == pytest.approx([1.0, 2.0, 4.0], abs=0.3)
     (stalled,) = told.take(RankStalled)
@@ -377,7 +377,7 @@ def test_a_watch_that_was_away_for_many_iterations_reads_the_last(told: Told) ->
         told.now_s += 0.1
         pulse.finish()
     told.watch.look(told.now_s)
-    (paced,) = told.take(RankPaced)
+    (paced,) = told.take(StepTimeChanged)
     assert paced.own_s == pytest.approx(0.1)
 
 

@@ -57,8 +57,9 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     held = driver.quiesce(left, "now")
     assert all(told.step_version == 4 for told in held.values())
     told = driver.form(left, progress_from=4)
-    assert [told[rank].kept for rank in left] == [held[rank].micro_batches for rank in left]
-    dealt = sorted(item for rank in left for item in told[rank].dealt)
+    assert [told[rank].kept_micro_batches for rank in left] == [
+        held[rank].micro_batches for rank in left]
+    dealt = sorted(item for rank in left for item in told[rank].reassigned_micro_batches)
     assert dealt == [2, 6, 10], "what the dead rank had been dealt, and nothing else"
     assert all(told[rank].source == rank for rank in left)
 
@@ -69,11 +70,12 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     driver.start(2, attempt=2)
     told = driver.form(ALL, progress_from=stopped[0].step_version)
     ready = driver.processes[2].ready
-    assert {one.rank for one in told[2].taken} == set(left), "each gives a part"
+    assert {one.rank for one in told[2].received_from} == set(left), "each gives a part"
     assert told[2].source in left
     assert told[2].received_bytes == ready.state_bytes
-    assert sorted(item for rank in ALL for item in told[rank].todo) == list(range(12))
-    assert not any(told[rank].dealt for rank in ALL)
+    assert sorted(item for rank in ALL
+                  for item in told[rank].remaining_micro_batches) == list(range(12))
+    assert not any(told[rank].reassigned_micro_batches for rank in ALL)
     driver.finish(ALL)
 
     struck = _forwards(driver, 4)
@@ -146,7 +148,8 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
         rank: held[rank].micro_batches for rank in left}
     assert len(driver.told(ReconfigureFailed)) == 2
     told = driver.form(left, progress_from=3)
-    assert sorted(item for rank in left for item in told[rank].dealt) == [0, 2, 4, 6, 8, 10]
+    assert sorted(item for rank in left for item in told[rank].reassigned_micro_batches) == [
+        0, 2, 4, 6, 8, 10]
     driver.finish(left)
     assert twin(0.0).is_equal(_final(driver, 3))
 
@@ -198,7 +201,7 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert {report.step_version for report in told.values()} == {5}
     assert [told[rank].source == rank for rank in (0, 1, 2)] == [True, False, True]
     assert told[1].received_bytes == driver.processes[1].ready.state_bytes
-    assert told[1].kept == ()
+    assert told[1].kept_micro_batches == ()
     driver.finish([0, 1, 2])
     assert twin(0.0).is_equal(_final(driver, 2))
 

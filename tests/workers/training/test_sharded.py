@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper, named
-from unicron.events.records.reports import CheckpointSaved, CopyKept
+from unicron.events.records.reports import CheckpointSaved, MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
 Drive = Callable[..., Any]
@@ -53,7 +53,7 @@ def copied(driver: Any) -> tuple[Any, ...]:
     """The copy after EVERY iterations, as an order names it, as soon as a keeper has it."""
     (keeper,) = driver.keepers
     keeper.wait(TASK, lambda stored: stored.offer.step_version == EVERY)
-    return (named(keeper, driver.wait(CopyKept, 0)),)
+    return (named(keeper, driver.wait(MemoryCheckpointStored, 0)),)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,7 +88,7 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
     driver.heard(*ranks)
     hold.unlink()
     driver.quiesced(ranks)
-    kept = [one.kept for one in driver.form(ranks, axes=Axes(dp=2)).values()]
+    kept = [one.kept_micro_batches for one in driver.form(ranks, axes=Axes(dp=2)).values()]
     assert any(kept) == (not has_stepped)
     finish(driver, ranks[:2], twin, precision)
 
@@ -105,7 +105,7 @@ def test_a_lost_shard_sets_it_back_to_the_copy(drive: Drive, twin: Twins, event:
     driver.kill(1)
     driver.quiesce([0, 2], "now")
     first, second = driver.form([0, 2], copies=copies).values()
-    assert (first.origin, first.step_version, first.kept) == ("copy", EVERY, ())
+    assert (first.origin, first.step_version, first.kept_micro_batches) == ("copy", EVERY, ())
     assert (second.origin, second.step_version, second.source) == ("peer", EVERY, 0)
     finish(driver, [0, 2], twin)
 
@@ -142,7 +142,7 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
         told = driver.form(ranks, axes=Axes(dp=len(ranks)))
         has_stepped = event in ("step_mid", "gather")
         assert {one.step_version for one in told.values()} == {struck + has_stepped}
-        assert any(one.kept for one in told.values()) == (not has_stepped)
+        assert any(one.kept_micro_batches for one in told.values()) == (not has_stepped)
     finish(driver, ranks, twin, precision)
 
 

@@ -91,9 +91,9 @@ def strike_and_replace(driver: Any) -> None:
     held = driver.quiesce(LEFT, "now")
     grown = driver.hold(0, "forward", GROWN)
     told = driver.form(LEFT)
-    assert {rank: told[rank].kept for rank in LEFT} == {
+    assert {rank: told[rank].kept_micro_batches for rank in LEFT} == {
         rank: held[rank].micro_batches for rank in LEFT} == {0: (0, 4), 2: (2, 6), 3: (3, 7)}
-    assert sorted(len(told[rank].dealt) for rank in LEFT) == [0, 1, 1]
+    assert sorted(len(told[rank].reassigned_micro_batches) for rank in LEFT) == [0, 1, 1]
 
     driver.held(0, GROWN)
     driver.start(1, attempt=2)

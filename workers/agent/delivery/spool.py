@@ -4,12 +4,13 @@
              trimmed by the      handed over,      waits for its turn
              log's cursor        may be sent again
 
-A report gets its number when it is put and keeps it. When the spool is full, each CopyKept goes
-first that has a newer one behind it, of the same rank and keeper; then the oldest TaskProgressed or
-IterationsLogged (a loss curve with a hole), then the oldest of all but NodeJoined, without which
-the log would know no node. What went leaves a ReportsLost in its place with the number of the last
-one that it stands for; neighbours become one. Reports that were handed over already may still reach
-the log from the intake: then their ReportsLost comes too late and is a duplicate.
+A report gets its number when it is put and keeps it. When the spool is full, each
+MemoryCheckpointStored goes first that has a newer one behind it, of the same rank and keeper; then
+the oldest TaskProgressed or IterationsLogged (a loss curve with a hole), then the oldest of all but
+NodeJoined, without which the log would know no node. What went leaves a ReportsLost in its place
+with the number of the last one that it stands for; neighbours become one. Reports that were handed
+over already may still reach the log from the intake: then their ReportsLost comes too late and is a
+duplicate.
 
 The file is for the agent that comes after this one: it outlives SIGKILL, not a power cut. A disk
 that is full, or gone, ends no agent: reports are kept in memory alone until it can be written.
@@ -30,8 +31,8 @@ import structlog
 from ....events.records.codec import decode_report, encode_report
 from ....events.records.envelope import Report
 from ....events.records.reports import (
-    CopyKept,
     IterationsLogged,
+    MemoryCheckpointStored,
     NodeJoined,
     ReportsLost,
     TaskProgressed,
@@ -240,10 +241,11 @@ def _is_outdone(entries: list[_Entry]) -> Callable[[_Entry], bool]:
     """Whether it tells of a copy, and a later one of them tells of a newer in its place."""
     newest: dict[tuple[int, int, str], _Entry] = {}
     for entry in entries:
-        if isinstance(body := entry.report.body, CopyKept):
+        if isinstance(body := entry.report.body, MemoryCheckpointStored):
             newest[body.task, body.rank, body.node] = entry
     last = {id(entry) for entry in newest.values()}
-    return lambda entry: isinstance(entry.report.body, CopyKept) and id(entry) not in last
+    return lambda entry: (isinstance(entry.report.body, MemoryCheckpointStored)
+                          and id(entry) not in last)
 
 
 def _is_progress(entry: _Entry) -> bool:

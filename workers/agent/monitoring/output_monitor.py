@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ....events.records.orders import StartRank
-from ....events.records.reports import IterationsLogged, RankStalled, RankWentOn
+from ....events.records.reports import IterationsLogged, RankStalled, RankUnstalled
 from ....events.records.types import Body
 from ...diagnosis.step_time import LENIENT_S, LENIENT_TIMES, STALLED_TIMES, Monitor, Window
 from ...host import linux
@@ -75,8 +75,8 @@ class LineWatch:
         if self._line is not None and not self._is_cut:
             self._intervals.add(in_s)
         if self._stalled_s >= 0:
-            told.append(RankWentOn(**self._ids, generation=0, iteration=line.iteration,
-                                   stalled_s=max(in_s, 0.0)))
+            told.append(RankUnstalled(**self._ids, generation=0, iteration=line.iteration,
+                                      stalled_s=max(in_s, 0.0)))
         if line.num_iterations:
             self._monitor.add(line.step_s)
         self._line, self._line_s, self._missed_s = line, now_s, 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ....events.records.orders import StartRank
-from ....events.records.reports import RankPaced, RankStalled, RankWentOn
+from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from ....events.records.types import Body
 from ...diagnosis.step_time import WARM_UP_NUM, Monitor, Paced
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, Page
@@ -127,7 +127,7 @@ class Watched:
         if mark.num != self._mark_num:
             self._mark_num, self._missed_s, self._before = mark.num, 0.0, None
             if self._stalled is not None:
-                told.append(RankWentOn(
+                told.append(RankUnstalled(
                     **self._ids, generation=mark.generation, iteration=mark.iteration,
                     stalled_s=max(0.0, mark.at_s - self._stalled.at_s)))
                 self._stalled = None
@@ -214,9 +214,9 @@ class Watched:
             self._slow = None
             self._waiting = self._monitor.recent()
 
-    def _pace(self, iteration: int, paced: Paced, now_s: float) -> RankPaced:
+    def _pace(self, iteration: int, paced: Paced, now_s: float) -> StepTimeChanged:
         self._told_s = now_s
-        return RankPaced(
+        return StepTimeChanged(
             **self._ids, generation=self._generation, iteration=iteration,
             num_iterations=paced.num_iterations, iteration_s=paced.iteration_s, own_s=paced.own_s,
             normal_s=paced.normal_s)

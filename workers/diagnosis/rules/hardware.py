@@ -40,11 +40,14 @@ MACHINE_RULES = (
          r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
          r"|i/o .{0,60}timeout, (?:reset|disable) controller)"),
         ("node-failed", "node fail|due to node failure|node_fail|not responding|notready|node not "
-         "ready|nodelost|marked dead|marked as dead|lost communication with|is unreachable",
+         "ready|nodelost|marked dead|marked as dead|lost communication with|is unreachable"
+         "|preempt|pre-empt|node it was running on",
          r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
          r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)|nodelost"
          r"|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
-         r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding"),
+         r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding"
+         r"|\b(?:node|instance|host|machine|vm)s?\b.{0,40}\b(?:was|were|been|being|got) pre-?empted"
+         r"|node it was running on is dead"),
         ("overheated", "critical temperature|thermal shutdown",
          r"critical temperature reached|thermal shutdown"),
     )),
@@ -54,7 +57,9 @@ MACHINE_RULES = (
          r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
          r"|uncorrectable.{0,30}ecc error"
          r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
-         r"|ecc (?:page|row).{0,30}(?:fail|pending)"),
+         r"|ecc (?:page|row).{0,30}(?:fail|pending)"
+         # amdgpu's counts of a block of the GPU
+         r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)"),
         ("ecc-double-bit", "dbe|double bit", r"\bdbe\b.{0,40}(?:error|detected|interrupt)"
          r"|double[- ]bit error"),
         ("ecc-remap-failed", "remap|retirement|retired page",
@@ -112,9 +117,10 @@ MACHINE_RULES = (
          "|(rev ff)",
          r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
          r"|gpu lost\b|no devices were found|nvidia corporation .{0,100}\(rev ff\)"),
-        ("gpu-absent", "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia",
-         r"no cuda-capable device|no cuda gpus are available|cudaerrornodevice"
-         r"|cuda_error_no_device"
+        ("gpu-absent", "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable"
+         "|no hip gpus",
+         r"no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available"
+         r"|(?:cuda|hip)errornodevice|cuda_error_no_device"
          r"|found no nvidia driver|no nvidia (?:gpu|driver|graphics adapter)"),
         ("nvml-failed", "nvml|nvidia-smi has failed|driver/library",
          r"failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
@@ -136,8 +142,23 @@ MACHINE_RULES = (
          "node reboot required"),
         ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
          r"|device has no aer-aware)"),
-        ("amd-reset", "amdgpu|vram is lost",
-         r"gpu reset begin|vram is lost|failed to respond to msg|ring \S{2,16} timeout"),
+        # amdgpu's; AMD's own list of what its kernel messages mean (amd/node-scraper, dmesg) agrees
+        ("amd-lost", "device lost from bus"),
+        ("amd-reset", "amdgpu|vram is lost|qcm fence|hw exception by gpu",
+         r"gpu reset begin|vram is lost|gpu reset\(\d{1,4}\) failed|(?:asic|mode[12]) reset failed"
+         r"|gpu reset end with ret = -?[1-9]|gpu recovery failed|hw exception by gpu"
+         r"|failed to respon(?:d to|se) msg|ring \S{2,16} (?:timeout|(?:test|reset) failed)"
+         r"|qcm fence wait loop timeout|be in (?:an )?unrecoverable state"
+         r"|ip block:\w{2,20} is hung"),
+        # the SMU and the PSP, the GPU's own processors of power and of security
+        ("amd-firmware", "amdgpu|powerplay|smu:|psp resume",
+         r"\bsmu: (?:response:0x|i'm not done|no response)|failed to send message 0x[0-9a-f]{1,8}, "
+         r"response 0x(?!1\b)|failed to (?:dis|en)able \w{0,10} ?(?:smu|dpm) features"
+         r"|smc (?:is not ready|engine is not correctly up)|psp (?:resume|create ring) failed"
+         r"|(?:resume|suspend|hw_init) of ip block <\w{2,20}> failed"),
+        ("amd-init", "amdgpu", r"fatal error during gpu init|probe of \S{1,20} failed"
+         r"|probe with driver amdgpu failed"),
+        ("amd-ras", "uncorrectable hardware error(errevent"),
         ("driver-failed", "nvrm:", r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}"
          r"(?:fail(?!over)|timed? ?out|fatal|bad state|cannot (?!map mem)|not responding"
          r"|may need to be reset|is hung|critical error"
@@ -157,6 +178,9 @@ MACHINE_RULES = (
          "warp illegal address|out of range address|memory access fault by gpu"
          "|invalid address space"
          "|invalid __global__|invaliddeviceaddress"),
+        ("amd-page-fault", "page fault|protection_fault|gpu fault detected",
+         r"\[(?:gfx|mm)hub\w{0,8}\] (?:no-)?(?:retry )?page fault"
+         r"|vm_(?:l2|context1)_protection_fault_(?:status|addr)|gpu fault detected: \d"),
         ("cuda-illegal-number", "700|(77)|error 77|716|(74",
          r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|code) ?[=:(]? ?(?:700|716"
          r"|77)\b(?! ?[.:]\d)"),
@@ -181,7 +205,8 @@ MACHINE_RULES = (
         ("cuda-out-of-memory", "out of memory|outofmemory|out_of_memory|memory_allocation",
          r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory|cudaerrormemoryalloc"
          r"|hip out of memory"),
-        ("cuda-error", "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert",
+        ("cuda-error", "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert"
+         "|hsa_status_error|nccl warn hip",
          r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure|exception)"
          r"|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl|not_ready)\w{3}"
          r"|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
@@ -189,7 +214,7 @@ MACHINE_RULES = (
          r"(?:\(s\))? (?:is/)?are busy|hip (?:error|failure)|cuda initialization: |nvrtc_error"
          r"|nvrtc: err"
          r"|unspecified launch failure|device-side assert|cuda ?malloc.{0,20}fail|triton error"
-         r"|cuda unknown error"),
+         r"|cuda unknown error|\bhsa_status_error|nccl warn hip\w{3,40} failed"),
         ("cuda-assert", "assertion", r"\.cuh?:\d{1,6}: .{0,120}\bassertion\b.{0,300}fail"
          r"|block: \[\d.{0,30}thread: \[\d.{0,30}assertion"),
         ("tensorflow-gpu", "gpu_event_mgr|gpu sync failed|gpu_util", r"gpu_event_mgr.{0,40}"

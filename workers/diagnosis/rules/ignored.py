@@ -29,6 +29,9 @@ LEVEL = re.compile(
     r"(?!.{0,4}\[rank\d{1,6}\]: )"
     r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d)")
 
+LAST_TRY = re.compile(r"\bretrying \((\d{1,4})/\1\)")
+"""The last of so many tries has failed: such a line is judged, whatever its level."""
+
 QUIET_RULES = (
     _quiet("count-of-none", "error|failure",
            r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
@@ -40,9 +43,10 @@ QUIET_RULES = (
            r"closing signal sig|death signal|via (?:sig|signals\.sig)(?:term|kill|int)"
            r"|terminating job step|job step aborted|keyboardinterrupt|received sig(?:term|int)"
            r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b"),
-    _quiet("planned-end", "cancelled|preempt|time limit|requeue",
+    # a job that its scheduler preempts ends as planned; a preempted node is lost (node-failed)
+    _quiet("planned-end", "cancelled|due to preemption|time limit|requeue",
            r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
-           r"|\bpreempt(?:ed|ion)\b(?!.{0,40}node fail)|time limit"),
+           r"|time limit"),
     _quiet("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
     _quiet("corrected", "correct|edac|ce error", r"\bcorrect(?:ed|able) .{0,20}error"
          r"|severity=corrected"

@@ -26,7 +26,7 @@ import structlog
 from msgspec import json
 
 from ....events.errors import UsageError
-from ....events.records.reports import HealingDeclined
+from ....events.records.reports import InMemoryRecoveryDeclined
 from ....events.spec.job import Loop
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel, coordinates, num_places
@@ -334,8 +334,8 @@ def _healed(asked: Callable[[], None], work: Callable[[Loop], OwnWork],
     else:
         last_words.member = member
         return member, made
-    control.tell(HealingDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
-                                 why=why))
+    control.tell(InMemoryRecoveryDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
+                                          why=why))
     control.flush()
     if not falls_back:
         raise Declined(f"this loop cannot heal in memory: {why}",

@@ -23,7 +23,7 @@ from msgspec import MsgspecError
 from torch import Tensor
 
 from ....events.records.orders import StartRank
-from ....events.records.reports import CopyKept
+from ....events.records.reports import MemoryCheckpointStored
 from ....events.records.types import Body, Copy, Keeper
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Failed, Offer, Wish
@@ -204,7 +204,7 @@ class Copier:
         told_start, told_s = self._told.get(keeper.node, (-1, 0.0))
         if told_start == keeper_start and now_s - told_s < TELL_S:
             return
-        if self._tell(CopyKept(
+        if self._tell(MemoryCheckpointStored(
                 task=offer.task, rank=offer.rank, attempt=offer.attempt,
                 generation=offer.generation, step_version=offer.step_version, node=keeper.node,
                 copy_bytes=offer.copy_bytes, checksum=checksum, keeper_start=keeper_start)):

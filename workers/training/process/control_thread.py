@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 from ....events.process_io import Talk
-from ....events.records.orders import KeepCopies, Quiesce, Reconfigure, Resume
+from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
 
@@ -124,7 +124,7 @@ class Control:
         self._abandoned = False
         self._left: list[Callable[[], bool]] = []
         self._others = Apart()
-        self.keep: KeepCopies | None = None
+        self.keep: SetCheckpointStores | None = None
         """Who is to get copies from now on, as told last."""
         self.write_dump: Callable[[str], None] | None = None
         """Writes the flight recorder to this path, and does not wait until it has."""
@@ -288,7 +288,7 @@ class Control:
         return found
 
     def _take(self, order: Body) -> None:
-        if isinstance(order, KeepCopies):
+        if isinstance(order, SetCheckpointStores):
             self.keep = order
         if isinstance(order, WriteDump) and self.write_dump is not None:
             self.write_dump(order.path)
