@@ -24,7 +24,7 @@ from ..decide.decide import decide
 from ..fold.fold import fold
 from ..planner.hot_spare import choose
 from ..planner.problem import PlanInput, Wish, charged_s, waf_of
-from ..planner.problem_of_state import node_slots, plan_input
+from ..planner.problem_of_state import input_digest, node_slots, plan_input
 from ..planner.straggler_cost import price
 from ..state.cluster import ClusterState, decode_state, live_tasks
 from ..state.node import Node
@@ -195,7 +195,6 @@ def _joined(state: ClusterState, num: int) -> t.Body:
             return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part)
         state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
                                  accelerator="")
-        state.roll.mark(state.nodes[name])
 
 
 # --- the outcome --------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
     more = node_slots(old) or _NODE_SLOTS_NUM
     wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
     return Tried(
-        tried=old is not state, input=old.num_inputs, plan=plan, planned=bool(plans),
+        tried=old is not state, input=input_digest(old), plan=plan, planned=bool(plans),
         plan_s=old.plan_s, plan_seq=old.plan_seq, num_slots_before=len(plan_input(old).slots),
         tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
                           pauses_s.get(task.id, 0.0)) for task in live_tasks(state)),

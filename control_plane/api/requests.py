@@ -17,6 +17,7 @@ from ...events.records.reports import QuarantineLifted
 from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, parse
 from ...events.spec.model import Modelled
 from ..fold.node_health import RECOVERED_S
+from ..planner.problem_of_state import input_digest
 from ..state.cluster import ClusterState, live_tasks
 from ..state.node import Node
 from ..state.task import Rank, Task
@@ -143,14 +144,11 @@ def _way_back(state: ClusterState, node: str) -> str:
 
 
 def unchanged(check: int) -> Callable[[ClusterState], None]:
-    """A check that what a plan follows from is as it was when its count was `check`."""
+    """A check that what a plan follows from is as it was when its digest was `check`."""
     def look(state: ClusterState) -> None:
-        if check > state.num_inputs:
-            raise Refusal(412, f"the plan's input is {state.num_inputs} now, and never was "
-                          f"{check}: nothing was done",
-                          "run it again without --apply: it tells the input")
-        if state.num_inputs != check:
-            raise Refusal(412, f"the plan's input is {state.num_inputs} now, not {check}: what the "
+        now = input_digest(state)
+        if now != check:
+            raise Refusal(412, f"the plan's input is {now} now, not {check}: what the "
                           "plan follows from has changed since; nothing was done",
                           "run it again without --apply, and look at what it would do now")
     return look

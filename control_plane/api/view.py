@@ -11,6 +11,7 @@ from ..fold.hangs import unprinted
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import located
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, slower_alike
+from ..planner.problem_of_state import input_digest
 from ..state.cluster import EARNED_S, ClusterState, state_hash
 from ..state.members import place_of
 from ..state.node import Node
@@ -27,7 +28,7 @@ def view(state: ClusterState) -> dict[str, Any]:
     return {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
-            "hash": state_hash(state), "heart": state.heart, "input": state.num_inputs,
+            "hash": state_hash(state), "heart": state.heart, "input": input_digest(state),
             "num_slots": sum(node.num_slots for node in state.nodes.values()
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),

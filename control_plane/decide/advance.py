@@ -12,7 +12,7 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, Known, decide
 
-HEART = 15
+HEART = 16
 """Version of what `decide` answers; a log says by which one it was written."""
 
 

@@ -10,6 +10,7 @@ from ...events.records.decisions import TaskPlaced
 from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged, IterationsLogged, QuarantineLifted
 from ...events.records.types import Slot
+from ..fold.edits import task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
@@ -21,16 +22,28 @@ from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
 from ..state.task import Task
 from ..throughput import calibration, table
-from . import calm, transition
+from . import transition
 
 Known = Callable[[PlanInput], Found | None]
 Decide = Callable[[ClusterState, Record, Known | None], Iterator[t.Body]]
 Plan = Callable[[ClusterState, Known | None], Iterator[t.Body]]
 """How many slots each task gets, which ones, and why."""
-_OF_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
-           r.PolicySet, r.DeadlineReached, r.OrderRefused, r.RankExited, r.HealingFrozen,
-           r.HealingResumed, DeviceErred, HealthChanged, QuarantineLifted)
-"""What may concern every task: nodes, time, slots that become free, whether we act."""
+_ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
+_OF_ALL = (
+    r.EpochStarted,
+    r.NodeJoined,
+    r.NodeLeft,
+    r.NodeUnreachable,
+    r.NodeReachable,
+    r.PolicySet,
+    r.OrderRefused,
+    r.HealingFrozen,
+    r.HealingResumed,
+    DeviceErred,
+    HealthChanged,
+    QuarantineLifted,
+)
+"""What may concern every task: nodes, the policy, whether we act."""
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
@@ -47,8 +60,6 @@ def decide(state: ClusterState, record: Record, known: Known | None = None) -> I
 def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
            ) -> Iterator[t.Body]:
     """The decisions, with this way to plan."""
-    if calm.is_one_of_many(state, record.body) and calm.is_quiet(state, record.body):
-        return
     if isinstance(record.body, r.TaskSubmitted):
         yield table.table(record.seq, record.body.spec,
                                state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
@@ -58,7 +69,7 @@ def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
         fault = members.inject_fault(state, record.body)
         if fault is not None:
             yield fault
-    yield from steps(state, concerned(state, record))
+    yield from steps(state, affected_tasks(state, record))
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
@@ -75,28 +86,47 @@ def _can_plan(state: ClusterState) -> bool:
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
-def concerned(state: ClusterState, record: Record) -> list[Task]:
-    """Tasks whose step may yield something: all others are at rest."""
-    if not calm.is_one_of_many(state, record.body):
-        state.resting.discard(getattr(record.body, "task", 0))
-    if isinstance(record.body, _OF_ALL):
+def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
+    """Tasks of which something may follow from the record, by id: all others are at rest.
+
+    What concerns nodes or the policy may affect every task; all else affects the task that it
+    names, or whose deadline it is. The end of a process also affects tasks that have a seat and no
+    process there: they may wait for its slot. Progress affects a task only where something is wrong
+    with it: it heals, or shows that a slow rank holds up the others. An answer affects no task
+    while other answers are outstanding.
+    """
+    body = record.body
+    number: int = getattr(body, "task", 0)
+    if isinstance(body, r.DeadlineReached):
+        number = task_of_deadline(body.deadline)
+    if isinstance(body, _OF_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return [state.tasks[key] for key in sorted(state.tasks)]
-    task = state.tasks.get(getattr(record.body, "task", 0))
-    if task is None or (isinstance(record.body, _PROGRESS)
-                        and not task.incident and not task.faults):
-        return []  # progress heals, or shows that a slow rank holds up the others
+    if isinstance(body, r.RankExited):
+        return [state.tasks[key] for key in sorted(state.tasks)
+                if key == number or _has_empty_seat(state.tasks[key])]
+    task = state.tasks.get(number)
+    if task is None:
+        return []
+    if isinstance(body, _PROGRESS):
+        return [task] if task.incident or task.faults else []
+    if isinstance(body, _ANSWERS) and task.num_outstanding and not _is_none(task, record):
+        return []
     return [task]
+
+
+def _has_empty_seat(task: Task) -> bool:
+    return any(seat.rank not in task.ranks for seat in task.target)
+
+
+def _is_none(task: Task, record: Record) -> bool:
+    """A command's process that says that it is ready to heal in memory answers nothing."""
+    return isinstance(record.body, r.RankReady) and not task.heals_in_memory
 
 
 def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
     """The next decisions for each of these."""
     for task in tasks:
-        if not calm.rests(state, task):
-            is_last = True
-            for body in transition.step(state, task):
-                is_last = False
-                yield body
-            calm.settle(state, task, is_last=is_last)
+        yield from transition.step(state, task)
 
 
 def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:

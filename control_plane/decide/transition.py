@@ -202,9 +202,10 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _finish(state, task)
     else:
         yield from _transition(state, task)
-        yield from memory_checkpoints.keep(state, task)
         yield from _stop(state, task)
         yield from _start(state, task)
+        # it keeps off the nodes of processes just started
+        yield from memory_checkpoints.keep(state, task)
     yield from _last(state, task)
 
 

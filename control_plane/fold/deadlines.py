@@ -9,7 +9,7 @@ from ...events.records.reports import DeadlineReached
 from ...events.records.statuses import TASK_HANG
 from ..incidents.severity import network_status
 from ..state.cluster import ClusterState
-from ..state.members import has_settled, mute
+from ..state.members import count_outstanding, has_settled, mute
 from ..state.task import Rank, Task
 from .edits import STOPPED, broken, fault, find, price_anew
 from .hangs import late_hang, late_printed
@@ -127,3 +127,4 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
     task = state.tasks.get(number)
     if task is not None:
         _LATE[what](state, record, task, rest)
+        count_outstanding(task)

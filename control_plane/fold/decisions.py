@@ -12,10 +12,11 @@ from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ..incidents.hangs import WAITED_FOR
+from ..incidents.node_incidents import settle_ailing
 from ..incidents.severity import worse
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_STRIKES_MAX, Incident
-from ..state.members import forget_beside, is_pinned
+from ..state.members import awaited, forget_beside, is_coming, is_pinned
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
@@ -32,6 +33,7 @@ from .edits import (
     leave_behind,
     make_ghost,
     say_why,
+    set_health,
     set_phase,
     settle_phase,
 )
@@ -145,7 +147,7 @@ def _take_out(state: ClusterState, task: Task, number: int, why: str) -> None:
         return
     if node.silent:
         if node.health == "unreachable":
-            node.health, node.since_s = "lost", state.at_s
+            set_health(state, node, "lost")
         state.replan = f"node {node.name} lost"
     else:
         take_out(node, (slot.index,), why)
@@ -167,6 +169,7 @@ def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed
     task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
     if node is not None and node.incident == incident.id:
         node.incident = 0
+        settle_ailing(state)
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why
@@ -201,7 +204,6 @@ def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> Non
     if task is None or task.phase == "ended":
         return
     task.target = body.seats
-    state.seated.place(task.id, body.seats)
     say_why(task)
     if body.seats and task.phase == "idle":
         stands(state, task)
@@ -252,7 +254,10 @@ def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
         return
     if not task.heals_in_memory and not task.ranks:
         task.finished, task.rounds = [], task.rounds + 1
-    state.num_running += body.rank not in task.ranks
+    old = task.ranks.get(body.rank)
+    state.num_running += old is None
+    if awaited(task) == "processes":
+        task.num_outstanding += 1 - (old is not None and is_coming(task, old))
     task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
                                  start_order=record.seq)
     task.attempts[body.rank] = body.attempt
@@ -269,6 +274,8 @@ def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
     if task is None or rank is None:
         return
     close_orders(state, [rank.start_order, *rank.stop_orders])
+    if awaited(task) == "processes" and task.ranks.get(rank.rank) is rank:
+        task.num_outstanding -= is_coming(task, rank)
     rank.stop_orders.append(record.seq)
     state.orders[record.seq] = encode_record(record)
     name = f"{task.id}/{rank.rank}/{rank.attempt}"

@@ -12,8 +12,8 @@ from ..incidents.hangs import located
 from ..incidents.severity import severity_of
 from ..state.cluster import EARNED_S, NUM_EARNED_MAX, ClusterState, Deadline
 from ..state.incident import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
-from ..state.members import covered, has_settled, is_mute, is_silent, last_first, members_on
-from ..state.node import Node
+from ..state.members import count_outstanding, covered, has_settled, is_silent, mute
+from ..state.node import Health, Node
 from ..state.task import Phase, Rank, Task
 from ..throughput.transition_cost import halts, stands, stood_to_leave, was_harmed
 
@@ -21,8 +21,16 @@ STOPPED = "is stopped (SIGSTOP)"
 """Why a rank that stood still for too long is overdue."""
 EARLY_S = 1e-3
 """A deadline may be so early: sums of seconds since 1970 are not exact."""
+_NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
 """A degraded node is priced at most once in so long."""
+
+
+def task_of_deadline(name: str) -> int:
+    """The task that a deadline is of; 0: it is a node's, or none that the state ever held."""
+    what, _, rest = name.partition("/")
+    number = rest.partition("/")[0]
+    return int(number) if what not in _NODE_DEADLINES and number.isdecimal() else 0
 
 
 def arm(state: ClusterState, deadline: str, length_s: float) -> None:
@@ -43,6 +51,20 @@ def disarm_phase(state: ClusterState, task: Task) -> None:
 def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
     if task.phase != phase:
         task.phase, task.since_s = phase, state.at_s
+        count_outstanding(task)
+
+
+def set_health(state: ClusterState, node: Node, health: Health) -> None:
+    """Whether the node is heard, from now on."""
+    node.health, node.since_s = health, state.at_s
+    list_silent(state, node)
+
+
+def list_silent(state: ClusterState, node: Node) -> None:
+    """Whether the node is heard may have changed."""
+    if node.silent != (node.name in state.silent):
+        others = [name for name in state.silent if name != node.name]
+        state.silent = sorted([*others, node.name]) if node.silent else others
 
 
 def say_why(task: Task, why: str = "", *, needs: str = "", cost_waf: float = 0.0,
@@ -132,6 +154,7 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
         forget_pace(state, task, rank)
     else:
         task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
+    count_outstanding(task)
     settle_phase(state, task)
     await_silent(state, task)
 
@@ -144,6 +167,7 @@ def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
     forget_pace(state, task, rank)
     rank.overdue, rank.stop_orders = why, []
     task.ghosts.append(rank)
+    count_outstanding(task)
     settle_phase(state, task)
     await_silent(state, task)
 
@@ -179,22 +203,27 @@ def await_silent(state: ClusterState, task: Task) -> None:
     second source.
     """
     name = f"silent/{task.id}/{task.generation}"
-    wanted = False
-    if task.phase == "quiescing":
-        for rank in last_first(task):
-            if is_mute(task, rank):
-                wanted = is_silent(state, rank)
-                if not wanted:
-                    break
-    elif task.phase == "reconfiguring":
-        wanted = any(not has_settled(task, rank) for rank in members_on(
-            state, task, state.roll.silent))
-    if not wanted or not covered(task, [
+    if not state.silent or not _silent_alone(state, task) or not covered(task, [
             rank for rank in task.living_members() if not is_silent(state, rank)]):
         disarm(state, name)
     elif name not in state.deadlines:
         arm(state, name, state.policy.evidence_s_max)
     await_hang(state, task)
+
+
+def _silent_alone(state: ClusterState, task: Task) -> bool:
+    """Whether all that the others wait for are members on silent nodes; while they come up in a
+    generation, whether some of these are."""
+    unheard = [rank for name in state.silent for one in state.nodes[name].occupants.values()
+               if one.task == task.id
+               and (rank := find(task, one.rank, one.attempt)) is not None]
+    if task.phase == "quiescing":
+        if task.num_outstanding > len(unheard):
+            return False  # so it is with most answers: no look at all members
+        waits = mute(task)
+        return bool(waits) and all(is_silent(state, rank) for rank in waits)
+    return task.phase == "reconfiguring" and any(
+        not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unheard)
 
 
 def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:

@@ -12,17 +12,15 @@ from typing import Any
 
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.codec import decode_record
+from ...events.records.codec import UnknownBody, decode_record
 from ...events.records.envelope import Record
-from ...events.records.orders import Reconfigure
+from ...events.records.orders import InjectFault, Reconfigure
 from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import first_keeper
-from ..decide.bare import is_bare
-from ..decide.calm import disturb
-from ..incidents.node_incidents import is_open
+from ..incidents.node_incidents import settle_ailing
 from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status
 from ..state.cluster import ClusterState, live_tasks
-from ..state.members import covered, speaks, take_place
+from ..state.members import awaited, count_outstanding, covered, speaks, take_place
 from ..state.node import NUM_SLOTS_MAX, Node
 from ..state.task import Rank, Task
 from ..throughput.calibration import keep_times
@@ -41,12 +39,13 @@ from .edits import (
     earned,
     fault,
     give_up_node,
+    list_silent,
     price_anew,
+    set_health,
     stepped,
     take_origin,
 )
 from .hangs import STALLS, passed
-from .input_count import call_roll, named, part
 from .node_health import HEALTH, carry_over, prove, settle_sick
 from .operator_requests import REQUESTS, acts_again, forget_requests
 from .progress import LOGGED
@@ -60,23 +59,27 @@ _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_m
 
 def fold(state: ClusterState, record: Record) -> None:
     """Change `state` in place by one record. Never raises."""
+    _observe_time(state, record)
+    _remember_source(state, record)
+    HANDLERS[type(record.body)](state, record, record.body)
+
+
+def _observe_time(state: ClusterState, record: Record) -> None:
     watch(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
+
+
+def _remember_source(state: ClusterState, record: Record) -> None:
+    """The last report of the source: a repetition is recognised by it."""
     last = state.sources.get(record.source, 0)
     if record.source_seq > last:
         state.sources[record.source] = record.source_seq
         if not last and record.source.startswith("operator/"):
             forget_requests(state)
-    if state.ailing:
-        state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
-    handler = HANDLERS.get(type(record.body))
-    if handler is not None:
-        disturb(state, record.body)
-        names = named(state, record.body)
-        before, any_sick = part(state, record.body, names), state.is_checked
-        handler(state, record, record.body)
-        call_roll(state, state.nodes if any_sick and names else names)  # others are believed then
-        state.num_inputs += part(state, record.body, names) != before
+
+
+def _recorded(state: ClusterState, record: Record, body: t.Body) -> None:
+    """The log holds it; nothing of the state changes."""
 
 
 # --- said by the leader -------------------------------------------------------------------------
@@ -93,6 +96,7 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     old, held, state.policy = state.policy, state.held, body.policy
     settle_sick(state)
+    settle_ailing(state)
     if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
                                  for name in _PLANNED_BY):
         state.replan = "the policy was set"
@@ -107,8 +111,8 @@ def _node_silenced(state: ClusterState, record: Record, body: r.NodeUnreachable)
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
-    node.health, node.since_s, node.silenced_seq = "unreachable", record.at_s, record.seq
-    state.roll.mark(node)
+    set_health(state, node, "unreachable")
+    node.silenced_seq = record.seq
     arm(state, f"replace/{node.name}", state.policy.replace_after_s)
     for task in state.tasks.values():
         await_silent(state, task)
@@ -119,8 +123,8 @@ def _node_heard(state: ClusterState, record: Record, body: r.NodeReachable) -> N
     if node is None or node.incarnation != body.incarnation:
         return
     if node.silent:
-        node.health, node.since_s, node.replace = "healthy", record.at_s, False
-        state.roll.mark(node)
+        set_health(state, node, "healthy")
+        node.replace = False
         disarm(state, f"replace/{node.name}")
         for task in state.tasks.values():
             await_silent(state, task)
@@ -136,8 +140,6 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     if old is not None and body.incarnation <= old.incarnation:
         return
     why = f"the agent of {body.node} started again"
-    was_bare = (old is not None and old.health != "left" and old.num_slots == body.num_slots
-                and is_bare(state, old))
     if old is not None:
         give_up_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
@@ -154,10 +156,11 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
     disarm(state, f"replace/{body.node}")
     price_anew(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
-    present = state.roll.num_healthy - state.roll.there(node.name)[0] + node.num_slots
-    state.num_slots_max = max(state.num_slots_max, present)
-    if not (was_bare and is_bare(state, node)):
-        state.replan = f"node {body.node} joined"
+    list_silent(state, node)
+    settle_ailing(state)
+    state.num_slots_max = max(state.num_slots_max, sum(
+        one.num_slots for one in state.nodes.values() if one.health == "healthy"))
+    state.replan = f"node {body.node} joined"
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
@@ -174,7 +177,7 @@ def _node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
     if node is None or node.incarnation != body.incarnation:
         return
     give_up_node(state, record, node, "")
-    node.health, node.since_s = "left", record.at_s
+    set_health(state, node, "left")
     settle_sick(state)
     disarm(state, f"replace/{node.name}")
     state.replan = f"node {node.name} left"
@@ -245,6 +248,8 @@ def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None:
+        if task.phase == "quiescing" and awaited(task):
+            task.num_outstanding -= rank.quiesced != task.generation
         rank.quiesced, rank.step_version = body.generation, body.step_version
         await_silent(state, task)
 
@@ -256,6 +261,7 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     if task.phase != "reconfiguring":
         return
+    task.num_outstanding -= bool(awaited(task))
     rank.reconfigured, rank.has_state = task.generation, True
     take_place(task, rank, body.step_version)
     if rank.joined_iteration < 0:
@@ -342,6 +348,7 @@ def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) ->
     if not task.finished:
         arm(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
     task.finished.append(rank.rank)
+    count_outstanding(task)
     task.forward_calls += body.forward_calls
     task.iteration = max(task.iteration, body.step_version)
 
@@ -362,6 +369,7 @@ HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,
     r.TaskProgressed: _progressed, r.LossNotFinite: _loss_not_finite,
-    r.RankFinished: _rank_finished, **LOGGED, **PROCESSES, **STALLS, **PACES, **COPIES,
+    r.RankFinished: _rank_finished, InjectFault: _recorded, UnknownBody: _recorded,
+    **LOGGED, **PROCESSES, **STALLS, **PACES, **COPIES,
     **REQUESTS, **DECISIONS, **HEALTH,
 }

@@ -12,7 +12,8 @@ from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged, QuarantineLifted
 from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Body, Slot
-from ..incidents.quarantine import ail, num_unconfirmed_max, offend
+from ..incidents.node_incidents import ail, settle_ailing
+from ..incidents.quarantine import num_unconfirmed_max, offend
 from ..incidents.severity import TABLE, severity_of
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
@@ -57,7 +58,7 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
         settle_sick(state)
         return
     was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
-    before, state.is_checked = node.checks, True
+    before = node.checks
     node.checks = [one for one in node.checks if not _is_of(one, body, devices)]
     if body.health != "healthy":
         said_s = [one.at_s for one in before if one not in node.checks
@@ -124,8 +125,9 @@ def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> 
             add_evidence(state.incidents.get(other.incident), record)
             break
     node.erred = [*node.erred, erred][-NUM_ERRED_MAX:]
+    settle_ailing(state)
     if not erred.incident and severity_of(erred.status) == "SEV1":
-        ail(state, node)
+        ail(state, node.name)
         arm(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
 
 
@@ -155,9 +157,9 @@ def settle_sick(state: ClusterState) -> None:
     One that was believed stays so, and counts until its slots are used again: a check that ends
     on one node after the other shall not take them out in turn.
     """
-    if not state.is_checked:
+    if not any(node.checks or node.slots_sick or node.slots_well or node.sick_why
+               for node in state.nodes.values()):
         return
-    del state.is_checked
     unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
                  for node in state.nodes.values() if node.health != "left"}
     doubtful = sorted((min(x.seq for x in found), name) for name, found in unhealthy.items()
@@ -228,6 +230,7 @@ def late_of_node(state: ClusterState, what: str, rest: str) -> None:
     if what == "device":
         for erred in node.erred:
             erred.due = erred.due or erred.seq == int(seq)
+        settle_ailing(state)
     elif what == "recovered":
         _recovered(state, node)
     elif what == "quarantine" and node.quarantine is not None:
@@ -253,7 +256,8 @@ def take_evidence(state: ClusterState, incident: Incident,
                 _erred_out(state, node, erred)
     if not incident.task and body.node in state.nodes:
         state.nodes[body.node].incident = incident.id
-        ail(state, state.nodes[body.node])
+        ail(state, body.node)
+    settle_ailing(state)
 
 
 def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> list[Node]:
@@ -281,17 +285,19 @@ def _erred_out(state: ClusterState, node: Node, erred: Erred) -> None:
 def blame(state: ClusterState, incident: Incident, body: IncidentOpened | IncidentEscalated, *,
           on_purpose: bool) -> None:
     """At SEV1 the node that is named has failed, unless somebody asked for it."""
-    if body.severity == "SEV1" and body.node and not on_purpose:
-        offend(state, incident=incident.id, node=body.node, status=body.status,
-               why=body.why[:TEXT_CHARS_MAX])
+    if body.severity == "SEV1" and body.node and not on_purpose and offend(
+            state, incident=incident.id, node=body.node, status=body.status,
+            why=body.why[:TEXT_CHARS_MAX]):
+        ail(state, body.node)
 
 
 def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
     """A rank that failed again and again goes on elsewhere: it was the slot."""
     at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
-    offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
-           why=f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again, and "
-               "not elsewhere")
+    why = f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again"
+    if offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
+              why=f"{why}, and not elsewhere"):
+        ail(state, slot.node)
 
 
 def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
@@ -302,6 +308,7 @@ def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> 
                                  incidents=body.incidents)
     for offence in node.offences:
         offence.fresh = False
+    settle_ailing(state)
     arm(state, f"quarantine/{node.name}", max(body.until_s - record.at_s, 0.0))
     state.replan = f"node {node.name} quarantined"
 
@@ -311,6 +318,7 @@ def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLift
     if node is None:
         return
     node.offences = []
+    settle_ailing(state)
     disarm(state, f"quarantine/{node.name}")
     if node.quarantine is not None:
         node.quarantine = None

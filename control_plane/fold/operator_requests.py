@@ -9,7 +9,6 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.envelope import Record
 from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec
-from ..decide.bare import is_bare
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
 from ..state.members import inject_fault
 from ..state.task import Task
@@ -86,7 +85,7 @@ def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested
 def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
     node = state.nodes.get(body.node)
     if node is not None:
-        if not node.drained and not is_bare(state, node):
+        if not node.drained:
             state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
 
@@ -95,8 +94,7 @@ def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) 
     node = state.nodes.get(body.node)
     if node is not None and node.drained:
         node.drained, node.drain_reason = False, ""
-        if not is_bare(state, node):
-            state.replan = f"node {node.name} undrained"
+        state.replan = f"node {node.name} undrained"
 
 
 REQUESTS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -13,6 +13,7 @@ from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from ...events.records.types import Seat
 from ..incidents.severity import exit_in_words, last_line, status_of, told_status
 from ..state.cluster import ClusterState
+from ..state.members import awaited, count_outstanding, is_coming
 from ..state.task import Rank, Task
 from .edits import (
     STOPPED,
@@ -35,6 +36,8 @@ def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> N
     rank = find(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state != "ordered":
         return
+    if not task.heals_in_memory and awaited(task) == "processes":
+        task.num_outstanding -= is_coming(task, rank)
     rank.state = "started"
     rank.pid, rank.log_path = body.pid, body.log_path
     state.orders.pop(rank.start_order, None)
@@ -63,7 +66,10 @@ def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
         return
     if not task.heals_in_memory:
         rank.overdue = "adopted Unicron too late"
+        count_outstanding(task)
         return
+    if awaited(task) == "processes":
+        task.num_outstanding -= is_coming(task, rank)
     rank.state, rank.endpoint = "ready", body.endpoint
     task.iteration_flops = body.iteration_flops
     state.orders.pop(rank.start_order, None)
@@ -79,6 +85,7 @@ def unproved(task: Task) -> bool:
 def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
     """It is a command as any other: its processes train on as they are, and restart together."""
     task.declined, task.rounds = why, 1
+    count_outstanding(task)
     for rank in task.ranks.values():
         if rank.state != "ordered":
             disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
@@ -100,6 +107,7 @@ def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> N
     rank.error, rank.error_text, rank.error_seq = (
         told_status(body.status, status_of(body.error)), body.text, record.seq)
     rank.second_hand = body.second_hand
+    count_outstanding(task)
     if not rank.stopping and not task.ending:
         arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
         what = last_line(body.text) or body.error
@@ -168,6 +176,7 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
     disarm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
     if rank.overdue == STOPPED and not rank.stopping:
         rank.overdue = ""
+        count_outstanding(task)
     await_hang(state, task, anew=True)
 
 

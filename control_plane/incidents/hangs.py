@@ -60,7 +60,7 @@ def located(state: ClusterState, task: Task) -> Hang | None:
         return None
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
         return None
-    silent = {node.name for node in state.nodes.values() if node.silent}
+    silent = frozenset(state.silent)
     if len(task.stalls) + len(task.crawls) < len(task.members) and not silent and not any(
             rank.suspended for rank in task.ranks.values()):
         return None

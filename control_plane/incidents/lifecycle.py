@@ -75,7 +75,7 @@ def _again(state: ClusterState) -> str:
 
 def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
     """Ranks on nodes that are silent count as lost when a second source says so."""
-    if not state.roll.silent:
+    if not state.silent:
         return
     silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
               if name in state.nodes and state.nodes[name].silent]

@@ -26,6 +26,17 @@ def settle(state: ClusterState, record: Record) -> Iterator[Body]:
         yield from quarantine.judge(state, node)
 
 
+def ail(state: ClusterState, name: str) -> None:
+    """Fold: something of the node is still to be decided."""
+    if name not in state.ailing:
+        state.ailing = sorted([*state.ailing, name])
+
+
+def settle_ailing(state: ClusterState) -> None:
+    """Fold: of some nodes nothing may be left to decide."""
+    state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
+
+
 def is_open(state: ClusterState, node: Node) -> bool:
     """Whether something of it is still to be decided."""
     return bool(node.incident) or quarantine.is_due(state, node) or any(

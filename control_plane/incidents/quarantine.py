@@ -21,32 +21,26 @@ UNUSUAL_SHARE_MAX = 0.05
 of the others, as often as there are nodes."""
 
 
-def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> None:
+def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
     """Fold: an incident names the node. Once for what one fault did to several tasks.
 
     Not what was asked for, nor on a node that an operator has drained to work on it. An agent that
     was started again and is lost once more is lost anew, however soon; what a device tells may be
-    told anew by the next agent.
+    told anew by the next agent. True: the node is to be quarantined for it.
     """
     found = state.nodes.get(node)
     if found is None or status not in OFFENCES or found.drained:
-        return
+        return False
     at_s, lost = state.at_s, status == LOST_CONNECTION
     known = [x for x in found.offences if not lost or x.incarnation == found.incarnation]
     if any(other.incident == incident or (
             other.status == status and at_s - other.at_s <= state.policy.replace_after_s)
             for other in known):
-        return
+        return False
     found.offences = [*found.offences, Offence(
         at_s=at_s, incident=incident, status=status, why=why,
         incarnation=found.incarnation)][-NUM_OFFENCES_MAX:]
-    ail(state, found)
-
-
-def ail(state: ClusterState, node: Node) -> None:
-    """Fold: something of it is still to be decided."""
-    if node.name not in state.ailing:
-        state.ailing = sorted([*state.ailing, node.name])
+    return is_due(state, found)
 
 
 def is_due(state: ClusterState, node: Node) -> bool:

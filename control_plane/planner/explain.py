@@ -13,7 +13,7 @@ from . import constraints
 from .alternative_names import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told
 from .planner import Choice, Plan, ideal_waf, wanted
 from .problem import PlanInput, Wish, charged_s, waf_of
-from .problem_of_state import Ground
+from .problem_of_state import Ground, digest
 
 NUM_NAMED_MAX = 3
 """Tasks that the sentence names of those that move."""
@@ -31,7 +31,7 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
     return PlanChosen(
         trigger=state.replan, num_slots=asked.num_slots, allocations=choice.allocations,
         waf=plan.waf, objective=plan.objective, alternatives=others,
-        ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=state.num_inputs,
+        ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=digest(state, ground),
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, binding=bound, bound_tasks=bound_tasks,
         why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),

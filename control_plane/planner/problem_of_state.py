@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
+import msgspec
 from msgspec import Struct
 
 from ...events.records.types import Slot
 from ...events.spec.parallelism import shape
-from ..state.cluster import ClusterState, live_tasks, usable_slots
+from ..state.cluster import ClusterState, live_tasks, may_hold, usable_slots
 from ..state.members import is_pinned, is_whole
 from ..state.task import Task
 from ..throughput import table as throughput
 from ..throughput import transition_cost
 from ..throughput.training_layouts import layout_within
 from .problem import PlanInput, Wish
+
+_SPARE_BITS = 64 - 52
+"""JSON readers hold integers as doubles: exact to 53 bits."""
 
 
 class Ground(Struct, frozen=True, kw_only=True):
@@ -64,7 +69,24 @@ def plan_input(state: ClusterState, *, without: str = "") -> Ground:
                       repair_s=policy.repair_s if spares else 0.0,
                       spare_slots=node_slots(state) if spares else 0)
     return Ground(asked=asked, slots=free, every=tuple(every.values()),
-                  num_slots_all=state.roll.num_here)
+                  num_slots_all=sum(node.num_slots for node in state.nodes.values()
+                                    if node.health != "left"))
+
+
+def digest(state: ClusterState, ground: Ground) -> int:
+    """Of all that a plan follows from now, in 52 bits: two moments with one digest have one plan,
+    on the same slots.
+
+    For the `--check` of `plan --apply`: whether a dry run is out of date.
+    """
+    targets = [state.tasks[wish.task].target for wish in ground.every]
+    data = msgspec.msgpack.encode((ground.asked, ground.slots, targets))
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> _SPARE_BITS
+
+
+def input_digest(state: ClusterState) -> int:
+    """`digest` of a plan that would be made now."""
+    return digest(state, plan_input(state))
 
 
 def node_slots(state: ClusterState) -> int:
@@ -75,19 +97,9 @@ def node_slots(state: ClusterState) -> int:
 
 
 def _wish(state: ClusterState, task: Task, without: str) -> Wish:
-    """A calm task's is the same until it is stirred."""
-    if without or task.id not in state.calm:
-        return _made(state, task, without)
-    known: Wish | None = state.wishes.get(task.id)
-    if known is None:
-        known = state.wishes[task.id] = _made(state, task, "")
-    return known
-
-
-def _made(state: ClusterState, task: Task, without: str) -> Wish:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
-    fits = state.roll.has(task.target) and not (
+    fits = may_hold(state, task.target) and not (
         without and any(seat.slot.node == without for seat in task.target))
     hurt = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight

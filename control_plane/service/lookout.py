@@ -50,14 +50,14 @@ class Lookout:
 
         `news`: the event that is set when the state has next changed.
         """
-        seen, told = (ClusterState(), 0), False
+        seen, told = PlanInput(wishes=(), num_slots=0, mtbf_gpu_s=1.0), False
         while True:
             changed, state = news(), self._state()
-            if state is seen[0] and state.num_inputs == seen[1]:
+            asked = plan_input(state).asked
+            if asked == seen:
                 await changed.wait()
                 continue
-            seen = (state, state.num_inputs)
-            asked = plan_input(state).asked
+            seen = asked
             if work_num(asked) > WORK_NUM_MAX:
                 self.table = None
                 if not told:

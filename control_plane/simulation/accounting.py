@@ -14,7 +14,7 @@ from ...events.records import reports as r
 from ...events.records.decisions import NodeQuarantined
 from ...events.records.envelope import Record
 from ...events.records.reports import QuarantineLifted
-from ..state.cluster import ClusterState
+from ..state.cluster import ClusterState, may_hold
 from ..state.task import Task
 from ..throughput import table
 from .task_progress import Job
@@ -313,7 +313,7 @@ class Account:
             return "detection"
         if not task.target:
             return "waiting"
-        return "transition" if self.state.roll.has(task.target) else "waiting"
+        return "transition" if may_hold(self.state, task.target) else "waiting"
 
 
 def _nobody(at_s: float, task: int, trains: int, why: str) -> None:

@@ -14,7 +14,6 @@ from ...events.records.statuses import CONNECTION_RESET
 from ...events.records.types import Body
 from ..state.task import Rank, Task
 from .accounting import Account, Key
-from .at_once import Answer
 from .engine import LEADER, Engine
 from .policies.policy import Costs
 
@@ -108,7 +107,7 @@ class PaperNode:
         return key in self.ended
 
 
-Saying = tuple[Key, PaperNode, Callable[[], Answer]]
+Saying = tuple[Key, PaperNode, Callable[[], Body]]
 """A process of a task, on its node, and what it will say together with others."""
 
 
@@ -255,25 +254,12 @@ class Paper:
              may: Callable[[PaperNode, int, Key], bool] = PaperNode.runs) -> None:
         """What each of these processes says, if it still lives then, in this order."""
         held = [(node, node.incarnation, key, made) for key, node, made in said]
-        nodes = [node.name for node, *_ in held]
 
         def tell() -> None:
-            at = 0
-            while at < len(held):
-                node, incarnation, key, made = held[at]
-                at += 1
-                if not may(node, incarnation, key):
-                    continue
-                node.ended.discard(key)
-                first = made()
-                self.engine.tell(node.source, first)
-                if at < len(held) - 1 and self.engine.awaits(first, held[-1][3](), nodes) and all(
-                        may(other, was, its) for other, was, its, _ in held[at:]):
-                    for other, _, its, _ in held[at:-1]:
-                        other.ended.discard(its)
-                    self.engine.tell_at_once([(other.source, said())
-                                              for other, _, _, said in held[at:-1]])
-                    at = len(held) - 1
+            for node, incarnation, key, made in held:
+                if may(node, incarnation, key):
+                    node.ended.discard(key)
+                    self.engine.tell(node.source, made())
 
         self.engine.later(in_s, tell)
 
@@ -353,7 +339,7 @@ class Paper:
         if order.mode == "boundary" and job.rate_flops:
             in_s = job.until_boundary_s(self.engine.now_s)
 
-        def quiesced(rank: Rank) -> Callable[[], Answer]:
+        def quiesced(rank: Rank) -> Callable[[], Body]:
             return lambda: r.Quiesced(
                 task=task.id, rank=rank.rank, attempt=rank.attempt, generation=order.generation,
                 step_version=job.iteration, micro_batches=(), buckets_reduced=0, num_buckets=1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -13,7 +12,6 @@ from ...events.records.types import Body
 from ..decide.advance import advance
 from ..decide.decide import Decide
 from ..state.cluster import ClusterState, Deadline
-from .at_once import Answer, fold_answers, is_awaited
 
 LEADER = "leader/simulated"
 
@@ -43,19 +41,16 @@ class Deadlines(dict[str, Deadline]):
 class Engine:
     """One leader, its state, and all that is still to happen. `decide` is the policy.
 
-    `answer` is told of the records that a report makes, when all of them are folded. `keeps_log`:
-    of each record; else answers that are awaited together may be folded at once (at_once.py).
+    `answer` is told of the records that a report makes, when all of them are folded.
     """
 
-    def __init__(self, decide: Decide, *, keeps_log: bool = True) -> None:
+    def __init__(self, decide: Decide) -> None:
         self._deadlines = Deadlines()
         self.state = ClusterState(deadlines=self._deadlines)
         self.now_s = 0.0
         self.num_records = 0
         self.answer: Callable[[Sequence[Record]], None] = _nobody
-        self.at_once: Counter[str] = Counter()
-        """Records that were folded without that, by kind."""
-        self._decide, self._keeps_log = decide, keeps_log
+        self._decide = decide
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
         self._told: dict[str, int] = {}
@@ -72,17 +67,6 @@ class Engine:
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
         self.num_records += len(records)
         self.answer(records)
-
-    def awaits(self, first: Answer, last: Answer, nodes: Collection[str]) -> bool:
-        """Whether nothing follows of answers between these two: they may be told at once."""
-        return not self._keeps_log and self.state.at_s == self.now_s and is_awaited(
-            self.state, first, last, nodes)
-
-    def tell_at_once(self, told: Sequence[tuple[str, Answer]]) -> None:
-        """Answers come in that are awaited."""
-        fold_answers(self.state, [(source, self._next(source), body) for source, body in told])
-        self.num_records += len(told)
-        self.at_once.update(type(body).__name__ for _, body in told)
 
     def _next(self, source: str) -> int:
         told = self._told[source] = self._told.get(source, 0) + 1

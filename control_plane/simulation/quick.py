@@ -17,7 +17,7 @@ from ..decide.decide import Known
 from ..planner import constraints, pending, planner, straggler_cost
 from ..planner.problem import allocation
 from ..planner.problem_of_state import plan_input
-from ..state.cluster import ClusterState
+from ..state.cluster import ClusterState, may_hold
 from ..state.task import Task
 
 
@@ -44,10 +44,10 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
              for wish, slots in zip(asked.wishes, chosen.slots, strict=True)]
     yield PlanChosen(
         trigger=state.replan, num_slots=asked.num_slots, allocations=tuple(given),
-        waf=chosen.waf, objective=chosen.objective, alternatives=(), input=state.num_inputs,
+        waf=chosen.waf, objective=chosen.objective, alternatives=(), input=0,
         running_s=asked.running_s)
     moved = [one for wish, one in zip(asked.wishes, given, strict=True)
-             if one.slots != wish.now or wish.hurt or wish.task not in state.calm]
+             if one.slots != wish.now or wish.hurt or not _trains(state.tasks[wish.task])]
     if all(_stays(state, state.tasks[one.task], one.slots) for one in moved):
         return
     about = {one.task for one in moved}
@@ -62,8 +62,14 @@ def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
             yield from pending.wait(state, task, len(ground.slots), None)
 
 
+def _trains(task: Task) -> bool:
+    return (task.phase == "training" and not task.incident
+            and len(task.ranks) == len(task.members) == len(task.target))
+
+
 def _stays(state: ClusterState, task: Task, slots: int) -> bool:
     """Whether every process is where it has a seat, and all seats may stay where they are."""
     seats_at = task.seats_at
-    return slots == len(task.target) and (bool(slots) or bool(task.why)) and state.roll.has(
-        task.target) and all(seats_at.get(rank.rank) == rank.slot for rank in task.ranks.values())
+    return (slots == len(task.target) and (bool(slots) or bool(task.why))
+            and may_hold(state, task.target)
+            and all(seats_at.get(rank.rank) == rank.slot for rank in task.ranks.values()))

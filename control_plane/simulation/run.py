@@ -72,7 +72,7 @@ class Run:
         self.ground, self.costs = ground, policy.costs
         told = Told(costs=policy.costs, params=ground.params)
         self.engine = Engine(policy.quick if policy.quick is not None and keep is None
-                             else policy.decides(told), keeps_log=keep is not None)
+                             else policy.decides(told))
         self.account = Account(self.engine.state, earnings or Earnings(), self._opens)
         self.paper = Paper(self.engine, policy.costs, self.account)
         self.account.does = self.paper.slot_time.does
@@ -104,8 +104,7 @@ class Run:
         self.account.earnings.stand_for(ground.grain)
         self.paper.slot_time.end(engine.now_s)
         return Outcome(self.account.earnings, began_s, self.account.transitions,
-                       self.counts + engine.at_once,
-                       self.ignored, late, {kind: ground.grain * one_s for kind, one_s
+                       self.counts, self.ignored, late, {kind: ground.grain * one_s for kind, one_s
                                       in self.paper.slot_time.slot_s.items()})
 
     def _warm(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable
+from itertools import chain
 
 import msgspec
 from msgspec import Struct, field
@@ -12,15 +12,13 @@ from msgspec import Struct, field
 from ...events.records.codec import decode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record
-from ...events.records.types import Slot
+from ...events.records.types import Seat, Slot
 from ...events.spec.policy import Policy
 from .incident import Incident
 from .node import Node
-from .seated import Seated
-from .slots import Roll
 from .task import Priced, Task
 
-SCHEMA = "unicron-state-6"
+SCHEMA = "unicron-state-7"
 NUM_REQUESTS_MAX = 1024
 """Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
 NUM_INCIDENTS_MAX = 256
@@ -38,9 +36,13 @@ class Deadline(Struct):
     length_s: float
 
 
-class ClusterState(Struct, kw_only=True, dict=True):
-    """All that the heart knows: nothing but the fold of the log. What is found out from it once is
-    held beside it, and is no part of it (calm.py)."""
+class ClusterState(Struct, kw_only=True):
+    """All that the heart knows: nothing but the fold of the log.
+
+    It holds no caches. A few fields say what could be counted anew from the others, where that
+    would take too long (`num_running`, `silent`, `ailing`, `Task.num_outstanding`). They are
+    part of the state and of its hash, and state_check.py counts them anew in tests.
+    """
 
     seq: int = 0
     epoch: int = 0
@@ -58,10 +60,10 @@ class ClusterState(Struct, kw_only=True, dict=True):
     plan: PlanChosen | None = None
     plan_seq: int = 0
     plan_s: float = 0.0
+    silent: list[str] = field(default_factory=list[str])
+    """Nodes that are unreachable or lost, by name."""
     ailing: list[str] = field(default_factory=list[str])
-    """Nodes of which something is still to be decided."""
-    num_inputs: int = 0
-    """How often that has changed which a plan follows from: not with every record."""
+    """Nodes of which something is still to be decided, by name."""
     replan: str = ""
     """What made the last plan out of date; empty: it holds."""
     frozen: str = ""
@@ -88,37 +90,6 @@ class ClusterState(Struct, kw_only=True, dict=True):
     """Nodes that are to be priced with the next decision."""
     reports_lost: int = 0
 
-    @cached_property
-    def calm(self) -> set[int]:
-        """Tasks that are known to need no step."""
-        return set()
-
-    @cached_property
-    def resting(self) -> set[int]:
-        """Tasks whose step yielded nothing, since all that concerns them."""
-        return set()
-
-    @cached_property
-    def seated(self) -> Seated:
-        """Who has seats where."""
-        return Seated((task.id, task.target) for task in self.tasks.values())
-
-    @cached_property
-    def wishes(self) -> dict[int, Any]:
-        """Of calm tasks: what a plan follows from, as plan_input.py has it."""
-        return {}
-
-    @cached_property
-    def roll(self) -> Roll:
-        """Slots that a plan may give."""
-        return Roll(self.nodes)
-
-    @cached_property
-    def is_checked(self) -> bool:
-        """Whether a check has something against any node, or had until lately."""
-        return any(node.checks or node.slots_sick or node.slots_well or node.sick_why
-                   for node in self.nodes.values())
-
     @property
     def held(self) -> str:
         """Why nothing is acted upon: `observing`, `frozen: REASON`; empty when healing is on."""
@@ -143,7 +114,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-6:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-7:` and 16 hex digits; two folds of one log have the same."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 
@@ -158,5 +129,13 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 
 def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
-    """Slots that a plan may give."""
-    return state.roll.every
+    """Slots that a plan may give, by name of the node and index. Linear in the nodes' slots."""
+    return tuple(chain.from_iterable(state.nodes[name].usable() for name in sorted(state.nodes)))
+
+
+def may_hold(state: ClusterState, seats: Iterable[Seat]) -> bool:
+    """Whether a plan may give the slots of all of these seats."""
+    nodes = state.nodes
+    return all((node := nodes.get(seat.slot.node)) is not None and node.takes_tasks
+               and seat.slot.index < node.num_slots and not node.is_out(seat.slot.index)
+               for seat in seats)

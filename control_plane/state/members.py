@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 from ...events.records.orders import InjectFault
 from ...events.records.reports import FaultRequested
@@ -12,21 +13,38 @@ from .cluster import ClusterState
 from .task import Held, Rank, Task
 
 
-def last_first(task: Task) -> Iterator[Rank]:
-    """The living members, the last first: who answers in order is waited for at the end."""
-    for member in reversed(task.members):
-        rank = task.ranks.get(member.rank)
-        if rank is not None and rank.attempt == member.attempt:
-            yield rank
+def awaited(task: Task) -> Literal["", "processes", "members"]:
+    """Whose answers the task waits for.
+
+    While it quiesces or reconfigures those of the generation's members, else those of processes
+    that start. Where some are finished, each member that leaves ends by itself: none is awaited.
+    """
+    if task.heals_in_memory and task.finished:
+        return ""
+    return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
 
 
-def members_on(state: ClusterState, task: Task, names: Iterable[str]) -> Iterator[Rank]:
-    """Living members on these nodes, which are few."""
-    for name in names:
-        for one in state.nodes[name].occupants.values():
-            rank = task.member(one.rank) if one.task == task.id else None
-            if rank is not None and rank.attempt == one.attempt:
-                yield rank
+def outstanding(task: Task) -> int:
+    """Answers that the task waits for, counted: linear in its ranks."""
+    whose = awaited(task)
+    if whose == "processes":
+        return sum(is_coming(task, rank) for rank in task.ranks.values())
+    if whose == "members" and task.phase == "quiescing":
+        return sum(rank.quiesced != task.generation for rank in task.living_members())
+    if whose == "members":
+        return sum(rank.reconfigured != task.generation for rank in task.living_members())
+    return 0
+
+
+def is_coming(task: Task, rank: Rank) -> bool:
+    """Whether the process is to say that it is ready, of a command that it is started."""
+    waits = ("ordered", "started") if task.heals_in_memory else ("ordered",)
+    return rank.state in waits and rank.sound
+
+
+def count_outstanding(task: Task) -> None:
+    """Fold: who is to answer has changed by something else than an answer."""
+    task.num_outstanding = outstanding(task)
 
 
 def mute(task: Task) -> list[Rank]:
@@ -112,18 +130,15 @@ def speaks(task: Task, rank: Rank) -> bool:
 def is_pinned(state: ClusterState, task: Task) -> bool:
     """Nothing is changed of it: it has ranks on a node that is silent, of which nothing is known;
     or it is a command that runs, and leaving its slots would cost what it has not saved."""
-    if task.heals_in_memory and task.id in state.calm:
-        return False
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
-    silent = state.roll.silent
-    return bool(silent) and any(rank.slot.node in silent for rank in task.ranks.values())
+    return bool(state.silent) and any(state.nodes[rank.slot.node].silent
+                                      for rank in task.ranks.values())
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
     """Some of its slots are out, or quarantined, and it goes on in spite of that."""
-    lacking = state.roll.lacking
-    return any(rank.slot.node in lacking and not (node := state.nodes[rank.slot.node]).drained
+    return any(not (node := state.nodes[rank.slot.node]).drained
                and (node.quarantine is not None or node.is_out(rank.slot.index))
                for rank in task.ranks.values())
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from ...events.records.types import Labels
+from ...events.records.types import Labels, Slot
 
 # --- What ails a node, as the state holds it: what its checks say, what its devices told, what
 # counts. ---
@@ -157,3 +157,10 @@ class Node(Struct, kw_only=True):
     def is_out(self, index: int) -> bool:
         """Whether nothing may be started on this slot: it erred, or a check says so."""
         return index in self.slots_out or index in self.slots_sick
+
+    def usable(self) -> tuple[Slot, ...]:
+        """Its slots that a plan may give, by index."""
+        if not self.takes_tasks:
+            return ()
+        return tuple(Slot(self.name, index) for index in range(self.num_slots)
+                     if not self.is_out(index))

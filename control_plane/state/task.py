@@ -260,6 +260,8 @@ class Task(Struct, kw_only=True):
     settled: int = 0
     """The step version that the last generation settled on."""
     finished: list[int] = field(default_factory=list[int])
+    num_outstanding: int = 0
+    """Answers to orders that the task waits for (answers.py, `outstanding`)."""
     quiesce_order: int = 0
     reconfigure_order: int = 0
     resume_order: int = 0

@@ -92,7 +92,6 @@ def settle_mtbf(state: ClusterState) -> None:
     found = max(seen_s / num, MTBF_S_MIN) if num > 0 else policy.mtbf_gpu_s
     if not 0 < last < inf or abs(found - last) > policy.calibrate_min * last:
         state.mtbf_gpu_s = found
-        state.num_inputs += 1 if last else 0
 
 
 # --- for how long a change stands ---------------------------------------------------------------
@@ -211,9 +210,7 @@ def _keep(state: ClusterState, task: Task, standing: Standing, size: int) -> Non
             "reshape" if _is_reshaped(standing, task) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
-        before_s = transition(state, task)
         task.stood_s[kind] = [*task.stood_s.get(kind, ()), standing.stood_s][-NUM_STOOD_MAX:]
-        state.num_inputs += transition(state, task) != before_s
 
 
 def _is_reshaped(standing: Standing, task: Task) -> bool:

@@ -141,7 +141,7 @@ class PlanChosen(Body, frozen=True, rename={
     ideal_waf: float = 0.0
     """What the best plan would earn with every slot of every node that has not left."""
     input: int = 0
-    """The count of changes of what a plan follows from, when it was made."""
+    """A digest of all that the plan follows from, 52 bits; to heart 15 a count of its changes."""
     objective_flop: float = 0.0
     """G in weighted FLOP."""
     transition_flop: float = 0.0

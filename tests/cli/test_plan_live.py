@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from decider import Driver, spec
 from dry_run_jobs import job
-from plan_pages import Plain, plain_of
+from plan_pages import INPUT, Plain, plain_of
 from snapshots import check
 from two_tasks import gives, plain, seen, train, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
@@ -219,7 +219,7 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     told = Told(d)
     found = plain_of(dry_run.attempt(encode_state(d.state), Change(without=("n1", "n2"))))
-    lines = ask(told, without=("n1", "n2"), apply=True, check=d.state.num_inputs, reason="a rack")
+    lines = ask(told, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
     assert told.posted == [("/v1/plan/apply", {
         "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
         "check": found["input"], "reason": "a rack"})]
@@ -235,7 +235,7 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
 def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
-    lines = ask(Told(d), weights=("alpha=9",), apply=True, check=d.state.num_inputs)
+    lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
     assert lines[-2:] == ["held     frozen: a test; planned, and nothing ordered. To act: "
                           "unicron unfreeze", "look     unicron status -w"]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import HEART, accepts, advance
+from unicron.control_plane.decide.decide import Known, decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import step
+from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
@@ -28,6 +30,20 @@ def spec(**changes: Any) -> JobSpec:
     }
     plain.update(changes)
     return parse({key: value for key, value in plain.items() if value is not None})
+
+
+def sound(state: ClusterState) -> None:
+    """Each field that repeats others is as counted anew."""
+    wrong = check(state)
+    assert not wrong, wrong
+
+
+def checked(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[t.Body]:
+    """`decide`, with a look at the state after the fold of every record."""
+    sound(state)
+    for body in decide(state, record, known):
+        yield body
+        sound(state)
 
 
 class Driver:
@@ -53,7 +69,8 @@ class Driver:
         self.seqs[source] = seq
         report = Report(source=source, source_seq=seq, occurred_s=self.now_s, body=body)
         assert accepts(self.state, report) == "next"
-        records = advance(self.state, report, epoch=epoch or self.epoch, at_s=self.now_s)
+        records = advance(self.state, report, epoch=epoch or self.epoch, at_s=self.now_s,
+                          decide=checked)
         self.log += records
         return records
 

@@ -13,7 +13,7 @@ from unicron.control_plane.fold.edits import STOPPED
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.fold.stragglers import SLOWED
 from unicron.control_plane.incidents.hangs import located as hang_of
-from unicron.control_plane.planner.problem_of_state import Ground, plan_input
+from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.state.members import covered
 from unicron.control_plane.state.task import Task
@@ -65,10 +65,11 @@ class Witness:
         self._received_bytes: Counter[int] = Counter()
         self._resumes: Counter[int] = Counter()
         self._published: dict[int, tuple[int, int]] = {}
-        self._input: tuple[int, Ground] = (-1, plan_input(self.state))
 
     def see(self, record: Record) -> str:
         """Take in the next record; the row of the transition table behind it, or empty."""
+        if record.is_report:
+            self._all_rest(record)
         body, task = record.body, self.state.tasks.get(getattr(record.body, "task", 0))
         row = _row(self.state, task, body)
         if task is not None and row:
@@ -84,16 +85,16 @@ class Witness:
         fold(self.state, record)
         wrong = self.health.after(self.state, record)
         self._check(record, not wrong, wrong)
-        self._count_inputs(record)
+        unsound = check(self.state)
+        self._check(record, not unsound, "; ".join(unsound))
         return row
 
-    def _count_inputs(self, record: Record) -> None:
-        """One count has one input of the plan, at whatever record."""
-        count, ground = self.state.num_inputs, plan_input(self.state)
-        told, known = self._input
-        self._check(record, count > told or ground == known, f"changes input {count} unseen")
-        self.counts["inputs of plans"] += count - told
-        self._input = count, ground
+    def _all_rest(self, record: Record) -> None:
+        """Before the next report nothing more follows for any task from all reports before: none
+        was passed over (decide.py, `affected_tasks`)."""
+        for task in self.state.tasks.values():
+            more = next(transition.step(self.state, task), None)
+            self._check(record, more is None, f"comes before task {task.id} got its {more}")
 
     def hit(self, task: int, fault: str) -> None:
         """A fault struck this task now."""

@@ -21,7 +21,7 @@ from ...placement import placement
 from ...planner import planner
 from ...planner.problem import PlanInput, Wish
 from ...planner.problem_of_state import Ground, plan_input
-from ...state.cluster import ClusterState, live_tasks, usable_slots
+from ...state.cluster import ClusterState, live_tasks, may_hold, usable_slots
 from ...state.task import Task
 from ...throughput import table
 
@@ -163,16 +163,17 @@ def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 
 def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
     tasks = live_tasks(state)
-    roll, usable = state.roll, usable_slots(state)
     found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
-             and roll.is_whole(state.seated.nodes(task.id))}
+             and not any(len(state.nodes[name].usable()) < state.nodes[name].num_slots
+                         for name in dict.fromkeys(seat.slot.node for seat in task.target))}
     if len(found) == len(tasks):
         return found
     mended = [task for task in tasks if task.id not in found]
-    own = {task.id: [seat.slot for seat in task.target if roll.has((seat,))] for task in mended}
+    own = {task.id: [seat.slot for seat in task.target if may_hold(state, (seat,))]
+           for task in mended}
     taken = {seat.slot for target in found.values() for seat in target}
     taken.update(*own.values())
-    free = [slot for slot in usable if slot not in taken]
+    free = [slot for slot in usable_slots(state) if slot not in taken]
     grows = True
     while grows:  # what one gives up another may lack
         grows = False

@@ -16,6 +16,7 @@ from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change, Tried
 from unicron.control_plane.api.requests import Refusal, unchanged
+from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.state.cluster import ClusterState, encode_state, state_hash
 from unicron.events.errors import SpecError
 from unicron.events.records import reports as r
@@ -87,7 +88,7 @@ def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
     before = state_hash(d.state)
     tried = dry_run.attempt(encode_state(d.state), change)
     assert state_hash(d.state) == before
-    assert tried.input == d.state.num_inputs
+    assert tried.input == input_digest(d.state)
     if not change.slots:
         bodies = dry_run.bodies(encode_state(d.state), change, "") if told else []
         assert bodies == told
@@ -131,7 +132,7 @@ def test_the_present_plan_is_the_last_one() -> None:
     d, alpha, beta = gives()
     found = dry_run.present(encode_state(d.state))
     assert (found.tried, found.planned, found.plan) == (False, False, d.state.plan)
-    assert (found.plan_seq, found.input) == (d.state.plan_seq, d.state.num_inputs)
+    assert (found.plan_seq, found.input) == (d.state.plan_seq, input_digest(d.state))
     assert [(one.task, one.slots) for one in found.tasks] == [(alpha, 3), (beta, 1)]
     assert found.more_slots == 2
     assert found.more_waf == pytest.approx(2.0 * 0.1e12 + 0.9e12)
@@ -231,7 +232,9 @@ async def test_what_has_changed_since_refuses_it(site: Site) -> None:
     before = site.coordinator.seq
     told, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
         "change": {"without": ["n2"]}, "check": tried["input"]})
-    assert told == (f"the plan's input is {tried['input'] + 1} now, not {tried['input']}: what the "
+    now = input_digest(await site.coordinator.settled())
+    assert now != tried["input"]
+    assert told == (f"the plan's input is {now} now, not {tried['input']}: what the "
                     "plan follows from has changed since; nothing was done")
     assert hint.startswith("run it again without --apply")
     assert site.coordinator.seq == before
@@ -242,7 +245,7 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     """What another asks at the same moment is in the append before it: the check sees it."""
     task = await _two_nodes(site)
     coordinator = site.coordinator
-    known = (await coordinator.settled()).num_inputs
+    known = input_digest(await coordinator.settled())
     written, refused = await asyncio.gather(
         coordinator.write("other", r.TaskWeightSet(task=task, weight=9.0)),
         coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(known)),
@@ -251,10 +254,10 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     assert state.tasks[task].weight == 9.0
     assert written == coordinator.answer("other")
     assert isinstance(refused, Refusal)
-    assert str(refused).startswith(f"the plan's input is {known + 1} now, not {known}")
+    assert str(refused).startswith(f"the plan's input is {input_digest(state)} now, not {known}")
     assert coordinator.answer("held") is None
     assert not state.nodes["n1"].drained
-    await coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(state.num_inputs))
+    await coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(input_digest(state)))
     assert (await coordinator.settled()).nodes["n1"].drained
 
 

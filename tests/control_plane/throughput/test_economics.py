@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from unicron.control_plane.api.view import view
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.throughput import transition_cost
 from unicron.control_plane.throughput.transition_cost import Transition
@@ -78,13 +79,13 @@ def test_a_time_without_end_of_an_old_policy_does_not_stand() -> None:
 def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:
     """Else every second would be another input of the plan; and a change of it is counted."""
     d.running()
-    num = d.state.num_inputs
+    num = input_digest(d.state)
     d.now_s += 1e6
     d.tell("n1/1", r.NodeReachable(node="n1", incarnation=1))
-    assert (d.state.mtbf_gpu_s, d.state.num_inputs) == (Policy().mtbf_gpu_s, num)
+    assert (d.state.mtbf_gpu_s, input_digest(d.state)) == (Policy().mtbf_gpu_s, num)
     d.now_s += 2e6
     d.tell("n1/1", r.NodeReachable(node="n1", incarnation=1))
-    assert d.state.num_inputs == num + 1
+    assert input_digest(d.state) != num
     assert planned_s(d) > 1.1 * Policy().mtbf_gpu_s
 
 
@@ -190,9 +191,9 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
     stands(d, task, 2)
     assert transition_cost.transition(d.state, task_of(d, task)) == replace(
         Transition.alike(10.0), reshape_s=Policy().reshape_s)
-    num = d.state.num_inputs
+    num = input_digest(d.state)
     stands(d, task, 1, pause_s=500.0)
-    assert d.state.num_inputs > num
+    assert input_digest(d.state) != num
     found = task_of(d, task).stood_s
     assert set(found) == {"start", "same"}
     assert [round(x) for x in found["same"]] == [5, 5, 500]

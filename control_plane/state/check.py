@@ -1,0 +1,104 @@
+"""What must hold of every state: fields that repeat others are counted anew, and invariants.
+
+Tests and seeded simulations ask it after every record, long runs after every thousandth. A run that
+is timed never does: it is linear in the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..fold.edits import task_of_deadline
+from ..incidents.node_incidents import is_open
+from .cluster import EARNED_S, NUM_EARNED_MAX, NUM_INCIDENTS_MAX, ClusterState, open_orders
+from .members import outstanding
+from .node import Node
+from .task import Rank, Task
+
+
+def check(state: ClusterState) -> list[str]:
+    """What does not hold, in words; empty where the state is sound."""
+    wrong = [*_counts(state), *_limits(state)]
+    for task in state.tasks.values():
+        wrong += [f"task {task.id}: {what}" for what in _task(state, task)]
+    for node in state.nodes.values():
+        wrong += [f"node {node.name}: {what}" for what in _node(state, node)]
+    return wrong
+
+
+def _counts(state: ClusterState) -> Iterator[str]:
+    """Fields that repeat others."""
+    running = sum(len(task.ranks) for task in state.tasks.values())
+    if state.num_running != running:
+        yield f"num_running is {state.num_running}, {running} processes run"
+    silent = sorted(node.name for node in state.nodes.values() if node.silent)
+    if state.silent != silent:
+        yield f"silent is {state.silent}, {silent} are"
+    open_ = [name for name in sorted(set(state.ailing)) if is_open(state, state.nodes[name])]
+    if state.ailing != open_:
+        yield f"ailing is {state.ailing}, of {open_} something is to be decided"
+    slots = sum(node.num_slots for node in state.nodes.values() if node.health == "healthy")
+    if state.num_slots_max < slots:
+        yield f"num_slots_max is {state.num_slots_max}, {slots} are there"
+
+
+def _limits(state: ClusterState) -> Iterator[str]:
+    if len(state.earned) > NUM_EARNED_MAX or any(
+            span > state.at_s // EARNED_S for span in state.earned):
+        yield f"earned has the spans {list(state.earned)} at {state.at_s}"
+    closed = [one.id for one in state.incidents.values() if one.outcome]
+    if len(closed) > NUM_INCIDENTS_MAX:
+        yield f"{len(closed)} closed incidents are kept"
+    for record in open_orders(state):
+        if getattr(record.body, "task", 0) and getattr(record.body, "task", 0) not in state.tasks:
+            yield f"order {record.seq} is of no task"
+    for name in state.deadlines:
+        if (number := task_of_deadline(name)) and number not in state.tasks:
+            yield f"deadline {name} is of no task"
+    for one in state.incidents.values():
+        if one.task and not one.outcome and (
+                one.task not in state.tasks or state.tasks[one.task].incident != one.id):
+            yield f"incident {one.id} is open, and its task {one.task} has another"
+
+
+def _task(state: ClusterState, task: Task) -> Iterator[str]:
+    expected = outstanding(task)
+    if task.num_outstanding != expected:
+        yield f"num_outstanding is {task.num_outstanding}, {expected} answers are awaited"
+    incident = state.incidents.get(task.incident)
+    if task.incident and (incident is None or incident.task != task.id):
+        yield f"its incident {task.incident} is not of it"
+    for number, rank in task.ranks.items():
+        if number != rank.rank or task.attempts.get(number, 0) < rank.attempt:
+            yield f"rank {number} is {rank.rank}, attempt {rank.attempt} of {task.attempts}"
+        yield from _on_its_slot(state, task, rank)
+    if len(set(task.seats_at.values())) < len(task.target):
+        yield f"two ranks have one slot: {task.target}"
+    if task.heals_in_memory and task.phase in ("training", "quiescing", "reconfiguring") and not (
+            task.members):
+        yield f"{task.phase} without members"
+    if task.phase == "ended" and (task.ranks or task.target or task.members or not task.outcome):
+        yield f"ended ({task.outcome}), and it has {task.ranks or task.target or task.members}"
+
+
+def _on_its_slot(state: ClusterState, task: Task, rank: Rank) -> Iterator[str]:
+    node = state.nodes.get(rank.slot.node)
+    there = node.occupants.get(rank.slot.index) if node is not None else None
+    if there is None or (there.task, there.rank, there.attempt) != (
+            task.id, rank.rank, rank.attempt):
+        yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
+
+
+def _node(state: ClusterState, node: Node) -> Iterator[str]:
+    for index, one in node.occupants.items():
+        task = state.tasks.get(one.task)
+        ghosts = task.ghosts if task is not None else []
+        rank = task.ranks.get(one.rank) if task is not None else None
+        if (rank is None or rank.attempt != one.attempt) and not any(
+                (ghost.rank, ghost.attempt) == (one.rank, one.attempt) for ghost in ghosts):
+            yield f"slot {index} is taken by {one}, which is gone"
+    if not set(node.slots_out) <= node.out_why.keys():
+        yield f"slots {node.slots_out} are out for {node.out_why}"
+    incident = state.incidents.get(node.incident)
+    if node.incident and (incident is None or incident.outcome):
+        yield f"its incident {node.incident} is closed"

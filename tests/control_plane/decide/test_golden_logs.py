@@ -1,0 +1,57 @@
+"""Logs of earlier decider versions: they fold to the same entities, and `verify` says what differs.
+
+`tests/golden/heart-15.jsonl` is the log of a seeded simulation, written by the last code of decider
+version 15; `heart-15-states.json` holds its state, as that code folded it, by seq.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.decide.replay import verify
+from unicron.control_plane.fold.fold import fold
+from unicron.control_plane.state.check import check
+from unicron.control_plane.state.cluster import ClusterState
+from unicron.events.log import archive
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+REMOVED = {"num_inputs"}
+"""Fields of the state that later versions do not have."""
+
+
+def test_a_log_of_version_15_folds_to_the_same_entities() -> None:
+    states: dict[str, Any] = json.loads((GOLDEN / "heart-15-states.json").read_text())
+    state, compared = ClusterState(), 0
+    for record in archive.read(GOLDEN / "heart-15.jsonl"):
+        fold(state, record)
+        assert not check(state), record.seq
+        if (old := states.get(str(record.seq))) is None:
+            continue
+        compared += 1
+        new = json.loads(msgspec.json.encode(state))
+        for name in old.keys() - REMOVED:
+            assert _without_new(new[name], old[name]) == old[name], (record.seq, name)
+    assert compared == len(states) >= 4
+
+
+def _without_new(new: Any, old: Any) -> Any:
+    """The value with only the fields that the old one has."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return {key: _without_new(value, old.get(key)) for key, value in new.items()
+                if key in old or key.isdecimal()}
+    return new
+
+
+def test_its_decisions_differ_and_it_is_not_corrupt() -> None:
+    verdict = verify(archive.read(GOLDEN / "heart-15.jsonl"))
+    assert verdict.ok, verdict.words
+    assert verdict.hearts == [15]
+    assert set(verdict.differ) >= {"PlanChosen"}
+    differ, equal = sum(verdict.differ.values()), sum(verdict.recomputed.values())
+    assert equal > 0
+    assert verdict.words == (f"state equal, {differ} of {equal + differ} decisions differ: written "
+                             f"by heart 15, recomputed by heart {HEART}")
