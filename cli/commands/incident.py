@@ -5,26 +5,38 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
+from ...control_plane.history.history import History, IncidentHistory, history
+from ...control_plane.history.incident_records import IncidentRecords, incident_records
 from ...control_plane.incidents.severity import severity_of
 from ...control_plane.planner.alternative_names import OTHERS_WAIT_NUM
-from ...control_plane.state.incident import NUM_EVIDENCE_MAX
+from ...control_plane.state.incident import FARTHER, NUM_EVIDENCE_MAX
+from ...control_plane.state.task import Task
 from ...events.errors import UsageError
+from ...events.records.codec import from_plain, to_plain
+from ...events.records.decisions import (
+    IncidentEscalated,
+    IncidentOpened,
+    OrderSuppressed,
+    PlanChosen,
+    TaskPlaced,
+)
+from ...events.records.envelope import Record
+from ...events.records.orders import Resume
+from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
 from ..cluster.client import connect
 from ..cluster.state_dir import StateDir
-from ..history.history import History, IncidentHistory, TaskHistory, slot_s
-from ..history.incident_records import Began, Story, began, story
-from ..history.transitions import moves
 from ..screens import incident as incident_screen
+from ..screens.fault_start import Began, began
 from ..screens.incident import folders, name_of
 from ..screens.nodes import node_trouble, why_quarantined
 from ..screens.plan import bound_by, not_taken
 from ..terminal import console
-from ..terminal.format import plan_waf, way_to_act
+from ..terminal.format import lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
 from .request_outcome import hidden
 from .tail import incident_id
@@ -32,6 +44,9 @@ from .tasks import option_for
 
 Plain = dict[str, Any]
 NEWEST_NUM = 5
+NOT_SHOWN = ("incident", "num_stepping", "logs", "opened_s", "down_since_s", "kept_before",
+             "dealt_before", "source", "ckpt_read_before", "source_before", "second_hand",
+             "strikes")
 PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided_s"),
           ("rebuild", "decided_s", "resumed_s"), ("step", "resumed_s", "stepped_s"),
           ("full", "stepped_s", "closed_s"))
@@ -49,9 +64,11 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
                            f"--all{option}")
     client = connect(state, url)
-    told = History()
-    for record in client.records(0, follow=False):
-        told.add(record)
+
+    def read() -> Iterator[Record]:
+        return map(from_plain, client.records(0, follow=False))
+
+    told = history(read())
     now_s = time.time()
     if every:
         say_all(told, now_s=now_s, as_json=as_json, option=option)
@@ -60,18 +77,27 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     if one is None:
         console.out(json.dumps(None) if as_json else incident_screen.NONE)
         return
-    show(told, one, client.records(0, follow=False), view=client.get("/v1/state"), now_s=now_s,
+    show(told, one, read(), view=client.get("/v1/state"), now_s=now_s,
          log=f"--live{option}", option=option, as_json=as_json)
 
 
 def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
     """Print all incidents of a log, the newest last."""
     if as_json:
-        console.out(json.dumps([{**msgspec.to_builtins(one), "slot_s": slot_s(told, one, now_s)}
-                            for one in told.incidents.values()]))
+        console.out(json.dumps([plain(told, one, now_s) for one in told.incidents.values()]))
         return
     for line in incident_screen.every(told, now_s=now_s, option=option):
         console.out(line)
+
+
+def plain(told: History, one: IncidentHistory, now_s: float) -> Plain:
+    """One of the list as plain data: what the state knows, and its times."""
+    data: Plain = {**msgspec.to_builtins(one.incident), **msgspec.to_builtins(one),
+                   **_cost(told, one, now_s), "outcome": one.outcome,
+                   "counted_s": told.at_s if one.closed_s is None else one.closed_s}
+    for name in NOT_SHOWN:
+        del data[name]
+    return data
 
 
 def pick(told: History, which: str) -> IncidentHistory | None:
@@ -87,10 +113,10 @@ def pick(told: History, which: str) -> IncidentHistory | None:
                      else "there are none: nothing has failed so far")
 
 
-def show(told: History, one: IncidentHistory, records: Iterable[Plain], *, view: Plain,
+def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
          now_s: float, log: str, as_json: bool, option: str) -> None:
     """Print the page. `records` is the log once more, from its start; `log` is how to name it."""
-    found = story(one, records, told_later(one, view))
+    found = incident_records(one, records)
     facts = facts_of(told, found, view, now_s=now_s, option=option)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
@@ -101,70 +127,71 @@ def show(told: History, one: IncidentHistory, records: Iterable[Plain], *, view:
         console.out(line)
 
 
-def told_later(one: IncidentHistory, view: Plain) -> list[int]:
-    """What the state joined to the incident after it was decided upon, by seq."""
-    return [seq for x in view["incidents"] if x["id"] == one.id
-            for seq in x["evidence"] if seq not in one.evidence]
-
-
-def facts_of(told: History, found: Story, view: Plain, *, now_s: float,
+def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float,
              option: str = "") -> Plain:
     """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
-    one = found.incident
-    task = told.tasks.get(one.task)
-    evidence = [x for x in found.records if x["seq"] in {*one.evidence, *found.later}]
+    one, known = found.incident, found.incident.incident
+    task = told.state.tasks.get(one.task)
+    evidence = [x for x in found.records if x.seq in known.evidence]
     first = began(one, evidence)
-    decisions = [x for x in found.records if x["kind"] in ("IncidentOpened", "IncidentEscalated")]
+    lost = (lost_state(one.order, one.optimizer, one.alive) if known.source.origin in FARTHER
+            and one.order is not None and one.alive is not None else "")
     return {
         "id": one.id, "task": one.task,
-        "name": name_of(told, one.task) if one.task else f"node {one.node}",
-        "node": one.node, "ranks": list(one.ranks), "status": one.status,
-        "severity": one.severity, "outcome": one.outcome, "detected_s": one.detected_s,
+        "name": name_of(told, one.task) if one.task else f"node {known.node}",
+        "node": known.node, "ranks": known.ranks, "status": known.status,
+        "severity": known.severity, "outcome": one.outcome, "detected_s": one.detected_s,
         "closed_s": one.closed_s, "seq": told.seq, "over": bool(task is not None and task.outcome),
-        "cost": {"pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
-                 "slot_s": slot_s(told, one, now_s), "kept": one.kept, "dealt": one.dealt,
-                 "ckpt_read": one.ckpt_read, "origin": one.origin,
-                 "origin_node": one.origin_node, "origin_path": one.origin_path,
-                 "origin_step_version": one.origin_step_version,
-                 "origin_bytes": one.origin_bytes, "peer_bytes": one.peer_bytes,
-                 "near_bytes": one.near_bytes, "received_bytes": one.received_bytes},
-        "layouts": one.layouts, "lost": one.lost, "optimizer": one.optimizer,
+        "cost": _cost(told, one, now_s), "layouts": one.layouts, "lost": lost,
+        "optimizer": one.optimizer,
         "copies_gone": [_event(told, one, x) for x in found.gone],
         "no_copies": found.no_copies,
-        "phases": phases(one, max((x["body"]["silence_s"] for x in evidence
-                                   if x["kind"] == "NodeUnreachable"
-                                   and x["at_s"] <= one.detected_s), default=0.0),
+        "phases": phases(one, max((x.body.silence_s for x in evidence
+                                   if isinstance(x.body, NodeUnreachable)
+                                   and x.at_s <= one.detected_s), default=0.0),
                          stood=_stood(one, evidence), began=first,
-                         held=any(x["kind"] == "OrderSuppressed" and x["body"]["task"] == one.task
+                         held=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
                                   for x in found.records)),
-        "on_purpose": [{"seq": x.seq, "what": x.what} for x in told.on_purpose.behind(
-            task=one.task, ranks=one.ranks, node=one.node,
-            first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
+        "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
+                       for x in told.injected.behind(
+                           task=one.task, ranks=known.ranks, node=known.node,
+                           first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
         "began": msgspec.to_builtins(first),
-        "evidence": [{**_event(told, one, x), "later": x["seq"] in found.later} for x in evidence],
-        "evidence_is_cut": len(one.evidence) + len(found.later) >= NUM_EVIDENCE_MAX,
-        "decisions": [{"seq": x["seq"], "severity": x["body"]["severity"],
-                       "why": x["body"]["why"], "rule": rule(x)} for x in decisions],
-        "plans": [_plan(told, x) for x in found.records if x["kind"] == "PlanChosen"],
+        "evidence": [{**_event(told, one, x), "later": x.seq in found.later} for x in evidence],
+        "evidence_is_cut": len(known.evidence) >= NUM_EVIDENCE_MAX,
+        "decisions": [{"seq": x.seq, "severity": x.body.severity, "why": x.body.why,
+                       "rule": rule(x.body)} for x in found.records
+                      if isinstance(x.body, IncidentOpened | IncidentEscalated)],
+        "plans": [_plan(told, x) for x in found.records if isinstance(x.body, PlanChosen)],
         "effects": [*([_hurt(told, found, now_s)] if one.task else []),
                     *(_other(told, key, found) for key in found.others)],
-        "dumps": folders(found.started.values(), view["nodes"]) if task is not None and (
-            task.num_iterations and any(x["kind"] == "RankStalled" for x in evidence)) else [],
+        "dumps": folders(one.logs, view["nodes"]) if (
+            task is not None and task.spec.train is not None
+            and any(isinstance(x.body, RankStalled) for x in evidence)) else [],
         "timeline": [_event(told, one, x) for x in found.records],
         "left": left(one, task, found, view, option),
     }
+
+
+def _cost(told: History, one: IncidentHistory, now_s: float) -> Plain:
+    known, source = one.incident, one.incident.source
+    return {"pause_s": one.pause_s, "iterations_lost": known.iterations_lost,
+            "slot_s": told.slot_s(one, now_s), "kept": known.kept, "dealt": known.dealt,
+            "ckpt_read": known.ckpt_read, "origin": source.origin, "origin_node": source.node,
+            "origin_path": source.path, "origin_step_version": source.step_version,
+            "origin_bytes": source.num_bytes, "peer_bytes": known.peer_bytes,
+            "near_bytes": known.near_bytes, "received_bytes": known.received_bytes}
 
 
 STOOD = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
 """Deadlines that give who stands a time to go on -> the name of that phase."""
 
 
-def _stood(one: IncidentHistory, evidence: list[Plain]) -> tuple[str, float]:
+def _stood(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
     """Until when who stood was given to go on, with the phase's name; "" where that was no fault.
     """
-    due = [(STOOD[name], float(x["at_s"])) for x in evidence if x["kind"] == "DeadlineReached"
-           and (name := x["body"]["deadline"].partition("/")[0]) in STOOD
-           and x["at_s"] <= one.decided_s]
+    due = [(STOOD[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
+           and (name := x.body.deadline.partition("/")[0]) in STOOD and x.at_s <= one.decided_s]
     return due[0] if due else ("", 0.0)
 
 
@@ -200,22 +227,27 @@ def _phase(name: str, from_s: float, to_s: float, bound: str = "") -> Plain:
     return {"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": bound}
 
 
-def rule(record: Plain) -> str:
+def rule(body: IncidentOpened | IncidentEscalated) -> str:
     """Why a decision has the severity that it has."""
-    body = record["body"]
-    if record["kind"] == "IncidentEscalated":
+    if isinstance(body, IncidentEscalated):
         return "more of the same incident"
-    by_table, status = severity_of(body["status"]), status_in_words(body["status"])
-    if by_table == body["severity"]:
+    by_table, status = severity_of(body.status), status_in_words(body.status)
+    if by_table == body.severity:
         return f"{status!r} is {by_table}"
     return (f"{status!r} is {by_table}, but a process ended or reattempts did not help: "
-            f"{body['severity']}")
+            f"{body.severity}")
 
 
-def _event(told: History, one: IncidentHistory, record: Plain) -> Plain:
-    body = record["body"]
+def _essentials(record: Record) -> str:
+    data = to_plain(record)
+    return essentials(data["kind"], data["body"])
+
+
+def _event(told: History, one: IncidentHistory, of: Record) -> Plain:
+    record = to_plain(of)
+    body: Plain = record["body"]
     task = body.get("task", 0)
-    return {"seq": record["seq"], "after_s": record["at_s"] - one.detected_s,
+    return {"seq": of.seq, "after_s": of.at_s - one.detected_s,
             "who": _who(record), "kind": record["kind"],
             "task": task, "name": name_of(told, task) if task else "",
             "other": task not in (0, one.task), "what": essentials(record["kind"], body),
@@ -239,14 +271,14 @@ def _who(record: Plain) -> str:
     return "plan" if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting") else "decide"
 
 
-def _plan(told: History, record: Plain) -> Plain:
-    body = record["body"]
+def _plan(told: History, record: Record) -> Plain:
+    body: Plain = to_plain(record)["body"]
     given = body["allocations"]
-    return {"seq": record["seq"], "trigger": body["trigger"], "num_slots": body["num_slots"],
+    return {"seq": record.seq, "trigger": body["trigger"], "num_slots": body["num_slots"],
             "waf": plan_waf(body), "ideal_waf": body.get("ideal_waf", 0.0),
             "why": body.get("why", ""), "bound": bound_by(
                 body, {x["task"]: name_of(told, x["task"]) for x in given}),
-            "origins": [name for one in told.plans if one.seq == record["seq"]
+            "origins": [name for one in told.plans if one.seq == record.seq
                         for name in one.origins],
             "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},
             "beaten": [{"what": x["what"], "waf": plan_waf({**body, "waf": x["waf"]}),
@@ -270,26 +302,29 @@ def _by(beaten: Plain, plan: Plain) -> str:
     return "its changes cost more than they earn"
 
 
-def _hurt(told: History, found: Story, now_s: float) -> Plain:
-    one = found.incident
-    placed = [len(x["body"]["seats"]) for x in found.records
-              if x["kind"] == "TaskPlaced" and x["body"]["task"] == one.task]
+def _placed(task: int, found: IncidentRecords) -> list[int]:
+    return [len(x.body.seats) for x in found.records
+            if isinstance(x.body, TaskPlaced) and x.body.task == task]
+
+
+def _hurt(told: History, found: IncidentRecords, now_s: float) -> Plain:
+    one, placed = found.incident, _placed(found.incident.task, found)
     return {"task": name_of(told, one.task), "hurt": True,
             "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
-            "pause_s": one.pause_s, "iterations_lost": one.iterations_lost,
-            "slot_s": slot_s(told, one, now_s)}
+            "pause_s": one.pause_s, "iterations_lost": one.incident.iterations_lost,
+            "slot_s": told.slot_s(one, now_s)}
 
 
-def _other(told: History, task: int, found: Story) -> Plain:
-    """What the story cost a task that no fault had hurt; while it waits, that is not known yet."""
-    records = [x for x in found.records if x["body"].get("task") == task]
-    placed = [len(x["body"]["seats"]) for x in records if x["kind"] == "TaskPlaced"]
-    given = [x for record in found.records if record["kind"] == "PlanChosen"
-             for x in record["body"]["allocations"] if x["task"] == task]
-    slots_before = given[0]["slots_before"] if given else 0
-    mine = moves([*found.before.get(task, []), *records])
-    left_seq, resumed_seq = (max((x["seq"] for x in records if x["kind"] == kind), default=0)
-                             for kind in ("Quiesced", "Resume"))
+def _other(told: History, task: int, found: IncidentRecords) -> Plain:
+    """What the incident cost an unhurt task; while that waits, it is not known yet."""
+    records = [x for x in found.records if getattr(x.body, "task", 0) == task]
+    placed, seqs = _placed(task, found), [x.seq for x in records]
+    given = [x for record in found.records if isinstance(record.body, PlanChosen)
+             for x in record.body.allocations if x.task == task]
+    slots_before = given[0].slots_before if given else 0
+    mine = [one for one in told.transitions if one.seq in seqs]
+    left_seq, resumed_seq = (max((x.seq for x in records if isinstance(x.body, kind)), default=0)
+                             for kind in (Quiesced, Resume))
     waits = left_seq > resumed_seq  # until later plans give it slots
     pause_s = None if waits else math.fsum(one.still_s for one in mine)
     return {"task": name_of(told, task), "hurt": False, "slots_before": slots_before,
@@ -298,12 +333,13 @@ def _other(told: History, task: int, found: Story) -> Plain:
             "slot_s": None if pause_s is None else pause_s * slots_before}
 
 
-def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Plain,
+def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: Plain,
          option: str) -> list[str]:
     """What a person has to do, as things are now; empty: nothing."""
     words: list[str] = []
-    evidence = [x for x in found.records if x["seq"] in one.evidence]
-    touched = {one.node, *(x["body"].get("node", _who(x)) for x in evidence)}
+    evidence = [x for x in found.records if x.seq in one.evidence]
+    touched = {one.incident.node, *(getattr(x.body, "node", x.source.partition("/")[0])
+                                    for x in evidence)}
     words += [f"{node['id']} {trouble}" for node in view["nodes"]
               if node["id"] in touched and (trouble := node_trouble(node, option=option))]
     words += [f"{node['id']} {kept}" for node in view["nodes"]
@@ -315,6 +351,6 @@ def left(one: IncidentHistory, task: TaskHistory | None, found: Story, view: Pla
                 f"unicron status{option}, to have it done")
         words.append(f"{what}: {way_to_act(healing, option)}")
     if one.outcome == "failed" and task is not None:
-        words.append(f"{task.name} failed ({task.why}): unicron logs {task.id}{option}, mend it, "
-                     "submit it again")
+        words.append(f"{task.spec.name} failed ({task.why}): unicron logs {task.id}{option}, "
+                     "mend it, submit it again")
     return words

@@ -80,28 +80,15 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
               as_json: bool) -> None:
     """The page of one incident as the log knew it at its end."""
     from ...control_plane.api.view import view
-    from ...control_plane.fold.fold import fold
-    from ...control_plane.state.cluster import ClusterState
-    from ..history.history import History
+    from ...control_plane.history.history import history
     from . import incident as commands_incident
 
-    state, told = ClusterState(), History()
-    for record in read():
-        fold(state, record)
-        told.add(codec.to_plain(record))
+    told = history(read())
     one = commands_incident.pick(told, which)
     if one is None:  # `--incident ""`: the newest, of none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    commands_incident.show(
-        told,
-        one,
-        map(codec.to_plain, read()),
-        view=view(state),
-        now_s=told.at_s,
-        log=log,
-        option=option,
-        as_json=as_json,
-    )
+    commands_incident.show(told, one, read(), view=view(told.state), now_s=told.at_s,
+                  log=log, option=option, as_json=as_json)
 
 
 def _live(state: StateDir, url: str | None) -> Iterator[Record]:

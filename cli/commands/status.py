@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...events.errors import UsageError
+from ...events.records.codec import from_plain
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
-from ..history.history import History
 from ..screens import cluster as cluster_screen
 from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
 from .tasks import option_for, pick
+
+if TYPE_CHECKING:
+    from ...control_plane.history.history import History
 
 Plain = dict[str, Any]
 WATCH_S = 1.0
@@ -25,7 +28,7 @@ CLEAR = "\x1b[H\x1b[J"
 def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
     """Print it. Raises UsageError. Ctrl-C ends a watch in order."""
     client = connect(state, url)
-    told = History()
+    told = _history() if what not in ("", "nodes") else None
     if not watch:
         for line in _screen(state, client, what, told, as_json=as_json):
             console.out(line)
@@ -48,7 +51,13 @@ def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json:
         return
 
 
-def _screen(state: StateDir, client: Client, what: str, told: History, *,
+def _history() -> History:
+    from ...control_plane.history.history import History
+
+    return History()
+
+
+def _screen(state: StateDir, client: Client, what: str, told: History | None, *,
             as_json: bool) -> list[str]:
     view: Plain = client.get("/v1/state")
     option = option_for(state)
@@ -61,8 +70,9 @@ def _screen(state: StateDir, client: Client, what: str, told: History, *,
         task = pick(view["tasks"], what)
         if as_json:
             return [json.dumps(task)]
+        assert told is not None, "of a task"
         for record in client.records(told.seq, follow=False):
-            told.add(record)
+            told.add(from_plain(record))
         return task_screen.task_status(view, task, told, now_s=now_s, option=option)
     if as_json:
         return [json.dumps(view)]

@@ -16,7 +16,6 @@ from ..cluster import processes
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import shown
 from ..commands.request_outcome import hidden
-from ..history.transitions import moves
 from ..terminal.format import lost_in_words, ms, ranks, rfc3339, scaled, span
 from . import proof
 from .stage import BrokenError, Stage, is_running
@@ -385,25 +384,25 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
                                       "collective failed: suspect")
     stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
                                       "the second source, lost")
-    stage.note(opened["at_s"] - at_s, f"{told.severity}: {told.why}")
+    stage.note(opened["at_s"] - at_s, f"{told.incident.severity}: {told.incident.why}")
     stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
     assert told.stepped_s is not None
     batch = hurt.train.num_micro_batches
     stage.note(told.stepped_s - at_s,
                f"the survivors stepped iteration {told.iteration} on {batch} of {batch}, "
-               f"{lost_in_words(told.iterations_lost)}")
+               f"{lost_in_words(told.incident.iterations_lost)}")
 
 
 def say_moves(stage: Stage, seq: int) -> None:
     """Each transition since, and what it cost; a promise that it lost nothing."""
-    for move in moves(stage.records, seq):
-        if not move.num_before:
+    for move in stage.told.transitions:
+        if move.seq <= seq or not move.num_before:
             continue
         stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stood "
                          f"for {ms(move.still_s)} at iteration {move.iteration}; its next step was "
                          f"done {ms(move.step_s)} after it stopped")
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
-        for body in move.newcomers:
+        for body in map(msgspec.to_builtins, move.newcomers):
             promise_from_memory(stage, body)
             stage.note(None, f"  rank {body['rank']} on {_place(stage, body)}: "
                              f"{from_memory(body)}{_prepared(stage, body)}")
@@ -463,7 +462,7 @@ def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
     began = stage.wait(lambda: stage.find("TaskProgressed", task=player.task), START_S_MAX,
                        f"{player.name}'s first step")
     say_moves(stage, seq)
-    stage.note(began["at_s"] - stage.told.tasks[player.task].submitted_s,
+    stage.note(began["at_s"] - stage.told.tasks[player.task].task.submitted_s,
                f"{player.name} steps, {len(stage.members(player.task))} ranks on "
                f"{nodes(stage, player.task)}")
     finish(stage, player)
@@ -500,6 +499,6 @@ def finish(stage: Stage, player: Player) -> None:
     stage.promise(ended["body"]["outcome"] == "finished", f"{player.name} finished")
     stage.promise(sorted(past.losses) == list(range(train.iterations)),
                   f"every iteration of {player.name} has its loss in the log")
-    stage.promise(set(past.micro_batches) == {train.num_micro_batches},
+    stage.promise(past.micro_batches == {train.num_micro_batches},
                   f"the global batch of {player.name} never changed")
     stage.promise(output.exists(), f"the model of {player.name} was written")

@@ -20,7 +20,6 @@ from ...events.errors import UsageError
 from ..cluster.state_dir import shown
 from ..commands import up
 from ..files import job_file
-from ..history.transitions import moves
 from ..terminal import console
 from ..terminal.format import lost_in_words
 from . import acts, proof
@@ -124,8 +123,8 @@ def _take_cores() -> str:
 
 def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
     incidents = stage.told.incidents.values()
-    lost = sum(one.lost for one in moves(stage.records))
-    read = sum(one.ckpt_read for one in incidents)
+    lost = sum(one.lost for one in stage.told.transitions)
+    read = sum(one.incident.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
     stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "
                        f"{lost_in_words(lost)}, {read} checkpoints read{promised}")

@@ -11,8 +11,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..history import history
-from ..history.history import IncidentHistory
+from ...control_plane.history.history import IncidentHistory
+from ...control_plane.history.history import waf as waf_of
 from ..screens.task import loss_curve
 from ..terminal.format import curve, lost_cell, ms, ranks, scaled, table
 from .stage import BrokenError, Stage
@@ -77,7 +77,7 @@ def timeline(stage: Stage) -> None:
     for one in stage.told.incidents.values():
         stage.promise(one.outcome == "healed" and one.id in stage.struck,
                       f"inc-{one.id} was made by the demo and is healed")
-        stage.promise(one.iterations_lost == 0 and not one.ckpt_read,
+        stage.promise(one.incident.iterations_lost == 0 and not one.incident.ckpt_read,
                       "no iteration was lost, no checkpoint read")
 
 
@@ -87,15 +87,15 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
     def since(at_s: float | None) -> str:
         return "-" if at_s is None else ms(at_s - killed_s)
 
-    what = f"{one.severity} {stage.name(one.task)}'s {ranks(one.ranks)}"
+    what = f"{one.incident.severity} {stage.name(one.task)}'s {ranks(one.incident.ranks)}"
     return [f"inc-{one.id}", what, since(one.detected_s), since(one.decided_s),
             since(one.rebuilt_s), since(one.stepped_s),
-            f"{one.slot_s:.1f}", lost_cell(one.iterations_lost)]
+            f"{one.slot_s:.1f}", lost_cell(one.incident.iterations_lost)]
 
 
 def waf(stage: Stage) -> None:
     """What the cluster earned, as measured, and what the plans promised of the ideal."""
-    told = history.waf(stage.told, WAF_COLUMNS)
+    told = waf_of(stage.told, WAF_COLUMNS)
     mean = math.fsum(told.achieved) / len(told.achieved)
     stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")
     stage.note(None, f"achieved {curve(told.achieved, WAF_COLUMNS, 0.0)} "

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from ...control_plane.history.history import History
 from ...events.errors import UnicronError, UsageError
 from ...events.log.embedded_server import start_time
+from ...events.records.codec import from_plain
 from ...events.spec.policy import Policy
 from ...workers.agent.agent import BEAT_S
 from ..cluster import local_cluster, processes
@@ -24,7 +26,6 @@ from ..cluster.client import Client, Interrupted, Unable, Unreachable
 from ..cluster.local_cluster import CONTROL_PLANE, LocalCluster, Wanted
 from ..cluster.processes import Process
 from ..cluster.state_dir import StateDir, shown
-from ..history.history import History
 from ..terminal import console
 from ..terminal.format import ms, span
 
@@ -224,7 +225,7 @@ class Stage:
         except (Interrupted, Unable, Unreachable):
             return []
         for record in new:
-            self.told.add(record)
+            self.told.add(from_plain(record))
         self.records += new
         for record in new:
             if record["kind"] == "RankReady":
@@ -237,9 +238,10 @@ class Stage:
         self.look()
         while not (answer := attempt()):
             ended = next((task for key in sorted(self.live)
-                          if (task := self.told.tasks.get(key)) and task.outcome), None)
+                          if (task := self.told.tasks.get(key)) and task.task.outcome), None)
             if ended is not None:
-                raise BrokenError(f"{ended.name} {ended.outcome} ({ended.why}) before {what}")
+                raise BrokenError(f"{ended.name} {ended.task.outcome} ({ended.task.why}) "
+                                  f"before {what}")
             if time.monotonic() > deadline_s:
                 raise BrokenError(f"{what}: not within {span(limit_s)}; see "
                                   f"{shown(self.state.logs)}")
@@ -306,7 +308,7 @@ class Stage:
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
-                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.id))}"
-                 for task in self.told.tasks.values() if task.losses and not task.outcome]
+                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
+                 for task in self.told.tasks.values() if task.losses and not task.task.outcome]
         if parts:
             self.say("train", "    ".join(parts))

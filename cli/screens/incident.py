@@ -6,9 +6,8 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..history.history import History, IncidentHistory, slot_s
 from ..terminal.format import (
     SCREEN_COLUMNS,
     clipped,
@@ -25,6 +24,10 @@ from ..terminal.format import (
     table,
 )
 from ..terminal.record_line import status_in_words, whence
+
+if TYPE_CHECKING:
+    from ...control_plane.history.history import History, IncidentHistory
+
 
 # --- Where the flight recorders of a task that stood lie, and what to type to have them read. ---
 
@@ -254,10 +257,11 @@ def every(told: History, *, now_s: float, option: str = "") -> list[str]:
 
 def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
     """One incident in the columns of `HEAD`."""
-    what = f"{ranks(one.ranks)}, {status_in_words(one.status)}"
-    return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", one.severity,
+    known = one.incident
+    what = f"{ranks(known.ranks)}, {status_in_words(known.status)}"
+    return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", known.severity,
             clipped(what, what_columns), one.outcome,
-            ms(one.pause_s), lost_cell(one.iterations_lost), f"{slot_s(told, one, now_s):.1f}"]
+            ms(one.pause_s), lost_cell(known.iterations_lost), f"{told.slot_s(one, now_s):.1f}"]
 
 
 def name_of(told: History, task: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..history.history import History, TaskHistory
 from ..terminal.format import (
     SCREEN_COLUMNS,
     clipped,
@@ -26,6 +25,9 @@ from ..terminal.format import (
 from . import incident
 from .incident import folders, in_words
 from .stragglers import alike_why, degraded_why, slow_nodes
+
+if TYPE_CHECKING:
+    from ...control_plane.history.history import History, TaskHistory
 
 Plain = dict[str, Any]
 CURVE_COLUMNS = 60
@@ -170,7 +172,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
         # who prepares has no part in it yet
-        num = len(past.stepping.members) if past is not None else 0
+        num = len(past.task.members) if past is not None else 0
         own = past.paces_s.get(num, []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
         normal = (f", own normal on {number_of(num, 'slot')} {span(median(own))} "
@@ -192,7 +194,7 @@ def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> 
     first = f"{losses[0]:.2f} "
     lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
     faults = [one.iteration for one in told.incidents.values()
-              if one.task == past.id and one.iteration is not None]
+              if one.task == past.task.id and one.iteration is not None]
     if faults:
         line = (" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
                 + f"   (!) fault at iteration {', '.join(map(str, faults))}")

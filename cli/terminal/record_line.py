@@ -247,6 +247,8 @@ def _fault(body: Plain) -> str:
     if body["what"] == "rank":
         return f"kill {who}"
     return f"stop {who} for {span(body['stop_s']) if body['stop_s'] else 'good'}"
+
+
 ESSENTIALS: dict[str, Callable[[Plain], str]] = {
     "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
     "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "

@@ -8,6 +8,8 @@ from ...events.records.types import Origin, Severity, Slot
 
 ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
 """From the nearest to the farthest."""
+FARTHER = ORIGINS[3:]
+"""Where state comes from that no member has any more."""
 
 
 NUM_STRIKES_MAX = 64

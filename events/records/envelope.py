@@ -87,7 +87,3 @@ def incident_of(body: Body) -> int:
 def order_nodes(record: Record) -> tuple[str, ...]:
     """The nodes that an order is addressed to; empty for any other record."""
     return getattr(record.body, "nodes", ())
-
-
-PROGRESS = ("TaskProgressed", "IterationsLogged")
-"""Kinds that tell of finished iterations, again and again."""

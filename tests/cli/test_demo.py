@@ -10,12 +10,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from msgspec import to_builtins
 from two_tasks import gives, plain
 from unicron.cli.demo import acts, demo, proof, twins
 from unicron.cli.demo.stage import BrokenError, Stage
-from unicron.cli.history import history
-from unicron.cli.history.transitions import moves
 from unicron.cli.terminal import format as figures
+from unicron.control_plane.history.history import history, waf
+from unicron.control_plane.history.transitions import Transition as Moved
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanInput, Wish
 from unicron.control_plane.throughput import table
@@ -59,16 +60,19 @@ def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
     assert max(beaten.values()) < choice.plan.waf
 
 
+def moves(records: list[dict]) -> list[Moved]:
+    return history(map(codec.from_plain, records)).transitions
+
+
 def test_transitions_are_read_from_the_log():
     first, shrunk, grown = moves(PLAIN)
     assert (first.num_before, first.num_after) == (0, 4)
     assert (shrunk.num_before, shrunk.num_after, shrunk.newcomers) == (4, 3, ())
     assert (grown.num_before, grown.num_after) == (3, 4)
-    assert [body["rank"] for body in grown.newcomers] == [2]
+    assert [body.rank for body in grown.newcomers] == [2]
     assert first.lost == shrunk.lost == grown.lost == 0
     assert grown.step_s is not None
     assert 0.0 < grown.still_s < grown.step_s
-    assert moves(PLAIN, after=shrunk.seq) == [grown]
 
 
 def test_an_iteration_that_is_done_again_counts_as_lost():
@@ -91,8 +95,8 @@ def grown_from(source: int) -> list[dict]:
 def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
     stage = Stage(tmp_path)
     (body,) = moves(grown_from(source))[-1].newcomers
-    acts.promise_from_memory(stage, body)
-    assert (body["rank"], bool(stage.broken)) == (2, source != 0)
+    acts.promise_from_memory(stage, to_builtins(body))
+    assert (body.rank, bool(stage.broken)) == (2, source != 0)
 
 
 def test_what_never_came_up_is_no_generation_to_compare_with():
@@ -110,7 +114,7 @@ def test_what_never_came_up_is_no_generation_to_compare_with():
         records.append(record)
     grown = moves(records)[-1]
     assert (grown.generation, grown.num_before, grown.num_after) == (4, 3, 4)
-    assert [(body["rank"], body["source"]) for body in grown.newcomers] == [(2, 0)]
+    assert [(body.rank, body.source) for body in grown.newcomers] == [(2, 0)]
     assert (grown.lost, grown.still_s) == (0, moves(PLAIN)[-1].still_s)
 
 
@@ -146,7 +150,7 @@ def test_two_curves_with_one_top_can_be_compared():
 def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, capsys):
     stage = Stage(tmp_path)
     for record in PLAIN:
-        stage.told.add(record)
+        stage.told.add(codec.from_plain(record))
     (one,) = stage.told.incidents.values()
     stage.struck[one.id] = one.fault_s - 0.5
     one.detected_s = one.fault_s + 0.25
@@ -247,7 +251,7 @@ def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys
     stage.look()
     proof.waf(stage)
     out = capsys.readouterr().out
-    told = history.waf(stage.told, proof.WAF_COLUMNS)
+    told = waf(stage.told, proof.WAF_COLUMNS)
     for what, values in (("achieved", told.achieved), ("plan", told.planned),
                          ("ideal", told.ideal)):
         (line,) = [line for line in out.splitlines() if line.split()[0] == what]

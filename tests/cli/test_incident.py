@@ -13,24 +13,24 @@ from typing import Any
 
 import pytest
 from decider import Driver, failed
-from snapshots import PLAIN, check
-from two_tasks import carry_out, facts, gives, lose, plain, two_tasks, waits
+from msgspec.structs import replace
+from snapshots import RECORDS, check
+from two_tasks import carry_out, facts, gives, lose, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import incident
 from unicron.cli.commands import replay as command
-from unicron.cli.history.history import History, history, slot_s, waf
-from unicron.cli.history.incident_records import story
 from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
 from unicron.cli.screens.nodes import why_out
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import History, history, waf
+from unicron.control_plane.history.incident_records import incident_records
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.codec import to_plain
 from unicron.events.spec import policy
 
 Plain = dict[str, Any]
@@ -38,7 +38,7 @@ Plain = dict[str, Any]
 
 # --- the page -----------------------------------------------------------------------------------
 def test_a_killed_rank() -> None:
-    told = facts(PLAIN)
+    told = facts(RECORDS)
     check("incident-rank", page(told), columns_max=100)
     assert told["left"] == []
     assert [x["name"] for x in told["phases"]] == ["detect", "decide", "rebuild", "step", "full"]
@@ -46,7 +46,7 @@ def test_a_killed_rank() -> None:
 
 def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
     d, _, _ = gives()
-    told = facts(plain(d))
+    told = facts(d.log)
     check("incident-node", page(told), columns_max=100)
     hurt, other = told["effects"]
     assert (hurt["task"], hurt["slots_before"], hurt["slots"]) == ("alpha", 4, 3)
@@ -64,7 +64,7 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
     for: all of it is the decision's."""
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
-    told = facts(plain(d))
+    told = facts(d.log)
     assert "NodeUnreachable" in [x["kind"] for x in told["evidence"]]
     assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
     spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
@@ -74,33 +74,32 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
 def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
     """Neither that of a task without slots, nor what a table became later."""
     d, alpha, beta = waits()
-    records = plain(d)
-    at = next(x["seq"] for x in records if x["kind"] == "PlanChosen"
-              and [one["slots"] for one in x["body"]["allocations"]] == [4, 0])
+    at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
+              and [one.slots for one in x.body.allocations] == [4, 0])
     told = History()
-    for record in records:
-        if record["seq"] in (at, at + 1):  # beta's is measured before the plan, alpha's after it
-            told.add({**record, "seq": record["seq"] - 1, "kind": "ThroughputSet", "body": {
-                "task": beta if record["seq"] == at else alpha, "origin": "measured"}})
+    for record in d.log:
+        if record.seq in (at, at + 1):  # beta's is measured before the plan, alpha's after it
+            told.add(replace(record, seq=record.seq - 1, body=decisions.ThroughputSet(
+                task=beta if record.seq == at else alpha, sizes=(), rates_flops=(),
+                origin="measured")))
         told.add(record)
     one = incident.pick(told, "")
     assert one is not None
-    (plan,) = incident.facts_of(told, story(one, records), view(d.state), now_s=d.now_s)["plans"]
+    found = incident_records(one, d.log)
+    (plan,) = incident.facts_of(told, found, view(d.state), now_s=d.now_s)["plans"]
     assert plan["origins"] == ["declared"]
     assert waf(told, 1).origins == ("declared",)
 
 
 def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
     d, _, beta = gives()
-    records = plain(d)
-    before = [x["seq"] for x in facts(records)["timeline"]]
-    later = [{**records[-1], "seq": records[-1]["seq"] + n, "incident": 0,
-              "kind": "TaskProgressed", "body": {**records[-1]["body"], "task": beta}}
+    before = [x["seq"] for x in facts(d.log)["timeline"]]
+    (last,) = [x for x in d.log[-3:] if isinstance(x.body, r.TaskProgressed)]
+    later = [replace(last, seq=d.log[-1].seq + n, incident=0, body=replace(last.body, task=beta))
              for n in range(1, 4)]
-    told = history(records)
-    one = incident.pick(told, "")
+    one = incident.pick(history(d.log), "")
     assert one is not None
-    assert [x["seq"] for x in story(one, [*records, *later]).records] == before
+    assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
 
 def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
@@ -111,12 +110,12 @@ def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
     left = max(x.occurred_s for x in own if isinstance(x.body, r.Quiesced)
                and x.body.generation == 1)
     again = next(x.at_s for x in own if isinstance(x.body, o.Resume))
-    assert facts(plain(d))["effects"][1]["pause_s"] == pytest.approx(again - left)
+    assert facts(d.log)["effects"][1]["pause_s"] == pytest.approx(again - left)
 
 
 def test_a_task_that_gave_all_its_slots_waits() -> None:
     d, _, _ = waits()
-    told = facts(plain(d))
+    told = facts(d.log)
     check("incident-waits", page(told), columns_max=100)
     assert told["effects"][1]["pause_s"] is None
 
@@ -131,7 +130,7 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
     stepped_s = d.now_s
     d.now_s += 10
     carry_out(d, [x for x in told if isinstance(x.body, o.StartRank)])
-    (one,) = history(plain(d)).incidents.values()
+    (one,) = history(d.log).incidents.values()
     assert one.outcome == "healed"
     assert one.pause_s == pytest.approx(stepped_s - struck_s)
     at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
@@ -152,12 +151,12 @@ def struck_while_frozen() -> Driver:
 
 def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
     d = struck_while_frozen()
-    told = history(plain(d))
+    told = history(d.log)
     one = incident.pick(told, "")
     assert one is not None
-    before = slot_s(told, one, told.at_s)
+    before = told.slot_s(one, told.at_s)
     now_s = told.at_s + 100.0
-    facts_ = incident.facts_of(told, story(one, plain(d)), view(d.state), now_s=now_s)
+    facts_ = incident.facts_of(told, incident_records(one, d.log), view(d.state), now_s=now_s)
     assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
     figure = f"{before + 400:.1f}"
     seen = view(d.state)
@@ -165,7 +164,7 @@ def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
                    task_screen.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
-    assert slot_s(told, one, told.at_s) == before, "to ask changes nothing"
+    assert told.slot_s(one, told.at_s) == before, "to ask changes nothing"
 
 
 def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
@@ -176,10 +175,10 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
     sign = told[0]
     d.now_s += 0.5
     carry_out(d, d.exit(task, 2))
-    page_ = facts(plain(d))
+    page_ = facts(d.log)
     assert page_["timeline"][0]["seq"] == sign.seq
     assert page_["timeline"][0]["after_s"] == pytest.approx(-0.52)
-    (one,) = history(plain(d)).incidents.values()
+    (one,) = history(d.log).incidents.values()
     assert one.slot_s >= 4 * 0.52
     assert one.detected_s - one.fault_s == pytest.approx(0.52)
 
@@ -194,7 +193,7 @@ def test_a_long_error_takes_two_lines_of_the_page() -> None:
         task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why))
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
-    told = page(facts(plain(d)))
+    told = page(facts(d.log))
     at = next(index for index, line in enumerate(told) if line.startswith("evidence"))
     assert "iteration 1: Connection closed by peer [::1]:4122." in told[at]
     assert "..." in told[at + 1]
@@ -212,23 +211,23 @@ def test_one_that_got_worse_is_named_by_what_it_became() -> None:
     node = d.state.nodes["n2"]
     d.tell("n2/8", r.NodeJoined(node="n2", incarnation=node.incarnation + 1, host=node.host,
                                 num_slots=node.num_slots, pid=9, accelerator="cpu"))
-    told = page(facts(plain(d)))
+    told = page(facts(d.log))
     assert "SEV2 exited abnormally  n2  alpha" in told[0]
     assert any("SEV2: the agent of n2 started again" in line for line in told)
 
 
 def test_one_that_is_open_says_so() -> None:
     d = struck_while_frozen()
-    told = facts(plain(d))
+    told = facts(d.log)
     check("incident-frozen", page(told), columns_max=100)
     assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
     option = " --state /srv/clusters/the one of the third floor"
-    told = facts(plain(d), option=option)
+    told = facts(d.log, option=option)
     assert told["left"] == [f"healing is frozen: a change of switches: unicron unfreeze{option}"]
     assert any(line.endswith(f" unicron unfreeze{option}") for line in page(told))
     d.now_s += 8.0
     carry_out(d, d.tell("operator/unfreeze", r.HealingResumed(reason="done")))
-    lengths = {x["name"]: x["length_s"] for x in facts(plain(d))["phases"]}
+    lengths = {x["name"]: x["length_s"] for x in facts(d.log)["phases"]}
     assert lengths["held"] >= 8.0 > lengths["rebuild"]
 
 
@@ -242,7 +241,7 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
     assert out == [[], [0]]
     words = why_out(view(d.state)["nodes"][1])
     assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
-    assert facts(plain(d))["left"] == [f"n2 {words}"]
+    assert facts(d.log)["left"] == [f"n2 {words}"]
     told = nodes.nodes(view(d.state), now_s=d.now_s)
     assert f"n2 {words}" in " ".join(" ".join(told).split())
 
@@ -257,7 +256,7 @@ def asked(d: Driver, **what: Any) -> int:
 
 
 def on_purpose(d: Driver, which: str = "") -> list[str]:
-    return [line for line in page(facts(plain(d), which)) if line.startswith("on purpose")]
+    return [line for line in page(facts(d.log, which)) if line.startswith("on purpose")]
 
 
 def test_a_rank_that_was_killed_on_purpose() -> None:
@@ -267,7 +266,7 @@ def test_a_rank_that_was_killed_on_purpose() -> None:
     carry_out(d, d.exit(task, 2))
     told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
     assert on_purpose(d) == told
-    first = max(history(plain(d)).incidents)
+    first = max(history(d.log).incidents)
     d.now_s += 60
     carry_out(d, d.exit(task, 2))
     assert on_purpose(d) == [], "its next process ended by itself"
@@ -283,7 +282,7 @@ def test_a_rank_that_was_stopped(asked_for: bool) -> None:
     (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.progress(task)  # of the iteration before, told late
     carry_out(d, d.due(f"stopped/{task}/2/1"))
-    told = facts(plain(d))
+    told = facts(d.log)
     assert on_purpose(d) == [
         f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
     names = [x["name"] for x in told["phases"]]
@@ -292,7 +291,7 @@ def test_a_rank_that_was_stopped(asked_for: bool) -> None:
     assert lengths_s["stopped"] == pytest.approx(2.0, abs=0.05)
     assert lengths_s["decide"] == pytest.approx(0.0, abs=1e-6)
     assert told["timeline"][0]["seq"] == sign.seq
-    (one,) = history(plain(d)).incidents.values()
+    (one,) = history(d.log).incidents.values()
     # The survivors step before it is whole again, and stand once more to let the newcomer in.
     assert one.pause_s == pytest.approx(one.closed_s - sign.at_s - lengths_s["full"])
     assert one.slot_s == pytest.approx(4 * (one.closed_s - sign.at_s), abs=0.1)
@@ -311,7 +310,7 @@ def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
     d.progress(task)
     d.now_s += 50
     d.progress(task)
-    told = facts(plain(d))
+    told = facts(d.log)
     assert told["outcome"] == "healed"
     assert told["cost"]["pause_s"] == pytest.approx(32.0, abs=0.2)
     assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
@@ -360,7 +359,9 @@ def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) 
 
 
 def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
-    (number,) = [x["seq"] for x in plain_of(exported) if x["kind"] == "IncidentOpened"]
+    (number,) = [
+        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)
+    ]
     ask(exported, f"inc-{number}")
     told = capsys.readouterr().out
     assert told.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
@@ -371,12 +372,8 @@ def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     assert data["phases"][0]["name"] == "silent"
 
 
-def plain_of(path: Path) -> list[Plain]:
-    return [to_plain(record) for record in archive.read(path)]
-
-
 def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:
-    (number,) = history(plain_of(exported)).incidents
+    (number,) = history(archive.read(exported)).incidents
     with pytest.raises(UsageError, match="no incident '7'") as error:
         ask(exported, "7")
     assert error.value.hint == f"the newest: inc-{number}"
@@ -395,9 +392,9 @@ def test_a_log_without_incidents() -> None:
 
 def test_the_list() -> None:
     d, _, _ = gives()
-    told = history(plain(d))
+    told = history(d.log)
     check("incident-all", every(told, now_s=d.now_s), columns_max=100)
-    for task in told.tasks.values():
-        task.name = "alpha"
+    for task in told.state.tasks.values():
+        task.spec = replace(task.spec, name="alpha")
     (one,) = told.incidents.values()
     assert f"  alpha ({one.task})  " in every(told, now_s=d.now_s)[1]

@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 
 import pytest
-from snapshots import PLAIN, RECORDS, check, seen, until
-from unicron.cli.history.history import history
+from snapshots import RECORDS, check, seen, until
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import format as figures
 from unicron.cli.terminal.record_line import ESSENTIALS, concerns, line
+from unicron.control_plane.history.history import history
+from unicron.events.records import codec
 from unicron.events.records.envelope import KINDS
+
+PLAIN = [codec.to_plain(record) for record in RECORDS]
 
 
 @pytest.mark.parametrize(("name", "seq"), [
@@ -34,7 +37,8 @@ def test_status(name, seq):
 ])
 def test_status_of_a_task(name, seq):
     told, now_s = seen(seq)
-    check(name, task_screen.task_status(told, told["tasks"][0], history(PLAIN[:seq]), now_s=now_s))
+    past = history(RECORDS[:seq])
+    check(name, task_screen.task_status(told, told["tasks"][0], past, now_s=now_s))
 
 
 @pytest.mark.parametrize(("name", "seq"), [
@@ -94,16 +98,17 @@ def test_filters(filters, kinds):
 
 
 def test_an_incident_has_its_phases_in_order():
-    told = history(PLAIN)
+    told = history(RECORDS)
     (one,) = told.incidents.values()
     phases = [one.fault_s, one.detected_s, one.decided_s, one.rebuilt_s, one.resumed_s,
               one.stepped_s]
     assert phases == sorted(phases)
-    assert (one.outcome, one.iterations_lost, one.ckpt_read) == ("healed", 0, False)
-    assert (one.kept, one.dealt, one.iteration) == (9, 3, 9)
+    known = one.incident
+    assert (known.outcome, known.iterations_lost, known.ckpt_read) == ("healed", 0, False)
+    assert (known.kept, known.dealt, one.iteration) == (9, 3, 9)
     (task,) = told.tasks.values()
     assert sorted(task.losses) == list(range(60))
-    assert set(task.micro_batches) == {12}
+    assert task.micro_batches == {12}
 
 
 @pytest.mark.parametrize(("length_s", "words"), [

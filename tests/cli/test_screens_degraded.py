@@ -19,13 +19,13 @@ from stragglers import VICTIM, known, paced
 from two_tasks import plain, seen, two_tasks
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import status
-from unicron.cli.history.history import history
 from unicron.cli.screens import cluster, nodes, plan, stragglers
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.dry_run import Change, attempt
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records.decisions import StragglerCostEstimated
 
@@ -48,7 +48,7 @@ def test_a_slow_rank_is_told_with_what_it_costs_and_what_to_type() -> None:
     (row,) = [line for line in lines if " alpha " in line and "DP4" in line]
     assert "DEGRADED" in row
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-degraded", task_screen.task_status(view(d.state), task, history(plain(d)),
+    check("task-degraded", task_screen.task_status(view(d.state), task, history(d.log),
                                                    now_s=d.now_s + 0.5))
     check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5),
           columns_max=100)
@@ -72,7 +72,7 @@ def the_task(d: Driver, task: int, healing: str = "on") -> str:
     told = view(d.state)
     told["cluster"]["healing"] = healing
     (one,) = [x for x in told["tasks"] if x["id"] == task]
-    return " ".join(" ".join(task_screen.task_status(told, one, history(plain(d)),
+    return " ".join(" ".join(task_screen.task_status(told, one, history(d.log),
                                                      now_s=d.now_s)).split())
 
 
@@ -161,7 +161,7 @@ def test_a_task_that_stands_for_a_reason_of_all_needs_a_person() -> None:
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     check("status-stands", lines, columns_max=100)
     told = view(d.state)["tasks"][0]
-    check("task-stands", task_screen.task_status(view(d.state), told, history(plain(d)),
+    check("task-stands", task_screen.task_status(view(d.state), told, history(d.log),
                                                  now_s=d.now_s))
 
 

@@ -18,11 +18,11 @@ from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import status, up
 from unicron.cli.commands.request_outcome import Followed, plan_lines
 from unicron.cli.commands.tasks import option_for
-from unicron.cli.history.history import History, history
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import History, history
 from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
 from unicron.events.spec import policy as reports
@@ -36,7 +36,7 @@ def test_status_after_a_lost_node() -> None:
     check("status-lost", lines, columns_max=100)
     assert lines[1].startswith("NEEDS YOU  n2 lost for")
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-shrunk", task_screen.task_status(view(d.state), task, history(plain(d)),
+    check("task-shrunk", task_screen.task_status(view(d.state), task, history(d.log),
                                              now_s=d.now_s + 0.5))
     check("nodes-lost", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
@@ -46,7 +46,7 @@ def test_status_while_a_task_waits() -> None:
     check("status-waits", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
     task = next(x for x in view(d.state)["tasks"] if x["id"] == beta)
-    check("task-waits", task_screen.task_status(view(d.state), task, history(plain(d)),
+    check("task-waits", task_screen.task_status(view(d.state), task, history(d.log),
                                             now_s=d.now_s + 0.5))
 
 
@@ -117,7 +117,7 @@ def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
     d.exit(alpha, 2)
     told = view(d.state)
     task = next(x for x in told["tasks"] if x["id"] == alpha)
-    found = facts(plain(d), option=option)
+    found = facts(d.log, option=option)
     for screen in (cluster.status(seen(d), cluster="test", now_s=d.now_s, option=option),
                    task_screen.task_status(told, task, History(), now_s=d.now_s, option=option),
                    found["left"], page(found), up._mode(told["cluster"], option)):
@@ -267,12 +267,12 @@ def test_steps_that_were_skipped_are_told() -> None:
     d = Driver()
     task = d.running()
     lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
-                                              history(plain(d)), now_s=d.now_s))
+                                              history(d.log), now_s=d.now_s))
     assert "skipped" not in lines
     d.tell(d.source("n1"), r.TaskProgressed(
         task=task, generation=1, first_iteration=1, losses=(2.0,) * 9, step_s=(0.2,) * 9,
         rate_flops=1e9, micro_batches=12, skipped=8))
-    told = task_screen.task_status(view(d.state), view(d.state)["tasks"][0], history(plain(d)),
+    told = task_screen.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
                                    now_s=d.now_s)
     assert "skipped    8 of 10 steps: the gradient was not finite" in told
 
@@ -291,5 +291,5 @@ def test_the_normal_pace_is_that_of_those_who_train() -> None:
     d.progress(task, 9)
     one = view(d.state)["tasks"][0]
     one["ranks"] = [*one["ranks"], {**one["ranks"][0], "rank": 4, "state": "preparing"}]
-    told = task_screen.task_status(view(d.state), one, history(plain(d)), now_s=d.now_s)
+    told = task_screen.task_status(view(d.state), one, history(d.log), now_s=d.now_s)
     assert any("own normal on 4 slots 200 ms (median of 10)" in line for line in told)

@@ -17,7 +17,6 @@ from snapshots import check
 from two_tasks import facts, plain, seen
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import tasks
-from unicron.cli.history.history import history
 from unicron.cli.screens import cluster, plan
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
@@ -25,6 +24,7 @@ from unicron.cli.terminal.record_line import ESSENTIALS
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -71,14 +71,13 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     d.obey(lost, start=False)
     d.progress(task)
     told = view(d.state)["tasks"][0]
-    check("task-layout", task_screen.task_status(seen(d), told, history(plain(d)),
+    check("task-layout", task_screen.task_status(seen(d), told, history(d.log),
                                                  now_s=d.now_s + 0.5))
     check("status-layout", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
     d.obey([lost[-1]])
     d.progress(task)
-    records = plain(d)
-    found = facts(records)
+    found = facts(d.log)
     assert found["layouts"] == ["TP 2 x DP 2", "TP 2 x DP 1, 1 beside", "TP 2 x DP 2"]
     cost = found["cost"]
     # The newcomer is on n1, and the replica that was whole on n2; who was beside has taken, too.
@@ -86,7 +85,7 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     # A replica has two members, which tell of the same micro-batches: they are counted once.
     assert (cost["kept"], cost["dealt"]) == (2, 1)
     check("incident-layout", page(found))
-    orders = [ESSENTIALS["Reconfigure"](record["body"]) for record in records
+    orders = [ESSENTIALS["Reconfigure"](record["body"]) for record in plain(d)
               if record["kind"] == "Reconfigure"]
     assert [one.rpartition(", ")[2] for one in orders] == ["TP2xDP2", "TP2xDP1 +1", "TP2xDP2"]
 
@@ -96,7 +95,7 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     task = d.running(job(tensor=[2]))
     d.obey(d.exit(task, 1))
     d.progress(task)
-    cost = facts(plain(d))["cost"]
+    cost = facts(d.log)["cost"]
     assert cost["near_bytes"] == cost["peer_bytes"] > 0
 
 
@@ -108,7 +107,7 @@ def test_who_holds_shards_is_told(optimizer: str, words: str) -> None:
     d = Driver()
     task = d.running(job(optimizer=optimizer))
     d.progress(task)
-    lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(plain(d)),
+    lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
                                     now_s=d.now_s + 0.5)
     at = next(i for i, line in enumerate(lines) if line.startswith("copies"))
     assert words in " ".join(line.strip() for line in lines[at:at + 3])
@@ -142,7 +141,7 @@ def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int
     d.progress(task, 2)
     d.obey([order for rank in killed for order in d.exit(task, rank)])
     d.progress(task)
-    told = " ".join(line.strip() for line in page(facts(plain(d))))
+    told = " ".join(line.strip() for line in page(facts(d.log)))
     assert words in told
 
 

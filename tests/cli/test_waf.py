@@ -6,14 +6,13 @@ import math
 
 import pytest
 from decider import Driver, finish, spec
-from unicron.cli.history.history import History, history, waf
+from unicron.control_plane.history.history import History, history, waf
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
-from unicron.events.records.codec import to_plain
 
 
 def earned(d: Driver, num_buckets: int = 10) -> float:
-    told = waf(history(map(to_plain, d.log)), num_buckets)
+    told = waf(history(d.log), num_buckets)
     return math.fsum(told.achieved) * told.bucket_s
 
 
@@ -38,7 +37,7 @@ def test_a_pause_is_seen_where_it_was():
     train(d, task, 10)
     d.now_s += 10
     train(d, task, 10)
-    rates = waf(history(map(to_plain, d.log)), 30).achieved
+    rates = waf(history(d.log), 30).achieved
     assert min(rates[:9]) > 4e9
     assert max(rates[11:19]) == 0
     assert min(rates[21:]) > 4e9
@@ -87,14 +86,14 @@ def test_plans_are_steps_and_end_with_the_last_task():
     train(d, task, 10)
     plans = [x.body.waf for x in d.log if isinstance(x.body, decisions.PlanChosen)]
     assert plans == [9.0, 7.0]
-    told = waf(history(map(to_plain, d.log)), 20)
+    told = waf(history(d.log), 20)
     assert told.origins == ("declared",)
     assert told.planned[1:9] == pytest.approx((9.0,) * 8)
     assert told.planned[11:] == pytest.approx((7.0,) * 9)
     finish(d, task)
     d.now_s += 20
     d.join("n3")
-    assert waf(history(map(to_plain, d.log)), 40).planned[-10:] == pytest.approx((0.0,) * 10)
+    assert waf(history(d.log), 40).planned[-10:] == pytest.approx((0.0,) * 10)
 
 
 def test_an_empty_log_earns_nothing():

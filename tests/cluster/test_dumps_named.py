@@ -11,9 +11,9 @@ import pytest
 from real_cluster import RealCluster, running
 from twins import small
 from unicron.cli.app import run_command
-from unicron.cli.history.history import History
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal.format import UNBROKEN
+from unicron.control_plane.history.history import History
 
 VICTIM = 1
 NUM = 4

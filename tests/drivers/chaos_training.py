@@ -28,7 +28,8 @@ from chaos_faults import Striker, draw
 from nursery import Nursery
 from rank_twin import Twin
 from real_cluster import RealCluster, running
-from unicron.cli.history.history import History, history
+from unicron.control_plane.history.history import History, history
+from unicron.events.records.codec import from_plain
 from unicron.events.spec.job import parse
 from unicron.workers.training.reference import NOISE_TIMES_MAX, read, tolerance
 
@@ -134,7 +135,7 @@ def main() -> None:
         run = Run(cluster, asked.seed, asked.rounds)
         run.train()
         losses = cluster.losses(run.task)
-        told = history(cluster.client().records(0, follow=False))
+        told = history(map(from_plain, cluster.client().records(0, follow=False)))
         cluster.verify()
         run.say("every decision made again from the log: VERIFIED")
     lasted_s = time.monotonic() - run.began_s
@@ -161,8 +162,8 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
     figures: dict[str, tuple[float, str]] = {
         "iterations": (len(losses), ""), "faults": (len(run.faults), ""),
         "incidents": (len(told.incidents), ""),
-        "iterations_lost": (sum(one.iterations_lost for one in closed), ""),
-        "checkpoints_read": (sum(one.ckpt_read for one in closed), ""),
+        "iterations_lost": (sum(one.incident.iterations_lost or 0 for one in closed), ""),
+        "checkpoints_read": (sum(one.incident.ckpt_read for one in closed), ""),
         "loss_gap": (max(loss_rel, gap.loss_rel), "relative"),
         "loss_noise": (twin.noise[0], "relative"),
         "parameter_gap": (gap.param_rel, "relative"),

@@ -12,12 +12,10 @@ from typing import Any
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.replay import replay
 from unicron.events.log import archive
-from unicron.events.records import codec
 from unicron.events.records.envelope import Record
 
 DATA = Path(__file__).parents[1] / "data"
 RECORDS = list(archive.read(DATA / "demo.jsonl"))
-PLAIN = [codec.to_plain(record) for record in RECORDS]
 
 
 def until(kind: str, nth: int = 1) -> int:

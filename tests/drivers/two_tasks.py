@@ -7,13 +7,12 @@ from typing import Any
 
 from decider import Driver, failed, spec
 from unicron.cli.commands import incident
-from unicron.cli.history.history import history
-from unicron.cli.history.incident_records import story
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.replay import replay
+from unicron.control_plane.history.history import history
+from unicron.control_plane.history.incident_records import incident_records
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.codec import from_plain, to_plain
+from unicron.events.records.codec import to_plain
 from unicron.events.records.envelope import Record
 
 Plain = dict[str, Any]
@@ -86,13 +85,12 @@ def plain(d: Driver) -> list[Plain]:
     return [to_plain(record) for record in d.log]
 
 
-def facts(records: list[Plain], which: str = "", *, option: str = "") -> Plain:
-    told = history(records)
+def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
+    told = history(log)
     one = incident.pick(told, which)
     assert one is not None
-    seen_ = view(replay(map(from_plain, records)))
-    found = story(one, records, incident.told_later(one, seen_))
-    return {**incident.facts_of(told, found, seen_, now_s=told.at_s, option=option),
+    found = incident_records(one, log)
+    return {**incident.facts_of(told, found, view(told.state), now_s=told.at_s, option=option),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
 
 

@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "control_plane": (
         ("control_plane",),
         ("control_plane/api", "control_plane/simulation/counterfactual"),
-        ("control_plane/service", "control_plane/simulation"),
+        ("control_plane/service", "control_plane/simulation"), ("control_plane/history",),
         ("control_plane/simulation/trace",), ("control_plane/simulation/policies",),
         ("control_plane/decide",), ("control_plane/fold",), ("control_plane/planner",),
         ("control_plane/planner/solver", "control_plane/placement"),
@@ -47,14 +47,14 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workers/diagnosis/rules",), ("workers/host",), ("workers",)),
     "cli": (
         ("cli",), ("cli/demo",), ("cli/commands",), ("cli/simulate", "cli/screens"),
-        ("cli/history", "cli/files"), ("cli/terminal",), ("cli/cluster",)),
+        ("cli/files",), ("cli/terminal",), ("cli/cluster",)),
 }
 # What training may import of workers/ beside its own: what agents and ranks both use.
 SHARED = ("training", "ipc", "diagnosis", "host", "checkpoint_store")
 # Packages and files that know no clock, socket, random or logger.
 PURE = (
     *(f"control_plane/{package}/" for package in (
-        "state", "fold", "decide", "incidents", "throughput", "planner", "placement",
+        "state", "fold", "decide", "history", "incidents", "throughput", "planner", "placement",
         "simulation")),
     "control_plane/api/dry_run.py", "control_plane/api/view.py", "events/records/", "events/spec/",
     "workers/diagnosis/", "workers/agent/monitoring/megatron_output.py",

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ....events.errors import UsageError, need
 from ....events.records import reports as r
+from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
 from ....events.spec.job import API_VERSION, COUNT_NUM_MAX, JobSpec
 from ....events.spec.job import parse as parse_job
@@ -98,13 +99,14 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
 
     Raises UsageError for one that does not verify, or has nothing to compare.
     """
-    befell, measured, specs = Befell(), Measured(), dict[int, JobSpec]()
+    befell, specs, tables = Befell(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
         befell.see(state, record)
-        measured.see(state, record)
         if isinstance(record.body, r.TaskSubmitted):
             specs[record.seq] = record.body.spec
+        elif isinstance(record.body, ThroughputSet):
+            tables[record.body.task] = record.body
 
     verdict = verify(records(), watch=watch)
     if not verdict.ok:
@@ -113,11 +115,11 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
     if not specs:
         raise UsageError(f"{source}: no task was submitted in this log", "nothing to compare")
     befallen, earnings = befell.all(), Traced()
-    meter = Meter(befallen, measured.tables, earnings)
+    meter = Meter(befallen, tables, earnings)
     outcome = meter.measure(records())
     if meter.begun is None:
         raise UsageError(f"{source}: no task ever trained in this log", "nothing to compare")
-    return Recording(verdict, befallen, measured, meter.begun, befell.names, specs,
+    return Recording(verdict, befallen, meter.measured, meter.begun, befell.names, specs,
                      _played(outcome, earnings, meter.account, befell.names), meter.state.at_s)
 
 
@@ -261,7 +263,7 @@ def _sizes(recording: Recording) -> list[str]:
     """Where a task's speed at a size is from."""
     found: list[str] = []
     for task, table in recording.measured.tables.items():
-        seen = [size for size in sorted(recording.measured.times_s.get(task, {})) if size]
+        seen = sorted(recording.measured.times_s(task))
         others = [size for size in table.sizes if size not in seen]
         trained = f"trained here on {_numbers(seen)}" if seen else "told of no iteration"
         rest = f"; {_numbers(others)}: {table.origin}, never tried" if others else ""
@@ -294,7 +296,7 @@ def _absent(recording: Recording) -> list[str]:
              if not measured.samples[name]]
     found = [f"never in this log, so the policy's constants: {', '.join(never)}"] if never else []
     silent = [recording.names[task] for task in recording.specs
-              if not measured.times_s.get(task)]
+              if not measured.times_s(task)]
     if silent:
         found.append(f"no iteration was told of {', '.join(silent)}: 10 s are taken")
     if recording.befallen.num_hearsay:

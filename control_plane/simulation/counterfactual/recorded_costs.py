@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -12,8 +12,7 @@ from ....events.records import decisions as d
 from ....events.records import orders as o
 from ....events.records import reports as r
 from ....events.records.envelope import Record
-from ....events.records.reports import IterationsLogged
-from ...state.cluster import ClusterState
+from ...history.history import History
 from ...throughput.table import rate_at
 from ..accounting import Key
 from ..policies.policy import Costs
@@ -31,14 +30,11 @@ class Sample(NamedTuple):
 
 
 class Measured:
-    """Is shown each record of a log, folded (replay.verify)."""
+    """Is shown each record of a log after the history has read it."""
 
-    def __init__(self) -> None:
-        self.tables: dict[int, d.ThroughputSet] = {}
-        """By task: as last told."""
+    def __init__(self, history: History, tables: Mapping[int, d.ThroughputSet]) -> None:
+        self.tables, self._history = tables, history
         self.samples: dict[str, list[Sample]] = {name: [] for name in (*STEPS, *KEPT)}
-        self.times_s: dict[int, dict[int, list[float]]] = {}
-        """By task, by slots: what iterations took."""
         self.params: dict[int, float] = {}
         """By task: of the model, as its processes told."""
         self._starts_s: dict[Key, float] = {}
@@ -46,12 +42,10 @@ class Measured:
         self._regroups_s: dict[tuple[int, int], float] = {}
         self._kept_s: dict[tuple[str, int], tuple[int, float]] = {}
 
-    def see(self, state: ClusterState, record: Record) -> None:
+    def see(self, record: Record) -> None:
         """The next record."""
         at_s = record.at_s
         match record.body:
-            case d.ThroughputSet() as body:
-                self.tables[body.task] = body
             case o.StartRank() as body:
                 self._starts_s[body.task, body.rank, body.attempt] = at_s
             case r.RankReady() as body:
@@ -59,7 +53,7 @@ class Measured:
                 self._took("start_s", self._starts_s.pop(
                     (body.task, body.rank, body.attempt), None), at_s)
             case r.RankStarted() as body:
-                task = state.tasks.get(body.task)
+                task = self._history.state.tasks.get(body.task)
                 if task is not None and not task.heals_in_memory:
                     self._took("start_s", self._starts_s.pop(
                         (body.task, body.rank, body.attempt), None), at_s)
@@ -77,14 +71,6 @@ class Measured:
                 self._kept("copy_s", body.task, body.step_version, at_s)
             case r.CheckpointSaved() as body if not body.final:
                 self._kept("checkpoint_s", body.task, body.step_version, at_s)
-            case r.TaskProgressed() as body:
-                task = state.tasks.get(body.task)
-                if task is not None and body.generation == task.generation:
-                    self._iterations(body.task, len(task.members), body.step_s)
-            case IterationsLogged() as body:
-                task = state.tasks.get(body.task)
-                if task is not None and body.num_iterations:
-                    self._iterations(body.task, len(task.target), [body.step_s])
             case _:
                 pass
 
@@ -98,10 +84,6 @@ class Measured:
             self._took(name, known[1], at_s)
         if known is None or version > known[0]:
             self._kept_s[name, task] = (version, at_s)
-
-    def _iterations(self, task: int, size: int, times_s: Iterable[float]) -> None:
-        self.times_s.setdefault(task, {}).setdefault(size, []).extend(
-            one for one in times_s if one > 0)
 
     # --- when the log has been read -------------------------------------------------------------
     def costs(self, usual: Costs, from_s: float, faults: Iterable[Happening]) -> Costs:
@@ -124,9 +106,15 @@ class Measured:
                 found[name] = median(took_s)
         return replace(usual, **found) if found else usual
 
+    def times_s(self, task: int) -> dict[int, list[float]]:
+        """By slots: what iterations of the task took."""
+        by_size = {size: [one for one in times_s if one > 0]
+                   for size, times_s in self._history.tasks[task].paces_s.items()}
+        return {size: times_s for size, times_s in by_size.items() if size and times_s}
+
     def iteration_s(self, task: int) -> float:
         """At the largest size, by the size that was seen most; 0: no iteration was told."""
-        times_s, table = self.times_s.get(task, {}), self.tables[task]
+        times_s, table = self.times_s(task), self.tables[task]
         if not times_s:
             return 0.0
         size = max(times_s, key=lambda one: (len(times_s[one]), one))

@@ -14,18 +14,17 @@ from ....events.records import reports
 from ....events.records.envelope import Record
 from ....events.records.reports import IterationsLogged
 from ....events.spec import policy as r
-from ...fold.fold import fold
+from ...history.history import History
 from ...state.cluster import ClusterState, live_tasks
+from ...state.incident import FARTHER
 from ...state.task import Task
 from ...throughput.table import rate_at
 from ..accounting import Account, Earnings, Key
 from ..run import Outcome
 from ..task_progress import Job, Kept
 from ..trace.external_event import is_felt
+from .recorded_costs import Measured
 from .recorded_faults import Befallen, Stroke
-
-FARTHER = ("copy", "checkpoint", "seed")
-"""Where state comes from that no member has any more."""
 
 
 @dataclass
@@ -86,7 +85,9 @@ class Meter:
 
     def __init__(self, befallen: Befallen, tables: Mapping[int, d.ThroughputSet],
                  earnings: Earnings, begin_s: float | None = None) -> None:
-        self.state = ClusterState()
+        self._history = History()
+        self.state = self._history.state
+        self.measured = Measured(self._history, tables)
         self.account = Account(self.state, earnings, self._opens)
         self.began_s = -1.0
         self.begun: Begun | None = None
@@ -123,7 +124,8 @@ class Meter:
             self.account.strikes(at_s, self._on(body.node), body.node)
         elif isinstance(body, reports.Quiesced):
             self._quiesced(at_s, body)
-        fold(self.state, record)
+        self._history.add(record)
+        self.measured.see(record)
         if self.began_s >= 0:
             self.counts[record.kind] += 1
         touched = self.account.read(at_s, record)

@@ -76,7 +76,6 @@ class Befell:
         self._harmed: dict[Key | str, float] = {}
         self._failed: dict[int, Stroke] = {}
         """Collectives, by seq."""
-        self._resumed_s: dict[int, float] = {}
         self._rounds: set[tuple[int, int]] = set()
         self._stops_s: dict[Key, float] = {}
         """When processes were told to end."""
@@ -113,8 +112,6 @@ class Befell:
             case o.InjectFault():
                 self._harmed[(body.task, body.rank, body.attempt) if body.what != "node"
                              else body.nodes[0]] = record.at_s
-            case o.Resume():
-                self._resumed_s[body.task] = record.at_s
             case r.CollectiveFailed():
                 self._collective(state, record, body, node)
             case o.StopRank():

@@ -9,15 +9,14 @@ import msgspec
 import pytest
 from command_logs import begin, printed
 from decider import Driver, at_rest, task_of
-from unicron.cli.history.history import History, history
 from unicron.cli.screens.cluster import status
 from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import lost_in_words
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.codec import to_plain
 
 
 @pytest.fixture
@@ -35,11 +34,11 @@ def failed(d: Driver, task: int) -> decisions.IncidentClosed:
     return [one.body for one in d.log if isinstance(one.body, decisions.IncidentClosed)][-1]
 
 
-def told_of(d: Driver, task: int) -> tuple[History, Any, Any]:
-    """The log read as screens do, and the view's task and newest incident."""
+def told_of(d: Driver, task: int) -> tuple[Any, Any]:
+    """The view's task and newest incident."""
     seen = view(d.state)
     mine = next(one for one in seen["tasks"] if one["id"] == task)
-    return history(to_plain(one) for one in d.log), mine, seen["incidents"][-1]
+    return mine, seen["incidents"][-1]
 
 
 def test_what_a_restarted_command_does_again_is_lost(d: Driver) -> None:
@@ -52,20 +51,19 @@ def test_what_a_restarted_command_does_again_is_lost(d: Driver) -> None:
     assert (closed.outcome, closed.iterations_lost) == ("healed", None)
     assert "iterations lost unknown until it prints one" in record_line.essentials(
         "IncidentClosed", msgspec.to_builtins(closed))
-    read, mine, incident = told_of(d, task)
+    mine, incident = told_of(d, task)
     assert (mine["iterations_lost"], incident["iterations_lost"]) == (None, None)
-    assert read.incidents[incident["id"]].iterations_lost is None
     unknown = status(view(d.state), cluster="c", now_s=d.now_s)
     assert "iterations lost unknown until it prints one" in " ".join(" ".join(unknown).split())
     assert next(line for line in unknown if line.split()[:1] == [str(task)]).endswith("-")
 
     printed(d, task, 2, 1)
     printed(d, task, 3, 1)
-    read, mine, incident = told_of(d, task)
+    mine, incident = told_of(d, task)
     assert (mine["iterations_lost"], mine["healed"]) == (379, 0)
     assert (incident["iterations_lost"], incident["outcome"]) == (379, "set back")
-    known = read.incidents[incident["id"]]
-    assert (known.iterations_lost, known.outcome) == (379, "set back")
+    known = history(d.log).incidents[incident["id"]]
+    assert (known.incident.iterations_lost, known.outcome) == (379, "set back")
     lines = status(view(d.state), cluster="c", now_s=d.now_s)
     assert "379 iterations lost" in " ".join(" ".join(lines).split())
     assert lost_in_words(1) == "1 iteration lost"
@@ -76,10 +74,9 @@ def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver) -> None
     printed(d, task, 380)
     failed(d, task)
     printed(d, task, 381, 1)
-    read, mine, incident = told_of(d, task)
+    mine, incident = told_of(d, task)
     assert (mine["iterations_lost"], mine["healed"]) == (0, 1)
     assert (incident["iterations_lost"], incident["outcome"]) == (0, "healed")
-    assert read.incidents[incident["id"]].iterations_lost == 0
 
 
 def test_what_a_plan_makes_a_command_do_again_is_the_tasks_loss(d: Driver) -> None:

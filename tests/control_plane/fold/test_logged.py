@@ -6,14 +6,15 @@ import pytest
 from command_logs import begin, printed
 from decider import Driver, kinds, task_of, the
 from described_jobs import job
+from msgspec.structs import replace
 from unicron.cli.commands import replay
-from unicron.cli.history.history import History, history, waf
-from unicron.cli.history.incident_records import story
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.cluster import status
 from unicron.cli.terminal import record_line
 from unicron.control_plane.api.view import view
 from unicron.control_plane.fold.progress import ITERATIONS_MAX
+from unicron.control_plane.history.history import History, history, waf
+from unicron.control_plane.history.incident_records import IncidentRecords, incident_records
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.throughput import transition_cost
 from unicron.control_plane.throughput.flops import iteration_flops
@@ -177,7 +178,7 @@ def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver) -> None:
     printed(d, task, 25, 5, loss=3.9)
 
     def losses() -> dict[int, float]:
-        return history([to_plain(x) for x in d.log]).tasks[task].losses
+        return history(d.log).tasks[task].losses
 
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9}
     printed(d, task, 35, loss=3.1)
@@ -251,7 +252,7 @@ def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver) -> None:
     printed(d, task, 400_005, 0)
     printed(d, task, 400_015)
     assert sum(d.state.earned.values()) == 15 * FLOPS
-    told = history(map(to_plain, d.log))
+    told = history(d.log)
     assert sum(one.flop for one in told.work) == 15 * FLOPS
     assert sum(waf(told, 10).achieved) > 0
 
@@ -261,7 +262,7 @@ def test_the_screens_say_how_far_it_is(d: Driver) -> None:
     measured(d, task)
     seen = view(d.state)
     shown = next(one for one in seen["tasks"] if one["id"] == task)
-    lines = task_screen.task_status(seen, shown, history(map(to_plain, d.log)), now_s=d.now_s)
+    lines = task_screen.task_status(seen, shown, history(d.log), now_s=d.now_s)
     assert "where      n1 x2 n2 x2" in lines
     assert "progress   40 of 1,000, loss 2.5000, as it prints" in lines
     assert any(line.startswith("pace       1.0 s an iteration; ") for line in lines)
@@ -286,17 +287,22 @@ def test_the_page_of_an_incident_has_no_line_for_each_line_that_is_printed(d: Dr
     for iteration in range(50, 90, 10):
         printed(d, task, iteration)
     d.obey(d.tell("operator/go", r.HealingResumed()))
-    told = story(next(iter(history(map(to_plain, d.log)).incidents.values())),
-                 map(to_plain, d.log))
-    assert "StartRank" in [record["kind"] for record in told.records]
-    assert "IterationsLogged" not in [record["kind"] for record in told.records]
+    one = next(iter(history(d.log).incidents.values()))
+    of = [x.kind for x in incident_records(one, d.log).records]
+    assert "StartRank" in of
+    assert "IterationsLogged" not in of
 
-    told.incident.closed_seq, told.records, told.others = 0, [], {99: "moves"}
-    for kind in ("IterationsLogged", "StartRank", *3 * ["IterationsLogged"]):
-        told.add({"seq": d.state.seq + 1, "cause": 1, "incident": 0, "kind": kind,
-                  "body": {"task": 99, "host": "n1"}})
-    assert [record["kind"] for record in told.records] == ["StartRank", "IterationsLogged"]
-    assert told.others == {99: "done"}
+    other = IncidentRecords(incident=one, later=frozenset())
+    for record in d.log:
+        other.add(record)
+    other.records, other.others = [], {task: "moves"}
+    one.incident.task = 99
+    other.incident.closed_seq = 0
+    for iteration in range(80, 110, 10):
+        for record in printed(d, task, iteration):
+            other.add(replace(record, incident=0))
+    assert [x.kind for x in other.records] == ["IterationsLogged"]
+    assert other.others == {task: "done"}
 
 
 def test_a_fault_on_purpose_is_over_where_a_command_prints_on(d: Driver) -> None:
@@ -305,12 +311,12 @@ def test_a_fault_on_purpose_is_over_where_a_command_prints_on(d: Driver) -> None
     printed(d, task, 10, 0)
     d.tell("operator/c", r.FaultRequested(what="stop", task=task, rank=2, stop_s=2.0,
                                           reason="by ops"))
-    told = history(map(to_plain, d.log))
-    assert [one.over_seq for one in told.on_purpose.faults] == [0]
+    told = history(d.log)
+    assert [one.over_seq for one in told.injected.faults] == [0]
     d.now_s += 5
     seq = printed(d, task, 20)[0].seq
-    told = history(map(to_plain, d.log))
-    assert [one.over_seq for one in told.on_purpose.faults] == [seq]
+    told = history(d.log)
+    assert [one.over_seq for one in told.injected.faults] == [seq]
 
 
 def test_skipped_iterations_count_once(d: Driver) -> None:
@@ -321,4 +327,4 @@ def test_skipped_iterations_count_once(d: Driver) -> None:
     restart(d, task)
     printed(d, task, 20, 0, skipped=1)
     printed(d, task, 30, skipped=2)
-    assert history(map(to_plain, d.log)).tasks[task].skipped == 6
+    assert history(d.log).tasks[task].skipped == 6

@@ -8,13 +8,13 @@ from typing import Any
 from decider import Driver, at_rest, spec, task_of, the
 from memory_checkpoints import FIRST, came, kept, ordered_anew
 from two_tasks import facts, plain, seen
-from unicron.cli.history.history import history
 from unicron.cli.screens import cluster as cluster_screen
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import every, page
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide import memory_checkpoints
+from unicron.control_plane.history.history import history
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 
@@ -57,8 +57,8 @@ def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
     closed = back(d, task, "seed", "", 0)
     assert (closed.outcome, closed.iterations_lost) == ("set back", 71)
     assert task_of(d, task).healed == 0
-    read, cluster = history(plain(d)), seen(d)
-    found = page(facts(plain(d)))
+    read, cluster = history(d.log), seen(d)
+    found = page(facts(d.log))
     of_task = task_screen.task_status(cluster, cluster["tasks"][0], read, now_s=d.now_s)
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
     screens_ = [cluster_screen.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
@@ -82,7 +82,7 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
     closed = back(d, task, "copy", "n2", 30)
     assert (closed.origin, closed.origin_node, closed.origin_step_version) == ("copy", "n2", 30)
     assert (closed.origin_bytes, closed.peer_bytes, closed.received_bytes) == (12, 10, 22)
-    found = facts(plain(d))
+    found = facts(d.log)
     words = "12 B from a copy on n2, of iteration 30; 10 B from peers"
     assert f"state      {words}" in page(found)
     (tail,) = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
@@ -100,7 +100,7 @@ def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() ->
     d.obey(orders)
     d.progress(task)
     assert "MemoryCheckpointStored" in [x["kind"] for x in plain(d)]
-    assert "MemoryCheckpointStored" not in [x["kind"] for x in facts(plain(d))["timeline"]]
+    assert "MemoryCheckpointStored" not in [x["kind"] for x in facts(d.log)["timeline"]]
 
 
 def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("set back", 8, True)
     assert (closed.origin_path, closed.origin_step_version) == ("gen-1/iter-20", 20)
     assert (closed.origin_bytes, closed.peer_bytes) == (12, 10)
-    found = facts(plain(d))
+    found = facts(d.log)
     shown = page(found)
     assert ("state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
             in shown)
@@ -129,7 +129,7 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
 def test_that_no_copies_are_kept_is_said_too() -> None:
     d, task = without_copies(30)
     back(d, task, "seed", "", 0)
-    assert "no copy    none are kept: train.copy_every is 0" in page(facts(plain(d)))
+    assert "no copy    none are kept: train.copy_every is 0" in page(facts(d.log))
     assert view(d.state)["incidents"][-1]["outcome"] == "set back"
 
 
@@ -138,7 +138,7 @@ def told(d: Driver, task: int, label: str) -> str:
     """One labelled text of the task's screen, as it is now."""
     cluster = seen(d)
     one = next(x for x in cluster["tasks"] if x["id"] == task)
-    lines = task_screen.task_status(cluster, one, history(plain(d)), now_s=d.now_s)
+    lines = task_screen.task_status(cluster, one, history(d.log), now_s=d.now_s)
     at = next(index for index, x in enumerate(lines) if x.startswith(f"{label} "))
     end = next((index for index, x in enumerate(lines[at + 1 :], at + 1)
                 if not x.startswith(" ")), len(lines))

@@ -9,11 +9,10 @@ from command_logs import printed
 from decider import Driver, kinds, only, task_of, the
 from hung_commands import AFTER_S, TELLER, deadlines, running, stalled
 from snapshots import check
-from two_tasks import plain
-from unicron.cli.history.history import history
 from unicron.cli.screens import cluster
 from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
 from unicron.events.errors import SpecError
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -43,7 +42,7 @@ def test_by_default_it_is_told_and_nothing_is_done(d: Driver) -> None:
     check("status-unprinted", lines, columns_max=100)
     (news,) = [line for line in lines if line.startswith("NEEDS YOU")]
     assert "has printed no line of progress for 12 min, an iteration took 1.0 s" in news
-    lines = task_screen.task_status(seen, shown(d, task), history(plain(d)), now_s=d.now_s)
+    lines = task_screen.task_status(seen, shown(d, task), history(d.log), now_s=d.now_s)
     check("task-unprinted", lines)
     went_on(d, task)
     assert not shown(d, task)["stands"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of, the
-from two_tasks import facts, plain, seen
+from two_tasks import facts, seen
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens.incident import page
 from unicron.control_plane.api import requests
@@ -263,7 +263,7 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
     (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s)
               if x.startswith("n3 ") and "/2" in x]
     assert "quarantined to" in row
-    told = " ".join(" ".join(page(facts(plain(d)))).split())
+    told = " ".join(" ".join(page(facts(d.log))).split())
     assert "SEV1 GPU driver errors" in told
     assert "n3: " in told
 

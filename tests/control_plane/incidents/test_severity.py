@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from decider import Driver, at_rest, failed, spec, the
 from two_tasks import facts, plain, seen
-from unicron.cli.history.history import history
 from unicron.cli.screens import cluster
 from unicron.cli.screens.incident import every, page
 from unicron.cli.terminal.record_line import line
+from unicron.control_plane.history.history import history
 from unicron.control_plane.incidents.lifecycle import open_incidents
 from unicron.control_plane.incidents.severity import HANDLING, TABLE, exit_in_words, network_status
 from unicron.control_plane.state.incident import Fault
@@ -50,10 +50,7 @@ def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known
     started_again(d)
     (known,) = d.state.incidents.values()
     assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
-    told = history(plain(d))
-    (one,) = told.incidents.values()
-    assert one.ranks == (2, 3)
-    for screen in (page(facts(plain(d)))[:1], every(told, now_s=d.now_s),
+    for screen in (page(facts(d.log))[:1], every(history(d.log), now_s=d.now_s),
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         assert any("ranks 2 3" in x for x in screen), screen
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
@@ -80,10 +77,9 @@ def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
     for rank in range(4):
         failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
     d.due(f"evidence/{task}/1")
-    told = history(plain(d))
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentOpened"]
     assert "SEV3 collective timeout, task" in tail[0]
-    for screen in (page(facts(plain(d))), every(told, now_s=d.now_s), tail,
+    for screen in (page(facts(d.log)), every(history(d.log), now_s=d.now_s), tail,
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         words = "\n".join(screen)
         assert "collective" in words

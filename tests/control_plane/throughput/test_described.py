@@ -11,10 +11,10 @@ import pytest
 from decider import Driver, at_rest, kinds, spec, task_of, the
 from described_jobs import KNOWN, job, submitted
 from http_site import serving
-from unicron.cli.history.history import History
 from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api import requests
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import History
 from unicron.control_plane.throughput import table as throughput
 from unicron.events.errors import SpecError
 from unicron.events.records import decisions

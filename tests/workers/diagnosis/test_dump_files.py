@@ -12,14 +12,14 @@ from hangs import deadline
 from hangs import hung as hung_ranks
 from hung_job import Layout
 from locate_setup import hung
-from two_tasks import facts, plain
+from two_tasks import facts
 from unicron.cli.app import run_command
-from unicron.cli.history.history import history
 from unicron.cli.screens import incident
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import folders, in_words
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
 
 
 def write(folder: Path, dumps: dict[int, dict[str, Any]], **more: Any) -> None:
@@ -146,20 +146,20 @@ def test_the_pages_of_a_hang_name_them() -> None:
     hung_ranks(d, task, 2)
     seen_ = view(d.state)
     (one,) = seen_["tasks"]
-    page = " ".join(task_screen.task_status(seen_, one, history(plain(d)), now_s=d.now_s))
+    page = " ".join(task_screen.task_status(seen_, one, history(d.log), now_s=d.now_s))
     assert "dumps unicron locate /tmp" in " ".join(page.split())
     d.due(deadline(d, task))
-    facts_ = facts(plain(d))
+    facts_ = facts(d.log)
     assert {x["folder"] for x in facts_["dumps"]} == {"/tmp"}
     assert {x["node"] for x in facts_["dumps"]} == {"n1", "n2"}
     assert any(line.startswith("dumps      unicron locate /tmp") for line in
                incident.page(facts_))
     d.exit(task, 2)
-    assert facts(plain(d))["dumps"] == facts_["dumps"]
+    assert facts(d.log)["dumps"] == facts_["dumps"]
 
 
 def test_a_fault_that_is_no_hang_has_none() -> None:
     d = Driver()
     task = d.running()
     d.exit(task, 2)
-    assert facts(plain(d))["dumps"] == []
+    assert facts(d.log)["dumps"] == []

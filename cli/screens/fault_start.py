@@ -1,0 +1,68 @@
+"""Since when a fault lasted, as far as its first evidence tells: seldom to the moment."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from ...control_plane.history.history import IncidentHistory
+from ...events.records.envelope import Record
+from ...events.records.reports import RankStalled, StepTimeChanged
+from ...events.records.statuses import NCCL_TIMEOUT
+from ..terminal.format import ranks, span
+
+TO_THE_MOMENT = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
+                           "NodeUnreachable", "NodeJoined", "NodeLeft"})
+"""Kinds that tell when what they tell of happened, or since when (NodeUnreachable)."""
+
+
+class Began(Struct, frozen=True):
+    """How long before `detected_s` the fault began: `at most`, `at least`, not known, or exactly.
+    """
+
+    bound: Literal["", "at most", "at least", "unknown"] = ""
+    length_s: float = 0.0
+    """Of a bound."""
+    why: str = ""
+
+
+def began(one: IncidentHistory, evidence: list[Record]) -> Began:
+    """By what the incident was opened for."""
+    first = [x for x in evidence if x.seq < one.id]
+    kinds = {x.kind for x in first}
+    if kinds & TO_THE_MOMENT or not first:
+        return Began()
+    paced = [(x.at_s, x.body) for x in first if isinstance(x.body, StepTimeChanged)]
+    crawls = [(at_s, x) for at_s, x in paced if x.num_iterations == 1]
+    if crawls:  # an iteration that has not ended, though the rank passes marks
+        since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in crawls)
+        length_s = max(one.detected_s - since_s, 0.0)
+        return Began("at most", length_s, f"after that iteration began, {span(length_s)} before "
+                     "it was told; the moment itself is not known")
+    stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
+    if stalls:
+        return _after_a_mark(one, [x for x in stalls if x[1].rank in one.incident.ranks] or stalls)
+    if paced:
+        num = paced[0][1].num_iterations
+        length_s = math.ceil(num / 2) * paced[0][1].iteration_s
+        return Began("at least", length_s, f"not known: of the last {num} iterations at least half "
+                     "were too slow, and that tells it")
+    if "HealthChanged" in kinds:
+        return Began("unknown", 0.0, "not known: before its check ran, which it does from time to "
+                     "time")
+    if NCCL_TIMEOUT in {one.incident.status, *(getattr(x.body, "status", "") for x in first)}:
+        return Began("unknown", 0.0, "not known: a collective waited until its timeout, for what "
+                     "had happened before")
+    if kinds == {"DeadlineReached"}:
+        return Began("unknown", 0.0, "not known: nothing but that it is overdue shows it")
+    return Began()
+
+
+def _after_a_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled]]) -> Began:
+    """It passed that mark, and no other; what happened between nobody saw."""
+    at_s, stall = min(stalls, key=lambda x: x[0] - max(x[1].in_s, 0.0))
+    length_s = max(one.detected_s - (at_s - max(stall.in_s, 0.0)), 0.0)
+    return Began("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "
+                 f"{span(length_s)} before it was told; the moment itself is not known")

@@ -1,0 +1,346 @@
+"""What a log says of tasks and incidents, in one pass: the real fold, with times and curves beside.
+
+Times are the leader's stamps (`at_s`), except that a fault's own time is the reporter's
+(`occurred_s` of its first evidence); a hang's, when it began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from msgspec import Struct, field
+
+from ...events.records.decisions import (
+    IncidentClosed,
+    IncidentEscalated,
+    IncidentOpened,
+    PlanChosen,
+    TaskEnded,
+    TaskPlaced,
+)
+from ...events.records.envelope import Record
+from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.records.reports import (
+    CollectiveFailed,
+    IterationsLogged,
+    LossNotFinite,
+    RankStarted,
+    Reconfigured,
+    TaskProgressed,
+)
+from ...events.spec.model import Axes
+from ...events.spec.parallelism import Kept, in_words, num_places
+from ..fold.fold import fold
+from ..state.cluster import ClusterState
+from ..state.incident import Incident
+from ..state.task import Logged, Task
+from ..throughput.calibration import batch_counts
+from .downtime import num_stepping
+from .injected import InjectedFaults
+from .transitions import TaskTransitions, Transition
+from .waf import Planned, Waf, Work, over_time
+
+PROGRESS = (TaskProgressed, IterationsLogged)
+"""Reports of finished iterations."""
+
+
+class IncidentHistory(Struct, kw_only=True):
+    """One incident and when it reached each phase; None for a phase not reached. Times in s."""
+
+    incident: Incident
+    """As the state has it; also when the state has forgotten it."""
+    evidence: list[int]
+    """Seqs that were decided upon; `incident.evidence` also has what was reported later."""
+    fault_s: float
+    detected_s: float
+    """The first evidence is in the log."""
+    decided_s: float
+    ordered_s: float | None = None
+    """The first order of the transition is in the log."""
+    rebuilt_s: float | None = None
+    """The last member is in the new generation."""
+    resumed_s: float | None = None
+    stepped_s: float | None = None
+    """The first iteration after it is reported."""
+    closed_s: float | None = None
+    closed_seq: int = 0
+    iteration: int | None = None
+    """The iteration that was interrupted."""
+    first_seq: int
+    """The first sign of it: evidence, or a peer's collective that failed before."""
+    layouts: list[str] = field(default_factory=list[str])
+    """That the task was in, one after the other, from the one that it had when it struck."""
+    order: Reconfigure | None = None
+    """Of the generation in which it struck."""
+    alive: set[tuple[int, int]] | None = None
+    """Rank and attempt of those who went on."""
+    optimizer: Kept = "whole"
+    logs: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Node and log of each rank of the task when it was decided upon."""
+    num_slots: int = 0
+    """What the task had when it struck."""
+    num_stepping: int = 0
+    """How many of these step now."""
+    slot_s: float = 0.0
+    """Slots of these that did not step, times how long, until the last record."""
+
+    @property
+    def id(self) -> int:
+        return self.incident.id
+
+    @property
+    def task(self) -> int:
+        return self.incident.task
+
+    @property
+    def outcome(self) -> str:
+        """`open` until it is closed."""
+        return self.incident.outcome or "open"
+
+    @property
+    def pause_s(self) -> float | None:
+        """None until it is closed."""
+        return self.incident.pause_s if self.incident.outcome else None
+
+
+class TaskHistory(Struct, kw_only=True):
+    """One task: what the state knows of it, and its losses and paces by iteration."""
+
+    task: Task
+    order: Reconfigure | None = None
+    """Of the newest generation."""
+    failed: Record | None = None
+    """The first CollectiveFailed since the last Resume."""
+    losses: dict[int, float] = field(default_factory=dict[int, float])
+    """As they are now: what was lost is not among them."""
+    paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    """Number of members, of a command slots -> how long each iteration took."""
+    skipped: int = 0
+    """Iterations that took no step, as last reported."""
+    logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """Rank -> node and log of its last process, also of one that has ended."""
+    micro_batches: set[int] = field(default_factory=set[int])
+    """Sizes of the batch that were reported."""
+    transitions: TaskTransitions = field(default_factory=TaskTransitions)
+
+    @property
+    def name(self) -> str:
+        return self.task.spec.name
+
+    @property
+    def num_iterations(self) -> int:
+        """0: of a command."""
+        return self.task.spec.train.iterations if self.task.spec.train is not None else 0
+
+
+class History(Struct):
+    """All tasks and incidents of a log, by id."""
+
+    state: ClusterState = field(default_factory=ClusterState)
+    tasks: dict[int, TaskHistory] = field(default_factory=dict[int, TaskHistory])
+    incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
+    open: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
+    """Incidents that are not closed."""
+    stamps: dict[int, tuple[float, float]] = field(
+        default_factory=dict[int, tuple[float, float]])
+    """(at_s, occurred_s) of what may be evidence, by seq."""
+    transitions: list[Transition] = field(default_factory=list[Transition])
+    work: list[Work] = field(default_factory=list[Work])
+    plans: list[Planned] = field(default_factory=list[Planned])
+    injected: InjectedFaults = field(default_factory=InjectedFaults)
+
+    @property
+    def seq(self) -> int:
+        """The last record that was read."""
+        return self.state.seq
+
+    @property
+    def at_s(self) -> float:
+        """When that was."""
+        return self.state.at_s
+
+    def add(self, record: Record) -> None:
+        """Read the next record."""
+        body, before_s = record.body, self.state.at_s
+        task = self.state.tasks.get(getattr(body, "task", 0))
+        furthest, logged = (task.furthest, task.logged) if task is not None else (0, None)
+        fold(self.state, record)
+        if record.source_seq and not isinstance(body, PROGRESS):
+            self.stamps[record.seq] = (record.at_s, record.occurred_s)
+        number = getattr(body, "task", 0) or record.seq
+        if number in self.state.tasks:
+            past = self.tasks.get(number)
+            if past is None:
+                past = self.tasks[number] = TaskHistory(task=self.state.tasks[number])
+            self._task(past, record, furthest, logged)
+        if self.open:
+            self._incidents(record, before_s)
+        if isinstance(body, IncidentOpened):
+            self._opened(record, body)
+        elif isinstance(body, IncidentEscalated) and (one := self.open.get(body.of)):
+            one.evidence += [seq for seq in body.evidence if seq not in one.evidence]
+        elif isinstance(body, IncidentClosed) and (one := self.open.pop(body.of, None)):
+            one.closed_s, one.closed_seq = record.at_s, record.seq
+            one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
+        elif isinstance(body, PlanChosen):
+            self._planned(record, body)
+        elif isinstance(body, TaskEnded) and all(x.outcome for x in self.state.tasks.values()):
+            self.plans.append(Planned(record.seq, record.at_s))
+        self.injected.add(record)
+
+    def slot_s(self, one: IncidentHistory, at_s: float) -> float:
+        """Slots that did not step, times how long; of one that is open, until `at_s`."""
+        if one.incident.outcome:
+            return one.slot_s
+        return one.slot_s + max(one.num_slots - one.num_stepping, 0) * max(at_s - self.at_s, 0.0)
+
+    # --- incidents ------------------------------------------------------------------------------
+    def _opened(self, record: Record, body: IncidentOpened) -> None:
+        known, past = self.state.incidents[record.seq], self.tasks.get(body.task)
+        stamps = [self.stamps[seq] for seq in body.evidence if seq in self.stamps]
+        stamps = stamps or [(record.at_s, record.occurred_s)]
+        fault_s, first_seq = [one[1] for one in stamps], [record.seq, *body.evidence]
+        self.incidents[record.seq] = self.open[record.seq] = one = IncidentHistory(
+            incident=known, evidence=list(body.evidence), fault_s=0.0, detected_s=stamps[0][0],
+            decided_s=record.at_s, first_seq=0)
+        if past is not None:
+            task = past.task
+            fault_s += [stall.since_s for rank, stall in task.stalls.items()
+                        if rank in body.ranks and stall.seq in body.evidence]
+            if past.failed is not None:
+                fault_s.append(past.failed.occurred_s)
+                first_seq.append(past.failed.seq)
+            one.order, one.num_slots = past.order, len(task.target)
+            one.layouts = [layout(past.order)] if past.order is not None else []
+            if task.spec.training is not None:
+                one.optimizer = task.spec.training.parallel.optimizer
+            one.logs = list(past.logs.values())
+            one.num_stepping = num_stepping(self.state, task)
+            if known.down_since_s >= 0:
+                one.slot_s = one.num_slots * max(record.at_s - known.down_since_s, 0.0)
+        one.fault_s, one.first_seq = min(fault_s), min(first_seq)
+
+    def _incidents(self, record: Record, before_s: float) -> None:
+        """Follow the open ones: their phases, and their slots that do not step."""
+        number = getattr(record.body, "task", 0)
+        for one in self.open.values():
+            one.slot_s += max(one.num_slots - one.num_stepping, 0) * (record.at_s - before_s)
+            task = self.state.tasks.get(one.task)
+            if task is None or number not in (0, task.id):
+                continue
+            stepping, since_s = num_stepping(self.state, task), one.incident.down_since_s
+            if not stepping and 0 <= since_s < record.at_s:  # it stood before anybody reported it
+                one.slot_s += one.num_stepping * (record.at_s - since_s)
+            one.num_stepping = stepping
+            if number == task.id:
+                _phase(one, record, task)
+
+    # --- tasks ----------------------------------------------------------------------------------
+    def _task(self, past: TaskHistory, record: Record, furthest: int,
+              logged: Logged | None) -> None:
+        """A record of the task. `furthest`, `logged`: as they were before it."""
+        task, body = past.task, record.body
+        made = past.transitions.add(record)
+        if made is not None:
+            self.transitions.append(made)
+        if isinstance(body, RankStarted):
+            past.logs[body.rank] = body.node, body.log_path
+        elif isinstance(body, TaskPlaced):
+            past.logs = {seat.rank: past.logs[seat.rank] for seat in body.seats
+                         if seat.rank in past.logs}
+        elif isinstance(body, Reconfigure):
+            past.order = body
+        elif isinstance(body, Resume):
+            past.failed = None
+        elif isinstance(body, CollectiveFailed):
+            if body.generation == task.generation and task.phase != "reconfiguring":
+                past.failed = past.failed or record
+        elif isinstance(body, LossNotFinite):
+            self._worked(task, record, task.furthest - furthest, task.step_s)
+        elif isinstance(body, TaskProgressed):
+            new = task.furthest - furthest
+            self._worked(task, record, new, math.fsum(body.step_s[-new:]) if new else 0.0)
+            past.losses.update(enumerate(body.losses, body.first_iteration))
+            if body.generation == task.generation:
+                past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
+            past.skipped = body.skipped
+            past.micro_batches.add(body.micro_batches)
+        elif isinstance(body, IterationsLogged) and _believed(task, body):
+            new = min(task.furthest - furthest, body.num_iterations) if batch_counts(task) else 0
+            self._worked(task, record, new, new * body.step_s)
+            if body.num_iterations:
+                past.paces_s.setdefault(len(task.target), []).append(body.step_s)
+            if task.furthest > furthest:  # else it is done again
+                past.skipped += body.skipped
+            if logged is not None and task.logged is not logged:  # back at its own checkpoint
+                last = body.iteration - body.num_iterations
+                past.losses = {key: loss for key, loss in past.losses.items() if key <= last}
+            if body.loss is not None:
+                past.losses[body.iteration] = body.loss
+
+    def _worked(self, task: Task, record: Record, new: int, took_s: float) -> None:
+        """So many iterations were finished for the first time, and took so long until now."""
+        if new > 0:
+            self.work.append(Work(record.at_s - took_s, record.at_s,
+                                  new * task.iteration_flops * task.weight))
+
+    def _planned(self, record: Record, plan: PlanChosen) -> None:
+        tables = [task.throughput for one in (*plan.allocations, *plan.kept)
+                  if one.slots and (task := self.state.tasks.get(one.task)) is not None]
+        self.plans.append(Planned(
+            record.seq, record.at_s, math.fsum([plan.waf, *(one.waf for one in plan.kept)]),
+            plan.ideal_waf, tuple(sorted({one.origin for one in tables if one is not None}))))
+
+
+def history(records: Iterable[Record]) -> History:
+    """Read a whole log."""
+    it = History()
+    for record in records:
+        it.add(record)
+    return it
+
+
+def waf(it: History, num_buckets: int) -> Waf:
+    """WAF over time, from the first submission to the last record, in equal buckets.
+
+    `achieved`: FLOP of an iteration (RankReady) x iterations done for the first time x the weight
+    at that time, spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps;
+    0 before the first plan and after the last task's end. Raises ValueError on no buckets.
+    """
+    from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
+    return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
+
+
+def layout(order: Reconfigure) -> str:
+    """A generation's layout, for example `TP 2 x DP 1, 1 beside`."""
+    axes = order.axes or Axes(dp=len(order.members))
+    num = len(order.members) - num_places(axes)
+    return in_words(axes) + (f", {num} beside" if num else "")
+
+
+def _believed(task: Task, body: IterationsLogged) -> bool:
+    """Whether the state took it in: of a round of processes whoever prints first is believed."""
+    return (task.logged is not None and task.logged.rank == body.rank
+            and task.attempts.get(body.rank) == body.attempt)
+
+
+def _phase(one: IncidentHistory, record: Record, task: Task) -> None:
+    """Note the first time of each phase; a second transition of the same incident starts over."""
+    body, at_s = record.body, record.at_s
+    if isinstance(body, Quiesce | Reconfigure | StartRank) and one.ordered_s is None:
+        one.ordered_s = at_s
+    if isinstance(body, Reconfigure) and layout(body) not in one.layouts[-1:]:
+        one.layouts.append(layout(body))
+    if one.stepped_s is not None:
+        return
+    if isinstance(body, Reconfigure):
+        there = {(member.rank, member.attempt) for member in body.members}
+        one.alive = there if one.alive is None else one.alive & there
+        one.rebuilt_s = one.resumed_s = None
+    elif isinstance(body, Reconfigured):
+        one.rebuilt_s, one.iteration = at_s, body.step_version
+    elif isinstance(body, Resume):
+        one.resumed_s = at_s
+    elif one.resumed_s is not None and task.stepped == task.generation:
+        one.stepped_s = at_s

@@ -1,0 +1,170 @@
+"""Which records of a log belong to an incident, also of tasks that it did not hurt.
+
+A record carries the incident of the hurt task alone. A plan that follows from the same cause, and
+what it makes another task do until that one steps again, are found by cause and by placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct, field
+
+from ...events.records.decisions import (
+    OrderSuppressed,
+    PlanChosen,
+    TaskEnded,
+    TaskPlaced,
+    TaskWaiting,
+)
+from ...events.records.envelope import Record
+from ...events.records.reports import (
+    MemoryCheckpointsLost,
+    MemoryCheckpointStored,
+    NodeJoined,
+    NodeLeft,
+)
+from ..fold.fold import fold
+from ..state.cluster import ClusterState
+from .history import PROGRESS, IncidentHistory
+
+Other = Literal["moves", "leaves", "done"]
+"""An unhurt task on its way to other seats, or to none; done: it steps again, or is over."""
+AFTER_RECORDS_MAX = 10_000
+"""How far behind the incident's end other tasks are followed."""
+
+
+class IncidentRecords(Struct, kw_only=True):
+    """Records by seq, as they are added; `others` are the unhurt tasks that it touched."""
+
+    incident: IncidentHistory
+    later: frozenset[int]
+    """Seqs of evidence that came after it was decided upon, or even after it was closed."""
+    state: ClusterState = field(default_factory=ClusterState)
+    records: list[Record] = field(default_factory=list[Record])
+    others: dict[int, Other] = field(default_factory=dict[int, Other])
+    causes: set[int] = field(default_factory=set[int])
+    kept: dict[tuple[str, int], Record] = field(default_factory=dict[tuple[str, int], Record])
+    """Its copies by node and step: the last MemoryCheckpointStored of each."""
+    lost: dict[str, Record] = field(default_factory=dict[str, Record])
+    """By node: what ended the copies that were there, and none came after it."""
+    plan: Record | None = None
+    """The last plan that was read, as long as nothing made it part of the incident."""
+
+    def add(self, record: Record) -> None:
+        """Read the next record of the log."""
+        task = getattr(record.body, "task", 0)
+        rounds = self._rounds(task)
+        fold(self.state, record)
+        begins = self._rounds(task) != rounds
+        if not self._is_of_copies(record):
+            self._take(record, task, begins=begins)
+        if (begins or isinstance(record.body, TaskEnded)) and task in self.others:
+            self.others[task] = "done"
+
+    def _take(self, record: Record, task: int, *, begins: bool) -> None:
+        body = record.body
+        if isinstance(body, PlanChosen):
+            self.plan = record
+        own = self._is_own(record, task)
+        if own:
+            self.causes |= {record.seq, record.cause} - {0}
+        if not own and not self._follows(record, task, begins=begins):
+            return
+        if isinstance(body, TaskPlaced) and task != self.incident.task:
+            self.others[task] = "moves" if body.seats else "leaves"
+        self._keep_plan(record)
+        if not isinstance(body, PlanChosen) and (begins or not isinstance(body, PROGRESS)):
+            self.records.append(record)
+
+    def _rounds(self, number: int) -> tuple[int, int]:
+        """Changes with the task's first progress after it was started or regrouped."""
+        task = self.state.tasks.get(number)
+        if task is None:
+            return 0, 0
+        return task.stepped, task.logged.round if task.logged is not None else 0
+
+    def _is_of_copies(self, record: Record) -> bool:
+        """Follow where copies of its state are; none of these is news by itself."""
+        body, own = record.body, self.incident.task
+        before_end = not self.incident.closed_seq or record.seq <= self.incident.closed_seq
+        if isinstance(body, MemoryCheckpointStored):
+            if body.task == own and before_end:
+                self.kept[body.node, body.step_version] = record
+                self.lost.pop(body.node, None)
+            return True
+        if before_end and isinstance(body, NodeJoined | NodeLeft | MemoryCheckpointsLost) and (
+                getattr(body, "task", 0) in (0, own)
+                and any(node == body.node for node, _ in self.kept)):
+            self.lost[body.node] = record
+        return False
+
+    @property
+    def gone(self) -> list[Record]:
+        """What had ended the copies, where a farther source had to serve."""
+        origin = self.incident.incident.source.origin
+        return (sorted(self.lost.values(), key=_seq) if origin in ("checkpoint", "seed") else [])
+
+    @property
+    def no_copies(self) -> str:
+        """Why there was no copy at all, where a farther source had to serve."""
+        if self.incident.incident.source.origin not in ("checkpoint", "seed") or self.kept:
+            return ""
+        training = self.state.tasks[self.incident.task].spec.training
+        if training is None:
+            return ""
+        return ("none had been reported" if training.copy_every else
+                "none are kept: train.copy_every is 0")
+
+    def settle(self) -> None:
+        """Take in what tells of the copy that served, or why none did."""
+        source = self.incident.incident.source
+        used = self.kept.get((source.node, source.step_version))
+        decisive = [*self.gone, *([used] if used is not None and source.origin == "copy" else [])]
+        there = {record.seq for record in self.records}
+        self.records += [record for record in decisive if record.seq not in there]
+        self.records.sort(key=_seq)
+
+    def _is_own(self, record: Record, task: int) -> bool:
+        number = self.incident.id
+        early = self.incident.first_seq <= record.seq < number  # a peer's collective failed
+        return (number in (record.incident, record.seq)
+                or record.seq in self.incident.evidence or record.seq in self.later
+                or (early and task == self.incident.task))
+
+    def _follows(self, record: Record, task: int, *, begins: bool) -> bool:
+        if isinstance(record.body, PlanChosen | TaskPlaced | TaskWaiting | OrderSuppressed):
+            return record.cause in self.causes
+        other, end = self.others.get(task), self.incident.closed_seq
+        return other == "moves" or (other == "leaves" and (not end or record.seq <= end))
+
+    def _keep_plan(self, record: Record) -> None:
+        """A plan comes before the placement that makes it part of the incident."""
+        plan = self.plan
+        if plan is not None and (record is plan or (
+                isinstance(record.body, TaskPlaced) and plan.cause == record.cause)):
+            self.records.append(plan)
+            self.plan = None
+
+    def is_over(self, seq: int) -> bool:
+        """Whether nothing of a later seq can belong to it."""
+        end = self.incident.closed_seq
+        return bool(end) and seq >= max(end, *self.later, 0) and (
+            "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
+
+
+def _seq(record: Record) -> int:
+    return record.seq
+
+
+def incident_records(one: IncidentHistory, records: Iterable[Record]) -> IncidentRecords:
+    """Read the log from its start, until the incident is over and all that came later is read."""
+    later = frozenset(one.incident.evidence) - frozenset(one.evidence)
+    found = IncidentRecords(incident=one, later=later)
+    for record in records:
+        found.add(record)
+        if found.is_over(record.seq):
+            break
+    found.settle()
+    return found

@@ -1,0 +1,74 @@
+"""Faults that were injected on purpose: requested, ordered, and which incidents they explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct, field
+
+from ...events.records.decisions import TaskEnded
+from ...events.records.envelope import Record
+from ...events.records.orders import InjectFault
+from ...events.records.reports import (
+    FaultRequested,
+    IterationsLogged,
+    NodeJoined,
+    RankExited,
+    TaskProgressed,
+)
+
+
+class Injected(Struct, kw_only=True):
+    """One InjectFault. It breaks one life of a rank, or of a node's agent, and no later one."""
+
+    request: Record
+    """The FaultRequested, or the order itself."""
+    order: InjectFault
+    at_s: float
+    over_seq: int = 0
+    """What is reported from here on does not come from it; 0: it may still show."""
+
+    def is_over(self, record: Record) -> bool:
+        """Its rank has ended, or trains on; its node's next agent has joined."""
+        order, body = self.order, record.body
+        if order.what == "node":
+            return (isinstance(body, NodeJoined) and body.node in order.nodes
+                    and body.incarnation > order.incarnation)
+        if getattr(body, "task", 0) != order.task:
+            return False
+        if isinstance(body, RankExited):
+            return body.rank == order.rank and body.attempt >= order.attempt
+        if isinstance(body, TaskProgressed | IterationsLogged):  # a stopped rank goes on by itself
+            return (order.what == "stop" and order.stop_s > 0
+                    and record.at_s > self.at_s + order.stop_s)
+        return isinstance(body, TaskEnded)
+
+
+class InjectedFaults(Struct):
+    """All such faults of a log."""
+
+    faults: list[Injected] = field(default_factory=list[Injected])
+    request: Record | None = None
+    """The last one."""
+
+    def add(self, record: Record) -> None:
+        """Read the next record."""
+        if isinstance(record.body, FaultRequested):
+            self.request = record
+        elif isinstance(record.body, InjectFault):
+            asked = self.request is not None and self.request.seq == record.cause
+            self.faults.append(Injected(
+                request=self.request if asked and self.request is not None else record,
+                order=record.body, at_s=record.at_s))
+        for one in self.faults:
+            if not one.over_seq and one.is_over(record):
+                one.over_seq = record.seq
+
+    def behind(self, *, task: int, ranks: Sequence[int], node: str, first_seq: int,
+               last_seq: int) -> list[Injected]:
+        """Those that explain an incident whose signs came from `first_seq` to `last_seq`."""
+        return [one for one in self.faults
+                if one.request.seq < last_seq
+                and (not one.over_seq or one.over_seq >= first_seq)
+                and (node in one.order.nodes if one.order.what == "node"
+                     else one.order.task == task and one.order.rank in ranks)]
