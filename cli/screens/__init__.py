@@ -1,4 +1,4 @@
 """Screens: plain data as text of at most 100 columns.
 
-One file a screen. Imports `history` and `terminal`.
+One file a screen. Imports `terminal`.
 """
