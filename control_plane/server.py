@@ -79,7 +79,7 @@ async def _serve(options: Options) -> int:
     try:
         await _reach(log)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
-                                  code=__version__, policy=options.policy, foresees=True)
+                                  code=__version__, policy=options.policy)
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
         http = Http(coordinator, log, token=token, address=address)

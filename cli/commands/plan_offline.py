@@ -12,8 +12,8 @@ from typing import Any
 
 from ...control_plane.planner import next_event, planner
 from ...control_plane.planner.alternative_names import percent
-from ...control_plane.planner.explain import cost_flop, objective_flop
 from ...control_plane.planner.next_event import Foreseen, after
+from ...control_plane.planner.objective import cost_flop, objective_flop
 from ...control_plane.planner.planner import Choice, gains
 from ...control_plane.planner.problem import PlanInput, waf_of
 from ...control_plane.planner.solver import knapsack
@@ -85,9 +85,8 @@ def _binding(asked: PlanInput, choice: Choice, worth: float, more: int) -> Plain
 def foretold(known: Foreseen) -> Iterator[Plain]:
     """Every event of the table, and the plan that it would be answered with."""
     names = {wish.task: wish.name for wish in known.asked.wishes}
-    for event, outlook in known.outlooks.items():
-        then = after(known.asked, event, known.gpus_per_node)
-        slots = outlook.plan[0]
+    for event, plan in known.plans.items():
+        then, slots = after(known.asked, event, known.gpus_per_node), plan.slots
         allocation = {wish.name: x for wish, x in zip(then.wishes, slots, strict=True)}
         yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
                "allocation": allocation, "objective": objective_flop(then, slots),
@@ -146,6 +145,8 @@ def loses(found: Plain, other: Plain) -> str:
 ROWS_NUM_MAX = 20
 """Tasks that change and are shown; the rest are counted."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 48
+TABLE_S_MAX = 10.0
+"""The events that are not planned by then are left out, and counted."""
 
 
 def plan(path: Path, *, table: bool, as_json: bool) -> None:
@@ -163,10 +164,12 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
             "next", command(f"unicron plan --offline {path} --table"))])
         return
     began_s = time.perf_counter()
-    known = next_event.foresee(offline.asked, offline.gpus_per_node)
+    known = next_event.foresee(offline.asked, offline.gpus_per_node,
+                             lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
     if as_json:
         found["table"], found["table_bytes"] = list(foretold(known)), known.num_bytes
+        found["table_left"] = known.num_left
         console.out(json.dumps(found))
         return
     console.lines([*screen(found, took_s), "", *_foretold(known, took_table_s)])
@@ -176,7 +179,8 @@ def _foretold(known: next_event.Foreseen, took_s: float) -> list[str]:
     """The table's page: an event a line."""
     rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
              scaled(row["objective"], "FLOP"), row["moves"]] for row in foretold(known)]
-    return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}", "",
+    left = f", {count(known.num_left)} more left out for time" if known.num_left else ""
+    return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}{left}", "",
             *[clipped(line, SCREEN_COLUMNS)
               for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
 

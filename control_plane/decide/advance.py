@@ -10,24 +10,24 @@ from ...events.records.reports import ReportsLost
 from ...events.records.types import Body
 from ..fold.fold import fold
 from ..state.cluster import ClusterState
-from .decide import Decide, Known, decide
+from .decide import Decide, decide
 
 HEART = 16
 """Version of what `decide` answers; a log says by which one it was written."""
 
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
-            known: Known | None = None, decide: Decide = decide) -> list[Record]:
+            decide: Decide = decide) -> list[Record]:
     """Fold the report, decide, fold the decisions: all of it is one batch for the log.
 
     `at_s` is the leader's clock; the records carry it unless it runs behind the log. The caller
-    has asked `accepts` before. `known`: optima that were found before (lookout.py). `decide`: by
-    another policy than ours, in a simulation.
+    has asked `accepts` before. `decide`: by another policy than ours, in a
+    simulation.
     """
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]
-    for body in decide(state, record, known):
+    for body in decide(state, record):
         decision = decision_record(state, body, cause=record)
         fold(state, decision)
         records.append(decision)

@@ -14,9 +14,7 @@ from ..fold.edits import task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
-from ..planner.problem import PlanInput
 from ..planner.problem_of_state import plan_input
-from ..planner.solver.candidates import Found
 from ..state import members
 from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
@@ -24,9 +22,8 @@ from ..state.task import Task
 from ..throughput import calibration, table
 from . import transition
 
-Known = Callable[[PlanInput], Found | None]
-Decide = Callable[[ClusterState, Record, Known | None], Iterator[t.Body]]
-Plan = Callable[[ClusterState, Known | None], Iterator[t.Body]]
+Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
+Plan = Callable[[ClusterState], Iterator[t.Body]]
 """How many slots each task gets, which ones, and why."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
 _OF_ALL = (
@@ -47,18 +44,16 @@ _OF_ALL = (
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
-def decide(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[t.Body]:
+def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
     """The decisions that follow from `record`, which is folded already.
 
-    The driver folds each body before it asks for the next. Called for reports only. `known`: optima
-    that were found before; with them and without the decisions are the same.
+    The driver folds each body before it asks for the next. Called for reports only.
     """
-    yield from answer(state, record, known, plan)
+    yield from answer(state, record, plan)
     yield from straggler_cost.priced(state)
 
 
-def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
-           ) -> Iterator[t.Body]:
+def answer(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
     """The decisions, with this way to plan."""
     if isinstance(record.body, r.TaskSubmitted):
         yield table.table(record.seq, record.body.spec,
@@ -74,7 +69,7 @@ def answer(state: ClusterState, record: Record, known: Known | None, plan: Plan
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
             return
-        yield from plan(state, known)
+        yield from plan(state)
         yield from steps(state, [state.tasks[key] for key in sorted(state.tasks)])
         yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
@@ -129,11 +124,11 @@ def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
         yield from transition.step(state, task)
 
 
-def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
+def plan(state: ClusterState) -> Iterator[t.Body]:
     """Counts for the whole cluster, then seats, then who waits and for what."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
-    choice = hot_spare.choose(ground.asked, known(ground.asked) if known is not None else None)
+    choice = hot_spare.choose(ground.asked)
     yield explain.chosen(state, ground, choice)
     if not state.held:
         yield from place(state, open_tasks, choice.plan.slots, ground.slots)

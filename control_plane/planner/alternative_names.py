@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
-LIMITS = {f"without {', '.join(some[:-1])}{' and ' * (len(some) > 1)}{some[-1]}": some
-          for num in (1, 2, 3)
-          for some in combinations(("moves_max", "quotas", "priorities"), num)}
-"""What a plan is called that keeps none of these limits, of those that are in force."""
-FLOORLESS = "without floors"
+LIMIT_NAMES = ("moves_max", "quotas", "priorities", "floors")
+
+
+def without(names: Sequence[str]) -> str:
+    """What the best plan is called that keeps none of these limits."""
+    return f"without {', '.join(names[:-1])}{' and ' * (len(names) > 1)}{names[-1]}"
+
+
+FLOORLESS = without(("floors",))
+LIMITS = {without(some): some for num in (1, 2, 3, 4) for some in combinations(LIMIT_NAMES, num)
+          if some != ("floors",)}
+UNCHANGED = "keep as it is"
+"""The plan in which every task keeps what it has."""
 ALPHALESS = "the best by WAF, without alpha"
 SPARELESS = "without a hot spare"
 OTHERS_WAIT_NUM = -(1 << 53)

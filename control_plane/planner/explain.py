@@ -1,18 +1,34 @@
-"""Why this plan: what it earns and costs, how far behind the beaten ones are, what binds it."""
+"""Why this plan: what it earns and costs, how far behind the beaten ones are, what binds it.
+
+`chosen` is what the log keeps. What is asked for later (`lifted`, `paid_back_s`) is computed on
+request, from the plan's input.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from ...events.records.decisions import Allocation, Alternative, Binding, PlanChosen
 from ..state.cluster import ClusterState
 from . import constraints
-from .alternative_names import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told
-from .planner import Choice, Plan, ideal_waf, wanted
-from .problem import PlanInput, Wish, charged_s, waf_of
+from .alternative_names import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told, without
+from .objective import hysteresis_flop, objective_flop, transition_flop
+from .planner import (
+    Choice,
+    Plan,
+    all_rows,
+    alternatives,
+    best_among,
+    comparable,
+    ideal_waf,
+    plan_of,
+    planned,
+    wanted,
+)
+from .problem import PlanInput, waf_of
 from .problem_of_state import Ground, digest
 
 NUM_NAMED_MAX = 3
@@ -22,10 +38,10 @@ UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
 
 
 def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
-    """The choice as the record that the log keeps of it, with all that explains it."""
+    """The choice as the record that the log keeps of it, with what explains it."""
     asked, plan = ground.asked, choice.plan
     objective = objective_flop(asked, plan.slots)
-    others = beaten(asked, choice, objective)
+    others = beaten(asked, choice.alternatives, objective)
     most = {wish.task: state.tasks[wish.task].spec.slots.max for wish in asked.wishes}
     bound, bound_tasks = binding(asked, choice, most)
     return PlanChosen(
@@ -34,9 +50,9 @@ def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
         ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=digest(state, ground),
         objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
         running_s=asked.running_s, binding=bound, bound_tasks=bound_tasks,
-        why=why(asked, choice, others, bound), paid_back_s=paid_back_s(asked, choice),
-        below_floor=tuple(constraints.short(asked, plan.slots)), hot_spare=choice.spare,
-        alpha=asked.alpha, kept=_kept(ground))
+        why=why(asked, choice, others, bound),
+        below_floor=tuple(constraints.short(asked, plan.slots)), hot_spare=choice.spare, alpha=asked.alpha,
+        kept=_kept(ground))
 
 
 def _kept(ground: Ground) -> tuple[Allocation, ...]:
@@ -47,51 +63,12 @@ def _kept(ground: Ground) -> tuple[Allocation, ...]:
                  for wish in ground.every if wish.task not in planned and wish.now)
 
 
-def objective_flop(asked: PlanInput, slots: Sequence[int]) -> float:
-    """G of a plan in weighted FLOP, not rounded to the planner's integers."""
-    return math.fsum(part for wish, x in zip(asked.wishes, slots, strict=True)
-                     for part in (waf_of(wish, x) * asked.running_s, -cost_flop(wish, x)))
-
-
-def transition_flop(asked: PlanInput, slots: Sequence[int]) -> float:
-    """What the changes of a plan cost."""
-    return math.fsum(cost_flop(wish, x) for wish, x in zip(asked.wishes, slots, strict=True))
-
-
-def beaten(asked: PlanInput, choice: Choice, objective: float) -> tuple[Alternative, ...]:
-    """The plans that were beaten, with their distance from `objective`, the chosen one's G."""
+def beaten(asked: PlanInput, others: Sequence[Alternative], objective: float
+           ) -> tuple[Alternative, ...]:
+    """Other plans, with their distance from `objective`, the chosen one's."""
     return tuple(replace(other, behind_flop=objective - objective_flop(asked, slots),
                          transition_flop=transition_flop(asked, slots))
-                 for other in choice.alternatives
-                 for slots in [tuple(num for _, num in other.slots)])
-
-
-def paid_back_s(asked: PlanInput, choice: Choice) -> float:
-    """How long until what the changes of healthy tasks earn has paid for them, 0 where nothing is
-    to be paid; against the best plan without them, which is among the beaten ones. Not told with
-    alpha: its changes are not made to earn more."""
-    if asked.alpha or leaves_healthy(asked, choice.plan.slots):
-        return 0.0
-    steady = [(other.objective, other.waf, slots) for other in choice.alternatives
-              if other.what not in UNBOUND
-              and leaves_healthy(asked, slots := tuple(num for _, num in other.slots))]
-    if not steady:
-        return 0.0
-    _, waf, slots = max(steady, key=lambda one: one[0])
-    gain = choice.plan.waf - waf
-    cost = transition_flop(asked, choice.plan.slots) - transition_flop(asked, slots)
-    return cost / gain if gain > 0 and cost > 0 else 0.0
-
-
-def leaves_healthy(asked: PlanInput, slots: Sequence[int]) -> bool:
-    """Whether every healthy task keeps what it has, where it may have that."""
-    return all(wish.hurt or x == wish.now or wish.now not in wish.sizes
-               for wish, x in zip(asked.wishes, slots, strict=True))
-
-
-def cost_flop(wish: Wish, slots: int) -> float:
-    """What going to so many slots costs: weighted FLOP that are not achieved meanwhile."""
-    return waf_of(wish, wish.now) * charged_s(wish, slots)
+                 for other in others for slots in [tuple(num for _, num in other.slots)])
 
 
 def binding(asked: PlanInput, choice: Choice,
@@ -100,22 +77,19 @@ def binding(asked: PlanInput, choice: Choice,
 
     `most`: the most slots that each task allows. `slots`: with more of them it would earn more.
     `min`: there are some left, fewer than the smallest size of a task that waits. `max`: every task
-    has what suits it best, some the most that they allow. `floor`: without those of these tasks it
-    would earn more. `spare`: a node's slots are kept idle.
+    has what suits it best, some the most that they allow. `limits`, `floor`: without limits, or
+    without the floors of these tasks, it would be worth more. `spare`: a node's slots are kept
+    idle.
     """
     plan = choice.plan
     if choice.spare is not None and choice.spare.verdict == "kept":
         return "spare", ()
-    if choice.optimum is not None:
-        return "gain_min", tuple(wish.task for wish, x, have in zip(
-            asked.wishes, choice.optimum.slots, plan.slots, strict=True) if x != have)
-    if choice.limitless is not None:
+    if choice.limitless is not None and choice.binding != ("floors",):
         return "limits", ()
-    for other in choice.alternatives:
-        if other.what == FLOORLESS and other.objective > plan.objective:
-            least = constraints.given(asked)
-            return "floor", tuple(task for (task, x), floor in
-                                  zip(other.slots, least, strict=True) if x < floor)
+    if choice.limitless is not None:
+        least = constraints.given(asked)
+        return "floor", tuple(wish.task for wish, x, floor in zip(
+            asked.wishes, choice.limitless.slots, least, strict=True) if x < floor)
     if sum(wanted(asked)) > asked.num_slots:
         left_over = asked.num_slots - sum(plan.slots)
         tasks = [wish.task for wish, x in zip(asked.wishes, plan.slots, strict=True)
@@ -126,13 +100,81 @@ def binding(asked: PlanInput, choice: Choice,
     return ("max", tuple(full)) if full else ("nothing", ())
 
 
+# --- on request ---------------------------------------------------------------------------------
+def lifted(asked: PlanInput, slots: Sequence[int]) -> tuple[Alternative, ...]:
+    """What would be planned without each limit by itself, without floors, without alpha, without a
+    hot spare or with one, and if only the hurt shrink: each beside the plan `slots`.
+
+    A solve for each. Plans that are the same as an earlier one, or as `slots`, are left out.
+    """
+    every, earned = all_rows(asked)
+
+    def valued(found: Sequence[int]) -> Plan:
+        return plan_of(asked.wishes, (tuple(found), every.sums(every.vector(found))[0]))
+
+    plan = valued(slots)
+    others = [(what, comparable(asked, plan, valued(planned(other).slots)))
+              for what, other in _lifted(asked)]
+    hurt = [wish.name for wish in asked.wishes if wish.hurt]
+    shrunk = best_among(asked, lambda wish, x: x == wish.now or (wish.hurt and x < wish.now))
+    if hurt and shrunk is not None:
+        others.append((f"shrink only the hurt ({_listed(hurt)})", shrunk))
+    share = int(earned[every.vector(slots)].sum()) if asked.alpha else 0
+    return beaten(asked, alternatives(asked, plan, others, share),
+                  objective_flop(asked, plan.slots))
+
+
+def _lifted(asked: PlanInput) -> Iterator[tuple[str, PlanInput]]:
+    """By the name of the plan: the input without one of what binds it."""
+    limits = asked.limits
+    if limits is not None and limits.moves_max is not None:
+        yield without(("moves_max",)), replace(asked, moves_max=None)
+    if limits is not None and limits.teams:
+        yield without(("quotas",)), replace(asked, quotas=())
+    if limits is not None and limits.priorities:
+        yield without(("priorities",)), replace(asked, wishes=tuple(
+            replace(wish, priority=0) for wish in asked.wishes))
+    if constraints.are_set(asked):
+        yield FLOORLESS, constraints.without(asked)
+    if asked.gain_min:
+        yield "without gain_min", replace(asked, gain_min=0.0)
+    if asked.alpha:
+        yield ALPHALESS, replace(asked, alpha=0.0)
+    if asked.spare_slots:
+        idle = min(asked.spare_slots, asked.num_slots)
+        yield SPARELESS, asked
+        yield "with a hot spare", replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle)
+
+
+def paid_back_s(asked: PlanInput, slots: Sequence[int]) -> float:
+    """How long until what the changes of healthy tasks earn has paid for them, against the best
+    plan that leaves the healthy as they are (one solve). 0 where nothing is to be paid, and with
+    alpha: its changes are not made to earn more."""
+    if asked.alpha or leaves_healthy(asked, slots):
+        return 0.0
+    steady = best_among(asked, lambda wish, x: (
+        wish.hurt or x == wish.now or wish.now not in wish.sizes))
+    if steady is None:
+        return 0.0
+    waf = math.fsum(waf_of(wish, x) for wish, x in zip(asked.wishes, slots, strict=True))
+    gain = waf - steady.waf
+    cost = transition_flop(asked, slots) - transition_flop(asked, steady.slots)
+    return cost / gain if gain > 0 and cost > 0 else 0.0
+
+
+def leaves_healthy(asked: PlanInput, slots: Sequence[int]) -> bool:
+    """Whether every healthy task that has slots keeps them, where it may have so many."""
+    return all(wish.hurt or x == wish.now or wish.now not in wish.sizes
+               for wish, x in zip(asked.wishes, slots, strict=True))
+
+
 # --- one sentence -------------------------------------------------------------------------------
 def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
     """One sentence: what moves, and what the nearest other plan lacks."""
     names = {wish.task: wish.name for wish in asked.wishes}
     short = [names[task] for task in constraints.short(asked, choice.plan.slots)]
     room = f"; no room for the floor of {_listed(short)}" if short else ""
-    reason = f"{_reason(asked, choice, others, bound)}{_price_of_alpha(choice, others)}{room}"
+    reason = f"{_reason(asked, choice, others, bound)}{room}"
     return f"{_moves(choice.allocations, names)}: {reason}"
 
 
@@ -168,8 +210,6 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
             other.what in LIMITS if bound == "limits" else other.what == FLOORLESS))
         first = _first_come(asked, plan, most) if most.what == "without priorities" else ""
         return f"{first}{most.what} it would be worth {_apart(most, asked, plan)} more{by}"
-    if bound == "gain_min":
-        return _gains_too_little(asked, choice, others, by)
     others = [other for other in others if other.what not in UNBOUND]
     if not others:
         return "there is no other plan"
@@ -179,8 +219,13 @@ def _reason(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
     if nearest.objective == plan.objective:
         return f"{runner_up} is worth as much, and a tie goes to the first task"
     less = f"{runner_up} is worth {_apart(nearest, asked, plan)} less{by}"
-    return (f"{less}: its changes cost more than they earn"
-            if nearest.waf > plan.waf and not asked.alpha else less)
+    if nearest.waf <= plan.waf or asked.alpha:
+        return less
+    slots = [x for _, x in nearest.slots]
+    held = math.fsum(hysteresis_flop(asked, wish, x) - hysteresis_flop(asked, wish, y)
+                     for wish, x, y in zip(asked.wishes, slots, plan.slots, strict=True))
+    return (f"{less}: its changes earn less than gain_min asks for" if held >= nearest.behind_flop
+            else f"{less}: its changes cost more than they earn")
 
 
 def _first_come(asked: PlanInput, plan: Plan, most: Alternative) -> str:
@@ -195,30 +240,6 @@ def _first_come(asked: PlanInput, plan: Plan, most: Alternative) -> str:
     first, last = (_listed([f"{wish.name} ({wish.priority})" for wish in some])
                    for some in (takes, gives))
     return f"priority: {first} come{'s' * (len(takes) == 1)} before {last}; "
-
-
-def _gains_too_little(asked: PlanInput, choice: Choice, others: Sequence[Alternative],
-                      by: str) -> str:
-    bar = f"the {100 * asked.gain_min:g} % that gain_min asks for"
-    if asked.limits is not None and asked.limits.priorities:
-        return (f"to change healthy tasks would gain less{by} than {bar}, in the highest priority "
-                "in which it gains")
-    most = next(other for other in others if choice.optimum is not None
-                and tuple(x for _, x in other.slots) == choice.optimum.slots)
-    # gain_min is a share of what is earned before the costs, so this one is too.
-    earned = choice.plan.waf * asked.running_s
-    gain = (percent(abs(most.behind_share)) if asked.alpha else
-            percent(abs(most.behind_flop) / earned) if earned > 0 else "something")
-    return f"to change healthy tasks would gain {gain}{by}, below {bar}"
-
-
-def _price_of_alpha(choice: Choice, others: Sequence[Alternative]) -> str:
-    """What it costs that the plan is not the one that earns most."""
-    for other in others:
-        if other.what == ALPHALESS and other.waf > choice.plan.waf > 0:
-            return (f"; {ALPHALESS}, would earn "
-                    f"{percent(other.waf / choice.plan.waf - 1)} more")
-    return ""
 
 
 def _apart(other: Alternative, asked: PlanInput, plan: Plan) -> str:

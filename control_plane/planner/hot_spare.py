@@ -7,38 +7,35 @@ that fault takes a node of one task. More than one node cannot pay so: one event
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ...events.records.decisions import Alternative, HotSpare
-from . import constraints, next_event, objective, planner
+from . import constraints, objective, planner
 from .alternative_names import SPARELESS
+from .next_event import Event, after
 from .objective import Exact, Floats
 from .planner import Choice
 from .problem import PlanInput, waf_of
-from .solver.candidates import Found
 
 WORK_NUM_MAX = 1 << 18
 """Tasks times all their sizes: below 200 ms. Above it no spare is priced."""
-FLOORED_WORK_NUM_MAX = 1 << 14
-"""With floors, where each of the plans after a fault is a plan of its own."""
 LIMITED_WORK_NUM_MAX = 1 << 21
-"""Under limits, where each of them is a search over slots and moves: times both."""
+"""Under limits, where each plan after a fault is a search over slots and moves: times both."""
 
 
-def choose(asked: PlanInput, known: Found | None = None) -> Choice:
+def choose(asked: PlanInput) -> Choice:
     """The plan, with a node's slots kept idle if and only if that is worth more.
 
     A plan is worth its G, and what is expected of the one that follows on the next fault: a node
     is lost, of task i with probability x_i / n, `planner.choose` plans anew on what is left, and
     that plan stands until the node is repaired or the fault after it comes. A tie keeps nothing
     idle; no task that runs stops for a spare, and none is left below a floor that it would have.
-    `known`: the optimum without a spare, where it is known already; the choice is the same.
     """
-    free, num = planner.choose(asked, known), asked.spare_slots
+    free, num = planner.choose(asked), asked.spare_slots
     if not num or not asked.wishes:
         return free
     if asked.num_slots - sum(free.plan.slots) >= num:
@@ -46,10 +43,11 @@ def choose(asked: PlanInput, known: Found | None = None) -> Choice:
     if is_too_much(asked):
         return replace(free, spare=HotSpare(num_slots=num, verdict="not priced"))
     idle = min(num, asked.num_slots)
-    kept = planner.choose(replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle))
-    pays, told = _compared(asked, free.plan.slots, kept.plan.slots)
+    fewer = replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle)
+    pays, told = _compared(asked, free.plan.slots, planner.planned(fewer).slots)
     if not pays:
         return replace(free, spare=told)
+    kept = planner.choose(fewer)
     slots = tuple((wish.task, x) for wish, x in zip(asked.wishes, free.plan.slots, strict=True))
     beaten = Alternative(what=SPARELESS, slots=slots, waf=free.plan.waf,
                          objective=free.plan.objective)
@@ -62,12 +60,7 @@ def is_too_much(asked: PlanInput) -> bool:
     work = len(asked.wishes) * sum(len(wish.sizes) + 1 for wish in asked.wishes)
     if asked.limits is not None:
         return work * (asked.num_slots + 1) * (1 + (asked.moves_max or 0)) > LIMITED_WORK_NUM_MAX
-    return work > (FLOORED_WORK_NUM_MAX if _is_bound(asked) else WORK_NUM_MAX)
-
-
-def _is_bound(asked: PlanInput) -> bool:
-    """Whether the plans after a fault are none of those that may be foreseen together."""
-    return asked.limits is not None or constraints.are_asked(asked)
+    return work > WORK_NUM_MAX
 
 
 class _Then(Struct, frozen=True):
@@ -91,32 +84,23 @@ class _Then(Struct, frozen=True):
         back = objective.scaled(self.back, shift).tolist()
         num_idle = num_slots - sum(wish.now for wish in wishes)
         total = num_idle * rows.sums(rows.vector(planner.planned(self.asked).slots))[0]
-        for i, slots in _lost(self.asked):
-            value = rows.sums(rows.vector(slots))[0]
-            value -= back[i] if slots[i] == wishes[i].now else 0
-            total += wishes[i].now * value
+        for i, wish in enumerate(wishes):
+            if wish.now:  # a node of it is lost; the slots of `asked` are those that are left
+                lost = after(self.asked, Event(what="node lost", task=wish.task), 0)
+                slots = planner.planned(lost).slots
+                value = rows.sums(rows.vector(slots))[0]
+                value -= back[i] if slots[i] == wish.now else 0
+                total += wish.now * value
         return total
 
 
 def _then(asked: PlanInput, slots: Sequence[int]) -> _Then:
-    after = replace(asked, num_slots=max(asked.num_slots - asked.spare_slots, 0), wishes=tuple(
+    then = replace(asked, num_slots=max(asked.num_slots - asked.spare_slots, 0), wishes=tuple(
         replace(wish, now=x, hurt=False) for wish, x in zip(asked.wishes, slots, strict=True)))
-    stands_s = min(asked.repair_s, after.running_s)
-    return _Then(after, objective.exact(after.wishes, stands_s, after.num_slots), np.array(
-        [waf_of(wish, wish.now) * wish.transition.same_s if wish.now <= after.num_slots else 0.0
-         for wish in after.wishes]))
-
-
-def _lost(asked: PlanInput) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each task that has slots, by its place, and the plan if a node of it is lost."""
-    if not _is_bound(asked):
-        yield from next_event.plans_hurt(asked)
-        return
-    for i, wish in enumerate(asked.wishes):
-        if wish.now:
-            then = replace(asked, wishes=(*asked.wishes[:i], replace(wish, hurt=True),
-                                          *asked.wishes[i + 1:]))
-            yield i, planner.planned(then).slots
+    stands_s = min(asked.repair_s, then.running_s)
+    return _Then(then, objective.exact(then.wishes, stands_s, then.num_slots), np.array(
+        [waf_of(wish, wish.now) * wish.transition.same_s if wish.now <= then.num_slots else 0.0
+         for wish in then.wishes]))
 
 
 def _compared(asked: PlanInput, free: Sequence[int], kept: Sequence[int]) -> tuple[bool, HotSpare]:

@@ -16,7 +16,7 @@ from ..state.cluster import ClusterState
 from ..state.task import Task
 from . import constraints
 from .alternative_names import SPARELESS, slots_told
-from .planner import Plan, gains, held, plan_of, planned
+from .planner import Plan, gains, plan_of, planned
 from .problem import Limits, PlanInput, Wish
 from .solver.candidates import Found, Rows
 from .solver.dynamic_program import IMPOSSIBLE, Others
@@ -53,7 +53,7 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
 
     It is the price once the plan is carried out, when every task is healthy on what it was given:
     then `choose` gives the task slots if its weight is more than `times` what it is, and none if
-    it is less, all else equal. That counts `gain_min`: healthy tasks give slots only for so much.
+    it is less, all else equal. That counts `gain_min`: it is part of what a change costs.
     O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
     very many wait, only the first of them, by VECTORS_NUM_MAX; under limits those for which
     LIMITED_WORK_NUM_MAX is enough. None under floors or alpha, where priorities differ, nor where a
@@ -79,7 +79,7 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     if asked.limits is not None:
         return _limited(replace(asked, wishes=after), rows, plan, options)
     options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
-    free, steady = Others(rows, num_slots), Others(held(after, rows), num_slots)
+    free = Others(rows, num_slots)
     found: dict[int, Price] = {}
     for i, sizes in options.items():
         best: list[tuple[int, int, int]] = []
@@ -90,8 +90,7 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
         found[asked.wishes[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, asked.gain_min, free=free.beside(i),
-                         steady=steady.beside(i)))
+            times=_times(sizes, num_slots, free.beside(i)))
     return found
 
 
@@ -103,24 +102,22 @@ def _limited(after: PlanInput, rows: Rows, plan: Plan,
     """
     limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
     assert limits is not None
-    same = held(after.wishes, rows)
     for i, sizes in options.items():
-        left -= 2 * (len(sizes) + 1) * limited_work(after)
+        left -= (len(sizes) + 1) * limited_work(after)
         if left < 0:
             break
-        free, steady = (_beside(of, i, sizes, after.num_slots, limits) for of in (rows, same))
+        free = _beside(rows, i, sizes, after.num_slots, limits)
         runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
         if not runs:
             continue
         value, slots = max(runs)
         best, num = plan_of(after.wishes, (slots, value)), after.num_slots
         gain_of = {0: 0, **dict(sizes)}
-        rest, rest_held = ({num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
-                            for size, one in every.items()} for every in (free, steady))
+        rest = {num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
+                for size, one in free.items()}
         found[after.wishes[i].task] = Price(
             cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
-            times=_times(sizes, num, after.gain_min, free=rest.__getitem__,
-                         steady=rest_held.__getitem__))
+            times=_times(sizes, num, rest.__getitem__))
     return found
 
 
@@ -140,23 +137,14 @@ def limited_work(asked: PlanInput) -> int:
     return num * (CANDIDATE_NUM + (asked.num_slots + 1) * num_moves * num_priorities)
 
 
-def _times(sizes: Sequence[tuple[int, int]], num_slots: int, gain_min: float, *,
-           free: Callable[[int], int], steady: Callable[[int], int]) -> float:
-    """Where `choose` turns, as a factor on the gains of `sizes`.
+def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
+    """From which factor on the gains of `sizes` `choose` gives the task slots. `rest`: the best of
+    all others, by the slots that are left for them.
 
-    At factor f the optimum is F = max(free(n), free(n - x) + f g(x)), what keeps the healthy as
-    they are S = max(steady(n), steady(n - x) + f g(x)), and F is taken if F >= (1 + gain_min) S.
-    Both are convex in f and never fall, so each question has one turning point.
+    With factor f the best plan with size x is worth rest(n - x) + f g(x), without it rest(n).
     """
-    def reaches(level: float, rest: Callable[[int], int]) -> float:
-        return min(((level - value) / gain for size, gain in sizes
-                    if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
-
-    without, without_held = free(num_slots), steady(num_slots)
-    free_gives, steady_gives = reaches(without, free), reaches(without_held, steady)
-    if steady_gives <= free_gives:
-        return max(steady_gives, min(free_gives, reaches(without / (1 + gain_min), steady)))
-    return min(steady_gives, max(free_gives, reaches((1 + gain_min) * without_held, free)))
+    return min(((rest(num_slots) - value) / gain for size, gain in sizes
+                if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
 
 # --- What bars a task that waits: the limit without which the plan would give it slots. ---

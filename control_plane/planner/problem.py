@@ -28,21 +28,18 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     def allow(self, slots: Sequence[int]) -> bool:
         """Whether a plan keeps the moves and the quotas."""
-        return (self.moves_max is None or self.num_moves(slots) <= self.moves_max) and all(
-            sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
+        return self.allow_moves(slots) and self.allow_quotas(slots)
+
+    def allow_moves(self, slots: Sequence[int]) -> bool:
+        return self.moves_max is None or self.num_moves(slots) <= self.moves_max
+
+    def allow_quotas(self, slots: Sequence[int]) -> bool:
+        return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
 
     def num_moves(self, slots: Sequence[int]) -> int:
         """Healthy tasks that would have other slots."""
         return sum(healthy and x != now for x, now, healthy in
                    zip(slots, self.now, self.healthy, strict=True))
-
-    def by_priority(self, gains: Sequence[int]) -> tuple[int, ...]:
-        """Sums of what each row gains, the highest priority first."""
-        if not self.priorities:
-            return (sum(gains),)
-        pairs = list(zip(gains, self.priorities, strict=True))
-        return tuple(sum(gain for gain, priority in pairs if priority == one)
-                     for one in sorted(set(self.priorities), reverse=True))
 
 
 class Wish(Struct, frozen=True, kw_only=True, dict=True):

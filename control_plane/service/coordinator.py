@@ -21,7 +21,6 @@ from ...events.spec.policy import Policy
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
-from .lookout import Lookout
 
 T = TypeVar("T")
 Check = Callable[[ClusterState], None]
@@ -65,27 +64,25 @@ class Coordinator:
 
     Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
     streams are restored; EpochStarted, and PolicySet where it differs, are appended; the heartbeats
-    are watched, the lookout with `foresees`; the loop. Each turn of the loop takes what has come
+    are watched; the loop. Each turn of the loop takes what has come
     (reports, operators' writes) and, once the intake is known to be empty, what time brought
     (deadlines, leases); decides upon it in order; appends it in one write; and only then answers,
     publishes and trims.
 
     Conflict, Ambiguous and Unavailable drop the memory and fold the log again; Unavailable for
     ever, since the ranks go on without a leader. Stop order: `stop` lets the current turn end; then
-    the blocking read, the heartbeats' watch and the lookout are cancelled. A cancel ends all at the
+    the blocking read and the heartbeats' watch are cancelled. A cancel ends all at the
     next await: nothing is lost, for the intake's cursor moves only with the append, and an append
     in flight either stands or not; the next leader folds what is there.
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None, foresees: bool = False) -> None:
+                 limits: Limits | None = None) -> None:
         self._log = log
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
         self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
-        self.lookout = Lookout(lambda: self._leader.state) if foresees else None
-        self._leader.known = self.lookout.known if self.lookout else None
         self._leases = Leases()
         self._talk = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
@@ -168,15 +165,11 @@ class Coordinator:
                 await self._insist(self._leader.take_over)
                 # Once: a leader that took the log again after a newer one would never be fenced.
                 await self._insist(self._recover)
-                watch = [group.create_task(self._watch(), name="heartbeats")]
-                if self.lookout is not None:
-                    watch.append(group.create_task(self.lookout.run(lambda: self._news),
-                                                   name="lookout"))
+                watch = group.create_task(self._watch(), name="heartbeats")
                 try:
                     await self._lead(group)
                 finally:
-                    for one in watch:
-                        one.cancel()
+                    watch.cancel()
             except LogError as error:
                 ended = error
             finally:

@@ -13,7 +13,6 @@ from ...events.records.reports import EpochStarted, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..decide.advance import HEART, accepts, advance
-from ..decide.decide import Known
 from ..fold.fold import fold
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
 
@@ -41,8 +40,6 @@ class Leader:
         self._ahead_s = 0.0
         self.source = f"leader/{nonce}"
         self._nonce = nonce
-        self.known: Known | None = None
-        """Optima that were found before: no decision depends on it."""
         self.epoch = 0
         self.state = ClusterState()
         self.position = "0-0"
@@ -104,7 +101,7 @@ class Leader:
         for report in reports:
             if accepts(self.state, report) != "next":
                 continue
-            made = advance(self.state, report, epoch=self.epoch, at_s=now_s, known=self.known)
+            made = advance(self.state, report, epoch=self.epoch, at_s=now_s)
             records += made
             if report.source.startswith("operator/"):
                 answers.setdefault(report.source, made[0].seq)

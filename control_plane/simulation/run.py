@@ -71,8 +71,7 @@ class Run:
                  earnings: Earnings | None = None) -> None:
         self.ground, self.costs = ground, policy.costs
         told = Told(costs=policy.costs, params=ground.params)
-        self.engine = Engine(policy.quick if policy.quick is not None and keep is None
-                             else policy.decides(told))
+        self.engine = Engine(policy.decides(told))
         self.account = Account(self.engine.state, earnings or Earnings(), self._opens)
         self.paper = Paper(self.engine, policy.costs, self.account)
         self.account.does = self.paper.slot_time.does

@@ -127,9 +127,10 @@ class HotSpare(Struct, frozen=True, kw_only=True):
 
 class PlanChosen(Body, frozen=True, rename={
         "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
-    """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
+    """Slots per task for the whole cluster. `objective` is scaled to an integer (law 10).
 
-    G is what the plan earns within `running_s`, less what its changes cost. `why`: in one sentence.
+    The objective is what the plan earns within `running_s`, less what its changes cost, less
+    `gain_min` of what each healthy task that changes earns in that time. `why`: in one sentence.
     """
 
     trigger: str
@@ -143,18 +144,18 @@ class PlanChosen(Body, frozen=True, rename={
     input: int = 0
     """A digest of all that the plan follows from, 52 bits; to heart 15 a count of its changes."""
     objective_flop: float = 0.0
-    """G in weighted FLOP."""
+    """The objective in weighted FLOP."""
     transition_flop: float = 0.0
     """What its changes cost: weighted FLOP that are not achieved meanwhile."""
     running_s: float = 0.0
     """D_running: how long the plan is expected to hold."""
     binding: Binding = ""
     bound_tasks: tuple[int, ...] = ()
-    """Whose max, min or floor binds, or whom `gain_min` leaves alone."""
+    """Whose max, min or floor binds. Up to decider version 15 `bound` could be `gain_min`."""
     why: str = ""
     paid_back_s: float = 0.0
-    """After so long it has earned what it costs beyond the best plan that leaves healthy tasks as
-    they are; 0: it is that plan, or there is none, or it costs no more, or earns no more."""
+    """Up to decider version 15: when its changes had paid for themselves. Now computed on request.
+    """
     alpha: float = 0.0
     """Of alpha-fairness; above 0 `objective` is the sum of utilities, and `waf`, `objective_flop`
     and all else in FLOP is what the plan earns by that."""

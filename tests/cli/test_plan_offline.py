@@ -53,10 +53,9 @@ def test_what_is_chosen_in_numbers(tmp_path: Path) -> None:
     assert found["reason"] == (
         "a 32 -> 24; 120 GPUs bind: 8 more would earn 700 TFLOP/s; the runner-up (the next best) "
         "loses 301 EFLOP (2.5 %)")
-    best, second = found["alternatives"]
+    (best,) = found["alternatives"]
     assert best["instead"] == {"a": 32, "b": 88}
     assert best["loses"] == found["objective"] - best["objective"]
-    assert second["loses"] >= best["loses"]
 
 
 @st.composite
@@ -127,10 +126,9 @@ a            32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    204 PFLOP  hurt
 2 unchanged  96
 all          128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s  204 PFLOP
 
-   PLAN                        WORTH  DISTANCE
-1  this one               11.9 ZFLOP  chosen
-2  the next best          11.6 ZFLOP  loses 301 EFLOP (2.5 %)
-3  the best with a on 16  11.5 ZFLOP  loses 420 EFLOP (3.5 %)
+   PLAN                WORTH  DISTANCE
+1  this one       11.9 ZFLOP  chosen
+2  the next best  11.6 ZFLOP  loses 301 EFLOP (2.5 %)
 
 bound by   120 GPUs (8 more: +700 TFLOP/s), 0 idle; b at the largest size named
 horizon    6.9 d: so long nothing fails; a change costs 204 PFLOP in all

@@ -1,13 +1,9 @@
-"""What is foreseen is what would be planned: every event, its optimum, its plan, what it beat."""
+"""The table of single events: every event once, each with the plan that would be made."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from msgspec.structs import replace
-from unicron.control_plane.planner import constraints, next_event, planner
-from unicron.control_plane.planner.next_event import after, foresee
 from unicron.control_plane.planner.problem import PlanInput, Wish
-from unicron.control_plane.planner.solver import knapsack
 from unicron.control_plane.throughput.transition_cost import Transition
 
 
@@ -37,25 +33,3 @@ def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
                      quotas=(("red", draw(st.integers(0, 9))),) if bound else (),
                      floor=floored and draw(st.booleans())
                      ), draw(st.integers(1, 4))
-
-
-def holds(asked: PlanInput, gpus_per_node: int) -> None:
-    """Every entry is what is planned on demand, and a lookup changes nothing of a choice."""
-    table = foresee(asked, gpus_per_node)
-    for event, outlook in table.outlooks.items():
-        then = after(asked, event, gpus_per_node)
-        assert outlook.optimum == knapsack.best(planner.gains(then), then.num_slots), event
-        choice = planner.choose(then)
-        assert outlook.plan == (choice.plan.slots, choice.plan.objective), event
-        known = table.known(then)
-        assert known == outlook.optimum
-        assert planner.choose(then, known) == choice
-    if (
-        gpus_per_node <= asked.num_slots
-        and asked.limits is None
-        and not constraints.are_asked(asked)
-    ):
-        left = replace(asked, num_slots=asked.num_slots - gpus_per_node)
-        assert {asked.wishes[i].task: slots for i, slots in next_event.plans_hurt(left)} == {
-            event.task: outlook.plan[0] for event, outlook in table.outlooks.items()
-            if event.what == "node lost"}

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 from unicron.control_plane.planner import constraints, planner
-from unicron.control_plane.planner.objective import exact, shift_of
 from unicron.control_plane.planner.problem import PlanInput, Wish
 
 CLOSE_RATIO = Fraction(1, 10**9)
@@ -19,28 +18,11 @@ def plan_by_force(asked: PlanInput) -> tuple[int, ...]:
     elsewhere."""
     if asked.limits is not None or constraints.are_asked(asked):
         return planner.choose(asked).plan.slots
-    every = exact(asked.wishes, asked.running_s, asked.num_slots)
-    rows, earned = every.rows(shift_of(every.most()))
-    ends = rows.starts.tolist()
-    options = [list(zip(*(found[begin:end].tolist() for found in (rows.sizes, rows.gains, earned)),
-                        strict=True)) for begin, end in itertools.pairwise(ends)]
-    free = steady = None
-    for vector in itertools.product(*options):
-        slots = tuple(size for size, _, _ in vector)
-        if sum(slots) > asked.num_slots:
-            continue
-        key = (sum(gain for _, gain, _ in vector), slots, sum(flop for _, _, flop in vector))
-        free = max(free, key) if free is not None else key
-        if all(_stays(wish, x) for wish, x in zip(asked.wishes, slots, strict=True)):
-            steady = max(steady, key) if steady is not None else key
-    assert free is not None
-    if steady is None or free[0] >= max(steady[0] + 1, steady[0] + asked.gain_min * steady[2]):
-        return free[1]
-    return steady[1]
-
-
-def _stays(wish: Wish, slots: int) -> bool:
-    return wish.hurt or not wish.now or wish.now not in wish.sizes or slots == wish.now
+    rows = planner.gains(asked)
+    flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
+    options = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
+    return max((sum(gain for _, gain in vector), slots) for vector in itertools.product(*options)
+               for slots in [tuple(size for size, _ in vector)] if sum(slots) <= asked.num_slots)[1]
 
 
 def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fraction:

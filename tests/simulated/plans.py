@@ -24,14 +24,12 @@ RATE_FLOPS = 1e9
 
 
 class Option(Struct, frozen=True):
-    """One task on one number of slots: G of the paper, what of that it earns before the change is
-    paid, and whether it stays as it is. With alpha: its utility, and what a share of its rate is
-    worth."""
+    """One task on one number of slots: the objective, and what of that it earns before the change
+    is paid. With alpha: its utility, and what a share of its rate is worth."""
 
     slots: int
     gain: float
     earned: float
-    steady: bool
     moves: bool
     """A healthy task would have other slots."""
 
@@ -63,30 +61,19 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
                        for option, floor, row in zip(vector, floors, rows, strict=True))]
     fewest = min(map(_num_moves, vectors))
     most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
-    free = steady = -math.inf
-    earned = 0.0
-    chosen, unchanged = math.nan, True
+    best, chosen = -math.inf, math.nan
     for vector in vectors:
         if _num_moves(vector) > most:
             continue
         total = math.fsum(option.gain for option in vector)
-        free = max(free, total)
-        if _is_steady(vector, floors, fewest) and total > steady:
-            steady, earned = total, math.fsum(option.earned for option in vector)
+        best = max(best, total)
         if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
                                                             strict=True)):
-            chosen, unchanged = total, _is_steady(vector, floors, fewest)
+            chosen = total
     if math.isnan(chosen):
         return "it does not fit"
-    close = CLOSE_RATIO * max(abs(free), abs(chosen), 1.0)
-    enough = steady + state.policy.gain_min * earned
-    if unchanged:
-        if chosen < steady - close or free > max(enough, steady) + close:
-            return f"G {chosen:g} leaves the healthy alone; the optimum has {free:g}"
-    elif chosen < free - close:
-        return f"G {chosen:g} is not the optimum {free:g}"
-    elif chosen < enough - close:
-        return f"G {chosen:g} changes healthy tasks; as they are, they have {steady:g}"
+    if chosen < best - CLOSE_RATIO * max(abs(best), abs(chosen), 1.0):
+        return f"its objective {chosen:g} is not the optimum {best:g}"
     return _wrong_spare(state, body)
 
 
@@ -148,12 +135,6 @@ def _may_have(option: Option, floor: int, row: list[Option], alpha: float) -> bo
     return option.slots >= floor and not (starves and option.slots)
 
 
-def _is_steady(vector: tuple[Option, ...], floors: list[int], fewest: int) -> bool:
-    """Whether it leaves the healthy as they are; where floors do not, as many as they can."""
-    return all(option.steady for option in vector) or (
-        any(floors) and 0 < fewest == _num_moves(vector))
-
-
 def _num_moves(vector: tuple[Option, ...]) -> int:
     return sum(option.moves for option in vector)
 
@@ -175,10 +156,11 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
             made = times * _utility(rate, state.policy.alpha)
             used = slots if slots == now else min(  # what is given beyond that idles
                 (size for size, other in rates.items() if other == rate), default=0)
-            lost = old * _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
-            held = hurt or now == 0 or now not in rates or slots == now
-            row.append(Option(slots, made - lost, earned, held,
-                              now > 0 and not hurt and slots != now))
+            moves = now > 0 and not hurt and slots != now
+            lost_s = _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
+            if moves and now <= _num_given(body):
+                lost_s += state.policy.gain_min * state.mtbf_gpu_s / max(body.num_slots, 1)
+            row.append(Option(slots, made - old * lost_s, earned, moves))
         rows.append(row)
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -111,13 +110,12 @@ class Core(Protocol):
         """The optimum, as a candidate per row, where the budget is enough."""
         ...
 
-    def others(self, vector: Ints) -> Iterator[tuple[int, int, int]]:
-        """(loss, row, candidate) of the best vector with each candidate not in `vector`, of the
-        rows that have a choice; in this order."""
-        ...
+    def second(self, vector: Ints) -> Ints | None:
+        """The best vector but for `vector`, which is the optimum; None: none within the budget.
 
-    def through(self, row: int, candidate: int) -> Ints:
-        """The best vector with this candidate; while or after `others` tells it."""
+        It is found by the first row in which it differs: before that it is `vector`, after it the
+        best of what is left.
+        """
         ...
 
 
@@ -153,7 +151,6 @@ class Sums:
         self._losses = [kept.losses[kept.part(i)] for i in range(kept.num)]
         self._reached = kept.reached()
         self._after = self._backward()
-        self._before: list[Table] = []
 
     @property
     def least(self) -> int:
@@ -164,29 +161,25 @@ class Sums:
         self._follow(chosen, 0, self._kept.start)
         return chosen
 
-    def others(self, vector: Ints) -> Iterator[tuple[int, int, int]]:
-        kept = self._kept
-        self._before = self._forward()
-        losses = np.concatenate([np.zeros(0, np.int64), *(
-            self._joined_all(i) for i in range(kept.num))])
-        rows = np.repeat(np.array(kept.rows, dtype=np.int64), np.diff(np.array(kept.starts)))
-        good = np.flatnonzero((losses <= kept.budget) & (kept.candidates != vector[rows]))
-        order = good[np.argsort(losses[good], kind="stable")]
-        yield from zip(losses[order].tolist(), rows[order].tolist(),
-                       kept.candidates[order].tolist(), strict=True)
-
-    def through(self, row: int, candidate: int) -> Ints:
-        kept = self._kept
-        i = kept.rows.index(row)
-        at = int(np.searchsorted(kept.candidates[kept.part(i)], candidate))
-        first, losses = self._joined(i, at)
-        state = first + int(losses.argmin())
-        chosen = kept.picks.copy()
-        chosen[row] = candidate
+    def second(self, vector: Ints) -> Ints | None:
+        kept, state, lost = self._kept, self._kept.start, 0
+        best: tuple[int, int, int, int] | None = None
+        for i, row in enumerate(kept.rows):
+            found: Ints = self._after[i + 1].of(state - self._moves[i]) + self._losses[i]
+            had = int(np.searchsorted(kept.candidates[kept.part(i)], int(vector[row])))
+            found[had] = LOSS_NUM_MAX
+            at = int(found.argmin())
+            total = lost + int(found[at])
+            if total <= kept.budget and (best is None or total < best[0]):
+                best = total, i, at, state
+            state -= int(self._moves[i][had])
+            lost += int(self._losses[i][had])
+        if best is None:
+            return None
+        _, i, at, state = best
+        chosen = vector.copy()
+        chosen[kept.rows[i]] = kept.candidates[kept.part(i)][at]
         self._follow(chosen, i + 1, state - int(self._moves[i][at]))
-        for back in range(i - 1, -1, -1):
-            state += self._taken(chosen, back, self._before[back], state + self._moves[back],
-                                 self._before[back + 1].at(state))
         return chosen
 
     def _follow(self, chosen: Ints, i: int, state: int) -> None:
@@ -216,17 +209,6 @@ class Sums:
             found.append(table)
         return found[::-1]
 
-    def _forward(self) -> list[Table]:
-        """By open row, and after the last: what the rows before it must lose, for states from which
-        the rows to come lose little enough."""
-        table = Table(self._kept.start, np.zeros(1, np.int64))
-        found = [table]
-        for i, after in enumerate(self._after[1:]):
-            ends = after.first, after.first + len(after.losses) - 1
-            table = self._step(table, -self._moves[i], self._losses[i], ends)
-            found.append(table)
-        return found
-
     def _step(self, table: Table, moves: Ints, losses: Ints, reached: tuple[int, int]) -> Table:
         """One row more: from states to those `moves` above them."""
         first, known = table.first, table.losses
@@ -253,26 +235,3 @@ class Sums:
         if not len(good):
             return Table(low, new[:0])
         return Table(low + int(good[0]), new[int(good[0]):int(good[-1]) + 1])
-
-    def _joined(self, i: int, at: int) -> tuple[int, Ints]:
-        """By state at open row `i`, from the first on: the least loss with its option `at`."""
-        before, after, move = self._before[i], self._after[i + 1], int(self._moves[i][at])
-        low = max(before.first, after.first + move)
-        high = min(before.first + len(before.losses), after.first + move + len(after.losses))
-        if high <= low:
-            return low, before.losses[:0]
-        return low, (before.losses[low - before.first:high - before.first]
-                     + after.losses[low - move - after.first:high - move - after.first]
-                     + self._losses[i][at])
-
-    def _joined_all(self, i: int) -> Ints:
-        """By option of open row `i`: the least loss with it."""
-        before, moves = self._before[i], self._moves[i]
-        if len(before.losses) < len(moves):
-            found = np.full(len(moves), LOSS_NUM_MAX, dtype=np.int64)
-            for place, loss in enumerate(before.losses.tolist()):
-                after = self._after[i + 1].of(before.first + place - moves)
-                found = np.minimum(found, after + self._losses[i] + loss)
-            return found
-        return np.array([self._joined(i, at)[1].min(initial=LOSS_NUM_MAX)
-                         for at in range(len(moves))], dtype=np.int64)

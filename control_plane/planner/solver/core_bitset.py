@@ -6,15 +6,12 @@ candidates it has, as long as their sizes are few arithmetic progressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
 
 from .core import LOSS_NUM_MAX, Ints, Kept
-
-_FEW_NUM = 16
-"""States before a row from which its options are looked at all at once."""
 
 
 class _Run(Struct, frozen=True):
@@ -48,7 +45,6 @@ class Bits:
         self._losses = [{run.loss for run in runs} for runs in self._runs]
         """By open row: the losses of its options."""
         self._after = self._backward()
-        self._before = [_States(kept.start, (1, *[0] * (len(levels) - 1)))]
 
     @property
     def least(self) -> int:
@@ -60,77 +56,29 @@ class Bits:
         self._follow(chosen, 0, self._kept.start, self._place[self.least])
         return chosen
 
-    def others(self, vector: Ints) -> Iterator[tuple[int, int, int]]:
+    def second(self, vector: Ints) -> Ints | None:
         kept = self._kept
-        told: set[int] = set()
-        for level in self._levels:
+        for total in self._levels:
+            state, lost = kept.start, 0
             for i, row in enumerate(kept.rows):
-                for at in self._likely(i, level):
-                    candidate = int(kept.candidates[at])
-                    if (candidate != vector[row] and candidate not in told
-                            and self._joined(i, at, level) is not None):
-                        told.add(candidate)
-                        yield level, row, candidate
-
-    def through(self, row: int, candidate: int) -> Ints:
-        kept = self._kept
-        i = kept.rows.index(row)
-        part = kept.part(i)
-        at = part.start + int(np.searchsorted(kept.candidates[part], candidate))
-        state, before, after = next(found for level in self._levels
-                                    if (found := self._joined(i, at, level)) is not None)
-        chosen = kept.picks.copy()
-        chosen[row] = candidate
-        self._follow(chosen, i + 1, state - int(kept.moves[at]), after)
-        for back in range(i - 1, -1, -1):
-            one = kept.part(back)
-            for option in range(one.stop - 1, one.start - 1, -1):
-                move = int(kept.moves[option])
-                left = self._place.get(self._levels[before] - int(kept.losses[option]))
-                if left is not None and self._before[back].has(left, state + move):
-                    chosen[kept.rows[back]] = kept.candidates[option]
-                    state, before = state + move, left
-                    break
-        return chosen
-
-    def _likely(self, i: int, level: int) -> Iterable[int]:
-        """The options of open row i, ascending, without those of which few states are enough to
-        see that none leads to a sum of `level`."""
-        part = self._kept.part(i)
-        moves, before, after = self._kept.moves[part], self._at(i), self._after[i + 1]
-        most, num = int(moves[-1]), int(moves[-1] - moves[0]) + 1
-        found = 0
-        for b, bits in enumerate(before.bits):
-            if bits.bit_count() > _FEW_NUM:
-                return range(part.start, part.stop)
-            for a, targets in enumerate(after.bits):
-                loss = level - self._levels[b] - self._levels[a]
-                if not targets or loss not in self._losses[i]:
-                    continue
-                for place in _ones(bits):
-                    state = before.first + place
-                    found |= _shifted(targets, most - (state - after.first))
-        found &= (1 << num) - 1
-        held = np.unpackbits(np.frombuffer(found.to_bytes(-(-num // 8), "little"), np.uint8),
-                             bitorder="little")
-        options: list[int] = (part.start + np.flatnonzero(held[most - moves])).tolist()
-        return options
-
-    def _at(self, i: int) -> _States:
-        while len(self._before) <= i:
-            self._before.append(self._next_before())
-        return self._before[i]
-
-    def _joined(self, i: int, at: int, level: int) -> tuple[int, int, int] | None:
-        """(a state at open row i from which option `at` leads to a sum of `level`, the levels
-        before it and after it), None if there is no such state."""
-        before, after = self._at(i), self._after[i + 1]
-        move, loss = int(self._kept.moves[at]), int(self._kept.losses[at])
-        shift = after.first + move - before.first
-        for b, bits in enumerate(before.bits):
-            a = self._place.get(level - loss - self._levels[b])
-            if bits and a is not None and (met := bits & _shifted(after.bits[a], shift)):
-                return before.first + met.bit_length() - 1, b, a
+                part, after = kept.part(i), self._after[i + 1]
+                had = part.start + int(np.searchsorted(kept.candidates[part], vector[row]))
+                move, loss_had = int(kept.moves[had]), int(kept.losses[had])
+                for loss in sorted(self._losses[i]):
+                    left = self._place.get(total - lost - loss)
+                    if left is None:
+                        continue
+                    bits, place = after.bits[left], state - move - after.first
+                    if loss == loss_had and place >= 0:
+                        bits &= ~(1 << place)
+                    at = self._largest(i, loss, state - after.first, bits)
+                    if at is not None:
+                        chosen = vector.copy()
+                        chosen[row] = kept.candidates[part][at]
+                        self._follow(chosen, i + 1, state - int(kept.moves[part][at]), left)
+                        return chosen
+                state -= move
+                lost += loss_had
         return None
 
     def _follow(self, chosen: Ints, i: int, state: int, level: int) -> None:
@@ -183,12 +131,6 @@ class Bits:
             states.append(self._step(states[-1], self._runs[i], self._reached[i]))
         return states[::-1]
 
-    def _next_before(self) -> _States:
-        i = len(self._before) - 1
-        runs = [_Run(-run.first - (run.count - 1) * run.step, run.step, run.count, run.loss)
-                for run in self._runs[i]]
-        return self._step(self._before[i], runs, self._reached[i + 1])
-
     def _step(self, known: _States, runs: Sequence[_Run], reached: tuple[int, int]) -> _States:
         """One row more: from states to those that its moves lead to."""
         low = max(known.first + min(run.first for run in runs), reached[0])
@@ -202,14 +144,6 @@ class Bits:
                 shift = known.first + run.first - low
                 new[place] |= _shifted(_repeated(bits, run.step, run.count), shift) & mask
         return _States(low, tuple(new))
-
-
-def _ones(bits: int) -> Iterator[int]:
-    """Which bits are set."""
-    while bits:
-        least = bits & -bits
-        yield least.bit_length() - 1
-        bits ^= least
 
 
 def _shifted(bits: int, shift: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from heapq import merge
 
 import numpy as np
 from msgspec import Struct
@@ -28,7 +27,7 @@ _SMALL_NUM = 48
 """Candidates beside one of each row: where there are no more, one core is made, not several."""
 _ROUNDS_NUM = 16
 """In which a vector is filled up."""
-_LIKELY_NUM, _SWAPS_NUM = 256, 8
+_LIKELY_NUM, _SWAPS_NUM = 64, 8
 """Candidates of each kind that are tried in pairs, and how many pairs are told."""
 _SHORT_NUM = 4096
 """Candidates that are all looked at rather than chosen among first."""
@@ -107,59 +106,41 @@ class Solved(Struct, frozen=True, kw_only=True):
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
-    def runners_up(self, chosen: Sequence[int], num: int,
-                   work_num_max: int | None = None) -> Iterator[tuple[int, int, Found]]:
-        """For each row and each size that is not `chosen`, the best vector with it; best first.
-
-        Quick for about the first `num` of them. It ends before more work than `work_num_max`.
-        """
+    def next_best(self, work_num_max: int | None = None) -> Found | None:
+        """The best vector but for the optimum; None: there is none, or it takes more work than
+        `work_num_max` to find."""
         if not self.rows.num:
-            return
+            return None
         rows, relaxed = self.rows, self.relaxed
-        vector = rows.vector(chosen)
-        known: set[tuple[int, int]] = set()
         lost = relaxed.bound - relaxed.parts * self.gain
-        most = self._budget(vector, num)
-        for budget in (*_budgets(relaxed, lost, most), LOSS_NUM_MAX - 1):
+        for budget in (*_budgets(relaxed, lost, self._budget()), LOSS_NUM_MAX - 1):
             kept = _kept(self.units, self.units_num, relaxed, budget)
             if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
-                return
-            core = _Core(kept)
-            for row, candidate in core.others(vector):
-                if (row, candidate) not in known:
-                    known.add((row, candidate))
-                    through = core.through(row, candidate)
-                    yield (row, int(rows.sizes[candidate]),
-                           (rows.slots(through), rows.sums(through)[0]))
+                return None
+            vector = _Core(kept).second(self.vector)
+            if vector is not None:
+                return rows.slots(vector), rows.sums(vector)[0]
+        return None
 
-    def _budget(self, vector: Ints, num: int) -> int:
-        """What a vector loses at most with `num` different changes of one row, each that fits, or
-        of two."""
-        rows, relaxed = self.rows, self.relaxed
+    def _budget(self) -> int:
+        """What the optimum loses at most with another change of one row that fits, or of two."""
+        rows, vector = self.rows, self.vector
         now = vector[rows.row_of]
         extra = rows.sizes - rows.sizes[now]
         gain, slots = rows.sums(vector)
         fits = (extra <= self.capacity - slots) & (np.arange(len(now)) != now)
-        losses = np.sort((rows.gains[now] - rows.gains)[fits])
-        least = [int(losses[num - 1])] if len(losses) >= num else []
-        least += [gain - found[1] for found in self.swaps(rows.slots(vector))[num - 1:num]]
-        if not least:
+        single = (rows.gains[now] - rows.gains)[fits].min(initial=LOSS_NUM_MAX)
+        least = min(int(single), -int(self._pairs(vector, slots)[2].max(initial=-LOSS_NUM_MAX)))
+        if least >= LOSS_NUM_MAX:
             return LOSS_NUM_MAX - 1
-        return relaxed.bound - relaxed.parts * (gain - max(min(least), 0))
+        return self.relaxed.bound - self.relaxed.parts * (gain - max(least, 0))
 
     def swaps(self, chosen: Sequence[int]) -> list[Found]:
         """Vectors in which two rows change, of the likeliest changes, best first: one for each
         candidate that comes in."""
         rows, vector = self.rows, self.rows.vector(chosen)
         row_of, (gain, slots) = rows.row_of, rows.sums(vector)
-        at = self._likely(vector)
-        extra = rows.sizes[at] - rows.sizes[vector[row_of[at]]]
-        more = rows.gains[at] - rows.gains[vector[row_of[at]]]
-        fits = extra[:, None] + extra[None, :] <= self.capacity - slots
-        fits &= row_of[at][:, None] != row_of[at][None, :]
-        sums = np.where(fits, more[:, None] + more[None, :], -LOSS_NUM_MAX)
-        with_ = sums.argmax(axis=1) if len(at) else at
-        best = sums[np.arange(len(at)), with_]
+        at, with_, best = self._pairs(vector, slots)
         found: list[Found] = []
         for one in np.argsort(-best, kind="stable")[:_SWAPS_NUM].tolist():
             if best[one] > -LOSS_NUM_MAX:
@@ -169,10 +150,24 @@ class Solved(Struct, frozen=True, kw_only=True):
                 found.append((rows.slots(other), gain + int(best[one])))
         return found
 
-    def _likely(self, vector: Ints) -> Ints:
+    def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
+        """(likely candidates, the best of them to come in beside each, what both gain more than
+        those of `vector`; -LOSS_NUM_MAX where no pair fits)."""
+        rows, row_of = self.rows, self.rows.row_of
+        at = self._likely(vector, row_of)
+        rows_at = row_of[at]
+        extra = rows.sizes[at] - rows.sizes[vector[rows_at]]
+        more = rows.gains[at] - rows.gains[vector[rows_at]]
+        fits = extra[:, None] + extra[None, :] <= self.capacity - slots
+        fits &= rows_at[:, None] != rows_at[None, :]
+        sums = np.where(fits, more[:, None] + more[None, :], -LOSS_NUM_MAX)
+        with_ = sums.argmax(axis=1) if len(at) else at
+        return at, with_, sums[np.arange(len(at)), with_]
+
+    def _likely(self, vector: Ints, row_of: Ints) -> Ints:
         """Candidates that are likely to come in: those beside the ones that are there, and those
         that give least away; not those of `vector`."""
-        row_of, losses = self.rows.row_of, self.relaxed.losses
+        losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
             near = np.clip(vector + step, 0, len(row_of) - 1)
@@ -200,20 +195,9 @@ class _Core:
         """The optimum, as a candidate per row, where the budget is enough."""
         return self._core.vector()
 
-    def others(self, vector: Ints) -> Iterator[tuple[int, int]]:
-        """(row, candidate) for each candidate that is not in `vector`, best first."""
-        if not self.is_enough:
-            return
-        picks, open_rows = self._kept.picks, frozenset(self._kept.rows)
-        closed = [row for row in np.flatnonzero(picks != vector).tolist() if row not in open_rows]
-        first = ((self._core.least, row, int(picks[row])) for row in closed)
-        for _, row, candidate in merge(first, self._core.others(vector)):
-            yield row, candidate
-
-    def through(self, row: int, candidate: int) -> Ints:
-        """The best vector with this candidate, once `others` has told it."""
-        return (self._core.through(row, candidate) if row in self._kept.rows
-                else self._core.vector())
+    def second(self, vector: Ints) -> Ints | None:
+        """The best but for the optimum `vector`, None where the budget is not enough."""
+        return self._core.second(vector)
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:

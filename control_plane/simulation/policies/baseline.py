@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ....events.records import types as t
 from ....events.records.decisions import Allocation, PlanChosen, TaskPlaced, ThroughputSet
 from ....events.records.types import Seat, Slot
-from ...decide.decide import Decide, Known, answer
+from ...decide.decide import Decide, answer
 from ...placement import placement
 from ...planner import planner
 from ...planner.problem import PlanInput, Wish
@@ -38,7 +38,7 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
     sizes: dict[int, int] = {}
     given: dict[int, _Given] = {}
 
-    def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
+    def plan(state: ClusterState) -> Iterator[t.Body]:
         if has_failed(state):
             yield from _seat(state, _with_newcomers(state, allocate(state, sizes), sizes), given)
             return
@@ -46,7 +46,7 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
         sizes.update({task: len(mine) for task, mine in seats.items()})
         yield from _seat(state, seats, given)
 
-    return lambda state, record, known: answer(state, record, known, plan)
+    return lambda state, record: answer(state, record, plan)
 
 
 def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) -> Seats:
@@ -72,12 +72,12 @@ def has_failed(state: ClusterState) -> bool:
 
 def sharing(due: Due) -> Decide:
     """A `decide` for one run: each task has its share, whatever that earns."""
-    def plan(state: ClusterState, known: Known | None) -> Iterator[t.Body]:
+    def plan(state: ClusterState) -> Iterator[t.Body]:
         ground = plan_input(state)
         yield from _seat(
             state, _placed(state, ground, shared(ground.asked, due), ground.slots), {})
 
-    return lambda state, record, known: answer(state, record, known, plan)
+    return lambda state, record: answer(state, record, plan)
 
 
 def shared(asked: PlanInput, due: Due) -> tuple[int, ...]:

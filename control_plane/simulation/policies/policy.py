@@ -50,14 +50,12 @@ class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members continue in memory; otherwise all processes of a task restart together.
 
     `escalates`: nodes are quarantined and tasks fail as the limits say; others do neither.
-    `decides` makes the `decide` of one run. `quick` makes the same decisions with less explanation;
-    it is used when nobody keeps the log. `by_params`: it needs the parameters of each task.
+    `decides` makes the `decide` of one run. `by_params`: it needs the parameters of each task.
     """
 
     what: str
     heals: bool
     escalates: bool = False
     decides: Callable[[Told], Decide]
-    quick: Decide | None = None
     costs: Costs
     by_params: bool = False

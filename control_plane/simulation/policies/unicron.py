@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ....events.records import statuses as s
 from ...decide import decide
-from .. import quick
 from .policy import Costs, Policy
 
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
     heals=True, escalates=True,
-    decides=lambda _: decide.decide, quick=quick.decide,
+    decides=lambda _: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective in which others wait, is reported after three iterations, a second at least.

@@ -10,6 +10,7 @@ import time
 
 from planner_cases import FAMILIES, degenerate
 from unicron.control_plane.planner import explain, pending, planner
+from unicron.control_plane.planner.objective import objective_flop
 
 
 def main() -> None:
@@ -20,7 +21,8 @@ def main() -> None:
         began_s = time.perf_counter()
         choice = planner.choose(asked)
         chosen_s = time.perf_counter()
-        others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+        others = explain.beaten(asked, choice.alternatives,
+                                objective_flop(asked, choice.plan.slots))
         most = {wish.task: wish.sizes[-1] for wish in asked.wishes}
         explain.why(asked, choice, others, explain.binding(asked, choice, most)[0])
         planner.ideal_waf(asked.wishes, num_gpus)

@@ -25,9 +25,11 @@ PEERS = ("glpk_mi", "highs", "cp_sat")
 SYSTEMS = ("unicron", *PEERS, "plain_dp")
 METRICS = {"plan_ms": "ms", "explained_ms": "ms", "table_ms": "ms", "table_bytes": "B",
            "objective": "G"}
+"""plan_ms: the bare solver. explained_ms: what production runs, the plan and what it beat."""
 GOALS_MS = {"6x128": 2.0, "100x4096": 10.0, "1000x100000": 150.0}
 GOALS_TIMES = {"100x4096": 10.0, "1000x100000": 30.0}
-TABLE_TIMES = 12.0
+EXPLAINED_TIMES = 3.0
+"""Production over the bare solver."""
 GAP_RATIO = 1e-4
 """HiGHS calls a plan optimal that is within this of its bound; the others prove theirs."""
 START_S_MAX = 60.0
@@ -136,7 +138,11 @@ def held_to(rows: Sequence[Row]) -> list[str]:
         plan_ms = found.get((case, "unicron", "plan_ms"))
         if plan_ms is None:
             continue
-        goal(f"{case} plan_ms", plan_ms, GOALS_MS[case])
+        goal(f"{case} plan_ms (the bare solver)", plan_ms, GOALS_MS[case])
+        explained_ms = found.get((case, "unicron", "explained_ms"))
+        if explained_ms is not None:
+            goal(f"{case} explained_ms (what production runs) over plan_ms",
+                 explained_ms / plan_ms, EXPLAINED_TIMES)
         peers = {peer: value for peer in PEERS
                  if (value := found.get((case, peer, "plan_ms"))) is not None}
         if peers:
@@ -148,10 +154,6 @@ def held_to(rows: Sequence[Row]) -> list[str]:
             else:
                 lines.append(f"        {case} {fastest}, the fastest peer, over unicron: "
                              f"{times:.4g}")
-        plain_ms = found.get((case, "plain_dp", "plan_ms"))
-        table_ms = found.get((case, "unicron", "table_ms"))
-        if plain_ms is not None and table_ms is not None:
-            goal(f"{case} table over one plan by plain_dp", table_ms / plain_ms, TABLE_TIMES)
     lines += [f"{one.case} {one.system} {one.note}" for one in rows
               if one.note.startswith("BROKEN")]
     return lines

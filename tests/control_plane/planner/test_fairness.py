@@ -14,7 +14,6 @@ from decider import Driver, at_rest, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from next_event_inputs import holds
 from planner_cases import case
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.planner import (
@@ -138,7 +137,7 @@ def test_a_change_is_charged_with_what_it_costs_by_the_same_measure(alpha: float
 def test_gain_min_is_the_share_by_which_each_would_have_to_run_faster(alpha: float) -> None:
     wishes = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
               wish(2, 2, {2: 1.0}, transition_s=0.0)]
-    for share, x in ((0.009, 4), (0.011, 2)):  # one of two alike runs 2 % faster
+    for share, x in ((0.019, 4), (0.021, 2)):  # it runs 2 % faster
         assert slots(asking(wishes, 6, alpha, gain_min=share)) == (x, 2)
 
 
@@ -158,11 +157,12 @@ def inputs(draw: st.DrawFn) -> PlanInput:
                   moves_max=draw(st.none() | st.integers(0, 2)))
 
 
-def worth(one: Wish, x: int, asked: PlanInput) -> float:
-    """D w U(T) - d w T(now)^(1 - alpha), by the libraries' own functions."""
+def by_hand(one: Wish, x: int, asked: PlanInput) -> float:
+    """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), by the libraries' own functions."""
     alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
-    lost = charged_s(one, x) * had**(1 - alpha) if had else 0.0
+    held_s = asked.gain_min * asked.running_s * (not one.hurt and x != one.now <= asked.num_slots)
+    lost = (charged_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
     return one.weight * (asked.running_s * made - lost)
 
 
@@ -180,7 +180,7 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
                                     zip(pairs, least, strict=True)):
             continue
         found.append((sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs),
-                      [math.fsum(worth(w, x, asked) for w, x in pairs if w.priority == one)
+                      [math.fsum(by_hand(w, x, asked) for w, x in pairs if w.priority == one)
                        for one in priorities], plan))
     fewest = min(moves for moves, _, _ in found)
     most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
@@ -188,23 +188,13 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
     chosen = slots(asked)
     ours = next((value for _, value, plan in may if plan == chosen), None)
     assert ours is not None, "it is among them"
-    size = math.fsum(abs(worth(w, x, asked)) for w in wishes for x in (0, *w.sizes)) + 1.0
+    size = math.fsum(abs(by_hand(w, x, asked)) for w in wishes for x in (0, *w.sizes)) + 1.0
     size += asked.running_s * math.fsum(w.weight for w in wishes) * 50
 
     def alike(one: list[float], other: list[float]) -> bool:
         return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
 
-    best = max(value for _, value, _ in may)
-    steady = [value for moves, value, _ in may if moves == fewest]
-    kept = [value for _, value, plan in may if explain.leaves_healthy(asked, plan)]
-    may_be = [best] if not asked.gain_min else [best, max(steady), max(kept or steady)]
-    assert any(alike(ours, one) for one in may_be)
-
-
-@given(inputs(), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
-def test_what_is_foreseen_is_what_is_planned(asked: PlanInput, gpus_per_node: int) -> None:
-    holds(asked, gpus_per_node)
+    assert alike(ours, max(value for _, value, _ in may))
 
 
 @given(st.floats(1e-12, 1e12), inputs())
@@ -231,39 +221,43 @@ def test_large_clusters(alpha: float) -> None:
 # --- what is told -------------------------------------------------------------------------------
 def told(asked: PlanInput) -> tuple[planner.Choice, str]:
     choice = planner.choose(asked)
-    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    others = explain.beaten(asked, choice.alternatives,
+                            objective.objective_flop(asked, choice.plan.slots))
     return choice, explain.why(asked, choice, others, explain.binding(asked, choice, {})[0])
 
 
-def test_the_plan_says_what_it_costs_in_waf() -> None:
+def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
     choice, why = told(asked)
     by_what = {other.what: other for other in choice.alternatives}
-    most = by_what[alternative_names.ALPHALESS]
-    assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
-    assert (most.objective, most.behind_share) == (alternative_names.OTHERS_WAIT_NUM, 0.0)
     assert choice.plan.waf == 4 * 9.0 + 4 * 6.0
     assert why == ("t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by "
-                   "alpha-fairness 1; the best by WAF, without alpha, would earn 20 % more")
+                   "alpha-fairness 1")
     assert by_what["the next best"].behind_share == pytest.approx(math.log(16 / 15) / 2)
-    assert explain.paid_back_s(asked, choice) == 0.0
+    assert explain.paid_back_s(asked, choice.plan.slots) == 0.0
     assert pending.prices(asked, choice.plan) == {}
 
 
+def test_what_fairness_costs_in_waf_is_told_when_asked_for() -> None:
+    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
+    by_what = {x.what: x for x in explain.lifted(asked, planner.choose(asked).plan.slots)}
+    most = by_what[alternative_names.ALPHALESS]
+    assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
+    assert (most.objective, most.behind_share) == (alternative_names.OTHERS_WAIT_NUM, 0.0)
+
+
 def test_without_alpha_nothing_of_it_is_told() -> None:
-    choice, why = told(asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0))
-    assert alternative_names.ALPHALESS not in [other.what for other in choice.alternatives]
+    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0)
+    choice, why = told(asked)
+    assert explain.lifted(asked, choice.plan.slots) == ()
     assert not any(other.behind_share for other in choice.alternatives)
     assert "alpha" not in why
 
 
-def test_a_plan_kept_by_gain_min_says_so_by_the_same_measure() -> None:
-    one = wish(1, 2, {2: 1.0, 4: 1.02})
-    asked = asking([one, wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
-    choice, why = told(asked)
-    assert choice.plan.slots == (2, 2)
-    assert why == ("no task moves: to change healthy tasks would gain 0.99 % by alpha-fairness 1, "
-                   "below the 50 % that gain_min asks for")
+def test_gain_min_holds_a_task_by_the_same_measure() -> None:
+    asked = asking([wish(1, 2, {2: 1.0, 4: 1.02}), wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
+    assert told(asked)[0].plan.slots == (2, 2)
+    assert told(replace(asked, gain_min=0.0))[0].plan.slots == (4, 2)
 
 
 def test_no_spare_is_kept_by_another_measure(d: Driver) -> None:
@@ -284,7 +278,9 @@ def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> No
     assert [(x.task, x.slots) for x in plan.allocations] == [(first, 2), (second, 4)]
     assert plan.alpha == 1.0
     assert plan.waf == 2e12 + 2.0 * 4e12
-    assert plan.objective_flop == pytest.approx(plan.waf * plan.running_s - plan.transition_flop)
+    held = 6e12 * d.state.policy.gain_min * plan.running_s
+    assert plan.objective_flop == pytest.approx(
+        plan.waf * plan.running_s - plan.transition_flop - held)
     rows = plan_screen._beaten({
         "waf": plan.waf, "alpha": plan.alpha, "objective_flop": plan.objective_flop,
         "alternatives": [{"what": x.what, "objective": x.objective, "waf": x.waf,
@@ -292,5 +288,3 @@ def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> No
                          for x in plan.alternatives]})
     page = "\n".join(rows)
     assert "by alpha-fairness 1" in page
-    assert "the best by WAF, without alpha" in page
-    assert "others wait" in page

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from decider import Driver, at_rest, spec, task_of
 from hypothesis import given, settings
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane.planner import alternative_names, constraints, explain, pending, planner
+from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
-from unicron.control_plane.planner.solver import knapsack
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, rising, slots, wish
@@ -41,7 +40,7 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     told = {other.what: other for other in choice.alternatives}
     assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
     assert explain.binding(asked, choice, {}) == ("floor", (2,))
-    others = explain.beaten(asked, choice, explain.objective_flop(asked, choice.plan.slots))
+    others = explain.beaten(asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
     assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
 
 
@@ -91,9 +90,9 @@ def test_a_quota_comes_before_floors() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"moves_max": 0}, {"quotas": (("none", 0), ("all", 8))}])
-def test_a_floor_moves_as_few_healthy_tasks_as_it_takes(more: dict[str, Any]) -> None:
+def test_who_gives_a_slot_for_a_floor_pays_the_hysteresis_too(more: dict[str, Any]) -> None:
     """A cluster is full, and one who must have a slot comes: one gives it, and the others change
-    for gain_min alone."""
+    for gain_min alone. By itself the second loses least; it also has more to pay."""
     wishes = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
               wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
               wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
@@ -102,7 +101,7 @@ def test_a_floor_moves_as_few_healthy_tasks_as_it_takes(more: dict[str, Any]) ->
     assert slots(lots) == (3, 3, 2)
     asked = replace(lots, wishes=(*wishes, new))
     choice = planner.choose(asked)
-    assert choice.plan.slots == (3, 2, 2, 1)
+    assert choice.plan.slots == (3, 3, 1, 1)
     assert planner.choose(replace(asked, gain_min=0.0)).plan.objective >= choice.plan.objective
     if not more:
         assert slots(replace(asked, gain_min=0.0)) == (2, 2, 3, 1)
@@ -158,8 +157,8 @@ def by_hand(asked: PlanInput) -> list[int]:
 @given(inputs())
 @settings(max_examples=400, deadline=None)
 def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) -> None:
-    """Or, where that gains too little, the best of those that change as few healthy tasks as can
-    be; in the order of priorities."""
+    """In the order of priorities."""
+    held_s = asked.gain_min * asked.running_s
     wishes, least, quota = asked.wishes, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
     found: list[tuple[int, list[float], tuple[int, ...]]] = []
@@ -168,8 +167,9 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) ->
         pairs = list(zip(wishes, plan, strict=True))
         if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
-        gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * charged_s(w, x)
-                  for w, x in pairs if w.priority == one] for one in priorities]
+        gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
+            charged_s(w, x) + held_s * (not w.hurt and x != w.now <= asked.num_slots))
+            for w, x in pairs if w.priority == one] for one in priorities]
         moves = sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs)
         found.append((moves, [math.fsum(own) for own in gains], plan))
     fewest = min(moves for moves, _, _ in found)
@@ -184,36 +184,11 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) ->
     def alike(one: list[float], other: list[float]) -> bool:
         return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
 
-    if not asked.gain_min:
-        assert alike(worth, best)
-        return
-    steady = [worth for moves, worth, plan in may if moves == fewest and all(
-        w.hurt or not w.now or x == w.now or w.now not in w.sizes or w.now < floor
-        for w, x, floor in zip(wishes, plan, least, strict=True))]
-    few = [worth for moves, worth, _ in may if moves == fewest]
-    assert any(alike(worth, one) for one in (best, max(steady or few), max(few)))
+    assert alike(worth, best)
 
 
-@given(inputs())
-@settings(max_examples=200, deadline=None)
-def test_of_very_many_sizes_no_more_move_than_must(asked: PlanInput) -> None:
-    asked = replace(asked, moves_max=None, quotas=(), wishes=tuple(
-        replace(one, priority=0) for one in asked.wishes))
-    rows = planner.gains(asked)
-    moved = [row for row, one in enumerate(asked.wishes) if one.now and not one.hurt]
-    moves = np.isin(rows.row_of, moved) & (
-        rows.sizes != np.array([one.now for one in asked.wishes])[rows.row_of])
-    few = knapsack.best(replace(rows, gains=-moves.astype(np.int64)), asked.num_slots)
-    found = knapsack.best(rows.only(planner.kept(rows, moves, asked.num_slots)), asked.num_slots)
-    assert few is not None
-    assert found is not None
-    assert int(moves[rows.vector(found[0])].sum()) <= -few[1]
-
-
-@pytest.mark.parametrize("num_max", [0, planner.SIZES_NUM_MAX])
-def test_whom_it_costs_least_moves(num_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whom_it_costs_least_moves() -> None:
     """Each of the three could give the slots that the newcomer must have."""
-    monkeypatch.setattr(planner, "SIZES_NUM_MAX", num_max)
     for cheap in (1, 2, 3):
         wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0})
                   for task in (1, 2, 3)]
@@ -232,7 +207,7 @@ def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: 
     choice = planner.choose(full)
     assert choice.plan.slots[-1] >= 16
     changed = [i for i, (x, y) in enumerate(zip(choice.plan.slots, now, strict=False)) if x != y]
-    assert len(changed) == 1, "one gives all that is asked for"
+    assert 1 <= len(changed) <= 2, "few give all that is asked for"
     gains = planner.gains(full)
     free = planner.choose(replace(full, gain_min=0.0)).plan.objective
     assert choice.plan.objective <= free

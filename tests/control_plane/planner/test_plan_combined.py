@@ -7,7 +7,6 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from next_event_inputs import holds
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanInput, Wish
 from unicron.control_plane.throughput.transition_cost import Transition
@@ -44,13 +43,12 @@ def _wish(random: Random, task: int, levels: tuple[float, ...]) -> Wish:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=300, deadline=None)
 def test_no_plan_that_keeps_them_all_is_worth_more(seed: int) -> None:
-    """Or none of those that leave the healthy as they are, or change as few as can be."""
     asked = asking(seed)
     wishes, rows, quotas = asked.wishes, planner.gains(asked), dict(asked.quotas)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
     priorities = sorted({one.priority for one in wishes}, reverse=True)
-    found: list[tuple[int, bool, list[int], tuple[int, ...]]] = []
+    found: list[tuple[int, list[int], tuple[int, ...]]] = []
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)
         if sum(slots) > asked.num_slots or any(
@@ -59,24 +57,11 @@ def test_no_plan_that_keeps_them_all_is_worth_more(seed: int) -> None:
             continue
         moves = sum(one.now > 0 and not one.hurt and x != one.now
                     for x, one in zip(slots, wishes, strict=True))
-        stays = all(one.hurt or not one.now or x == one.now or one.now not in dict(own)
-                    for x, one, own in zip(slots, wishes, by_row, strict=True))
-        found.append((moves, stays, [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
-                                         if one.priority == priority) for priority in priorities],
-                      slots))
+        found.append((moves, [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
+                                  if one.priority == priority) for priority in priorities], slots))
     fewest = min(moves for moves, *_ in found)
     most = len(wishes) if asked.moves_max is None else max(fewest, asked.moves_max)
-    best = max(worth for moves, _, worth, _ in found if moves <= most)
     chosen = planner.choose(asked).plan.slots
-    moves, stays, worth = next(one[:3] for one in found if one[3] == chosen)
+    moves, worth = next(one[:2] for one in found if one[2] == chosen)
     assert moves <= most
-    if worth != best:
-        assert asked.gain_min
-        steady = [one[2] for one in found if one[0] <= most and one[1]]
-        assert worth == max(steady or [one[2] for one in found if one[0] == fewest])
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
-def test_what_is_foreseen_is_what_is_planned(seed: int, gpus_per_node: int) -> None:
-    holds(asking(seed), gpus_per_node)
+    assert worth == max(worth for moves, worth, _ in found if moves <= most)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinators import joined, told
 from simulated import virtual_time
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import state_hash
@@ -19,14 +18,16 @@ from unicron.events.log import embedded_server
 from unicron.events.log.memory import MemoryLog, Outcome
 from unicron.events.log.port import Batch, LogPort
 from unicron.events.log.redis_streams import RedisLog
-from unicron.events.records.envelope import Record
+from unicron.events.records.envelope import Record, Report
 from unicron.events.records.reports import (
+    NodeJoined,
     OrderRefused,
     RankReady,
     RankStarted,
     TaskCancelRequested,
     TaskSubmitted,
 )
+from unicron.events.records.types import Body
 from unicron.events.spec import job as spec
 from unicron.events.spec.policy import Policy
 
@@ -39,6 +40,14 @@ def job(name: str = "job", slots: int = 1) -> TaskSubmitted:
     return TaskSubmitted(spec=spec.parse({
         "apiVersion": spec.API_VERSION, "name": name, "slots": {"min": slots, "max": slots},
         "train": ITERATIONS}))
+
+
+def told(number: int, body: Body, source: str = "n1/1") -> Report:
+    return Report(source=source, source_seq=number, occurred_s=1.0, body=body)
+
+
+def joined(node: str = "n1", incarnation: int = 1) -> NodeJoined:
+    return NodeJoined(node=node, incarnation=incarnation, host="h", pid=1, num_slots=2)
 
 
 def virtual_clock() -> float:
