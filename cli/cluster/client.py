@@ -59,9 +59,9 @@ class Client:
         self._host, self._port = parts.hostname, port
         self.token, self._hint = token, hint
 
-    def get(self, path: str, **query: object) -> Any:
+    def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON answer of a GET."""
-        with self._open("GET", path, query=query) as answer:
+        with self._open("GET", path, query=query, limit_s=limit_s) as answer:
             return _json(answer)
 
     def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -24,11 +24,12 @@ from ...events.records.decisions import (
     OrderSuppressed,
     PlanChosen,
     TaskPlaced,
+    TaskWaiting,
 )
 from ...events.records.envelope import Record
 from ...events.records.orders import Resume
 from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
-from ..cluster.client import connect
+from ..cluster.client import DRY_RUN_S_MAX, connect
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..screens.fault_start import Began, began
@@ -78,7 +79,8 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
         console.out(json.dumps(None) if as_json else incident_screen.NONE)
         return
     show(told, one, read(), view=client.get("/v1/state"), now_s=now_s,
-         log=f"--live{option}", option=option, as_json=as_json)
+         log=f"--live{option}", option=option, as_json=as_json,
+         plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
 
 
 def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
@@ -114,10 +116,13 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 
 
 def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
-         now_s: float, log: str, as_json: bool, option: str) -> None:
-    """Print the page. `records` is the log once more, from its start; `log` is how to name it."""
+         now_s: float, log: str, as_json: bool, option: str,
+         plan_at: Callable[[int], Plain]) -> None:
+    """Print the page. `records` is the log once more, from its start; `log` is how to name it.
+    `plan_at`: the plan after a record, as `GET /v1/plan?seq=` answers."""
     found = incident_records(one, records)
     facts = facts_of(told, found, view, now_s=now_s, option=option)
+    facts |= waits_of(told, found, plan_at)
     seq = one.closed_seq or told.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
     if as_json:
@@ -125,6 +130,26 @@ def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view
         return
     for line in incident_screen.page(facts, option=option):
         console.out(line)
+
+
+def waits_of(told: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
+    """What the tasks need that a plan of the incident left waiting: as an old log says, else
+    computed for the last of these records. `computed_by`: the decider's version; 0 if nothing
+    was computed."""
+    records = [(x.seq, x.body) for x in found.records if isinstance(x.body, TaskWaiting)]
+    words = {body.task: f"{body.why}; needs {body.needs}" for _, body in records if body.needs}
+    plan: Plain = {"computed_by": 0, "tasks": []}
+    if any(body.task not in words for _, body in records):
+        try:
+            plan = plan_at(records[-1][0])
+        except UsageError as error:
+            words |= {body.task: f"{body.why}; what it needed is not computed: {error}"
+                      for _, body in records if body.task not in words}
+    waiting = {body.task for _, body in records} - words.keys()
+    words |= {x["task"]: x["waits"] for x in plan["tasks"] if x["waits"] and x["task"] in waiting}
+    return {"computed_by": plan["computed_by"],
+            "waits": [{"task": name_of(told, task), "waits": waits}
+                      for task, waits in words.items()]}
 
 
 def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float,
@@ -163,6 +188,7 @@ def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float
                        "rule": rule(x.body)} for x in found.records
                       if isinstance(x.body, IncidentOpened | IncidentEscalated)],
         "plans": [_plan(told, x) for x in found.records if isinstance(x.body, PlanChosen)],
+        "waits": [], "computed_by": 0,
         "effects": [*([_hurt(told, found, now_s)] if one.task else []),
                     *(_other(told, key, found) for key in found.others)],
         "dumps": folders(one.logs, view["nodes"]) if (

@@ -39,6 +39,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     submit: Path | None = None
     apply: bool = False
     check: int | None = None
+    seq: int | None = None
+    """Of a past plan."""
     reason: str = ""
 
     @property
@@ -62,8 +64,10 @@ def plan(state: StateDir, url: str | None, asked: Asked, *, as_json: bool) -> No
     job = job_file.load(asked.submit) if asked.submit is not None else None
     client, option = connect(state, url), option_for(state)
     if not asked.is_change:
-        found: Plain = client.get("/v1/plan")
-        _print(found, plan_screen.present(found, now_s=time.time(), option=option), as_json)
+        past = {"seq": asked.seq} if asked.seq is not None else {}
+        found: Plain = client.get("/v1/plan", DRY_RUN_S_MAX, **past)
+        now_s = found["at_s"] if past else time.time()
+        _print(found, plan_screen.present(found, now_s=now_s, option=option), as_json)
         return
     change = _change(client.get("/v1/state"), asked)
     if job is not None:
@@ -109,6 +113,9 @@ def _refuse(asked: Asked) -> None:
     """Raises UsageError for options that do not go together."""
     if asked.apply and not asked.is_change:
         raise UsageError("--apply has nothing to apply", "unicron plan --without NODE first")
+    if asked.is_change and asked.seq is not None:
+        raise UsageError("--seq shows a past plan: nothing can be dry-run on it",
+                         f"unicron plan {asked.typed}")
     if asked.apply and asked.slots is not None:
         raise UsageError("--with cannot be applied: slots come with machines",
                          "unicron agent, on a new machine, has it join")

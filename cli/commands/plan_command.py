@@ -37,6 +37,9 @@ def plan(
     table: Annotated[bool, typer.Option(
         "--table", help="With --offline: the plan of every single event that may come next "
         "too.")] = False,
+    seq: Annotated[int | None, typer.Option(
+        "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
+        "log.")] = None,
     reason: Reason = "",
     state: State = None,
     url: Url = None,
@@ -49,7 +52,7 @@ def plan(
         raise UsageError("--with is given more than once", "give the sum of them")
     asked = Asked(without=tuple(without or ()), slots=slots[0] if slots else None,
                   weights=tuple(weight or ()), submit=submit,
-                  apply=apply, check=check, reason=reason)
+                  apply=apply, check=check, seq=seq, reason=reason)
     if offline is not None:
         from . import plan_offline
 

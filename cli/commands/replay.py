@@ -16,7 +16,7 @@ from ...events.records.envelope import Record
 from ..cluster.client import connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import count, lost_cell, table
+from ..terminal.format import count, labelled, lost_cell, table
 from ..terminal.record_line import line
 from .tasks import option_for
 
@@ -79,16 +79,26 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
 def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
               as_json: bool) -> None:
     """The page of one incident as the log knew it at its end."""
+    import msgspec
+
+    from ...control_plane.api import dry_run
     from ...control_plane.api.view import view
+    from ...control_plane.decide.replay import replay
     from ...control_plane.history.history import history
+    from ...control_plane.state.cluster import encode_state
     from . import incident as commands_incident
+
+    def plan_at(seq: int) -> Plain:
+        at = replay(_until(read(), seq))
+        plan: Plain = msgspec.to_builtins(dry_run.present(encode_state(at)))
+        return plan
 
     told = history(read())
     one = commands_incident.pick(told, which)
     if one is None:  # `--incident ""`: the newest, of none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    commands_incident.show(told, one, read(), view=view(told.state), now_s=told.at_s,
-                  log=log, option=option, as_json=as_json)
+    commands_incident.show(told, one, read(), view=view(told.state), now_s=told.at_s, log=log,
+                           option=option, as_json=as_json, plan_at=plan_at)
 
 
 def _live(state: StateDir, url: str | None) -> Iterator[Record]:
@@ -112,8 +122,9 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
     from ...control_plane.api.view import view
     from ...control_plane.decide.replay import replay
     from ..screens.cluster import done
+    from ..screens.task import computed, waits
 
-    told = view(replay(records))
+    told = view(replay(records), explain=True)
     if as_json:
         console.out(json.dumps(told))
         return
@@ -126,6 +137,10 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
                  str(task["healed"]), lost_cell(task["iterations_lost"])]
                 for task in told["tasks"]], right=(2, 3, 4)):
             console.out(row)
+    for task in told["tasks"]:
+        if task["needs"]:
+            console.lines(labelled(task["name"], waits(task)))
+    console.lines(computed(cluster))
 
 
 def _step(records: Iterable[Record], *, as_json: bool) -> None:

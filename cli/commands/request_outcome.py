@@ -14,6 +14,8 @@ from ..terminal.format import labelled, number_of, plan_waf, scaled
 
 Plain = dict[str, Any]
 NAME_COLUMNS_MIN = 8
+EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
+"""Fields of a waiting task that are computed on request."""
 TIE_RATIO = 1e-4
 """Two plans that are no further apart count as equal where they are told."""
 
@@ -55,8 +57,17 @@ def followed_by(client: Client, seq: int) -> Followed:
 
     return Followed(
         seq=seq, plan=_joined(bodies("PlanChosen")), placed=bodies("TaskPlaced"),
-        waiting=bodies("TaskWaiting"), withheld=bodies("OrderSuppressed"),
+        waiting=_explained(client, bodies("TaskWaiting")), withheld=bodies("OrderSuppressed"),
         orders=[record["kind"] for record in found if "nodes" in record["body"]])
+
+
+def _explained(client: Client, waiting: list[Plain]) -> list[Plain]:
+    """What each of these tasks needs as of now: the log has only why it waits."""
+    if not waiting:
+        return []
+    tasks = {task["id"]: task for task in client.get("/v1/state", explain=1)["tasks"]}
+    return [{**body, **{key: tasks[body["task"]][key] for key in EXPLAINED}}
+            if tasks.get(body["task"], {}).get("needs") else body for body in waiting]
 
 
 def _joined(plans: list[Plain]) -> Plain | None:
@@ -123,7 +134,11 @@ def view_before(before: Plain, after: Plain) -> Plain:
 def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:
     """Who got nothing before and gets nothing now: why, and what it needs."""
     return [line for body in waiting if body["task"] in tasks for line in labelled(
-        "waits", f"{tasks[body['task']]['name']}: {body['why']}; needs {body['needs']}", 9)]
+        "waits", f"{tasks[body['task']]['name']}: {body['why']}{_needs(body, '; needs')}", 9)]
+
+
+def _needs(body: Plain, words: str) -> str:
+    return f"{words} {body['needs']}" if body["needs"] else ""
 
 
 def _way(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> str:
@@ -133,7 +148,7 @@ def _way(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> 
     if not seats:
         first = ("stopped" if task["tier"] == "command" else
                  "saved first, no iteration lost" if task["iteration"] else "stopped")
-        needs = f", needs {waits['needs']}" if waits is not None else ""
+        needs = _needs(waits, ", needs") if waits is not None else ""
         return f": {first}; then it waits{needs}"
     places = " ".join(f"{seat['slot']['node']}/{seat['slot']['index']}" for seat in seats)
     stays = {seat["slot"]["node"] for seat in seats}

@@ -59,7 +59,7 @@ def _history() -> History:
 
 def _screen(state: StateDir, client: Client, what: str, told: History | None, *,
             as_json: bool) -> list[str]:
-    view: Plain = client.get("/v1/state")
+    view: Plain = client.get("/v1/state", explain=1)
     option = option_for(state)
     now_s = time.time()
     if what == "nodes":

@@ -31,7 +31,7 @@ from ..terminal.format import (
 )
 from ..terminal.record_line import status_in_words
 from .nodes import node_news, recovers, slot_use, slots_out, wanted
-from .task import ENDED, lag_s, waits
+from .task import ENDED, computed, lag_s, waits
 
 Plain = dict[str, Any]
 INCIDENTS_SHOWN_NUM = 3
@@ -66,7 +66,7 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     for task in live:
         if task["why"] or task["needs"]:
             lines += labelled(clipped(task["name"], NAME_LENGTH_MAX), waits(task))
-    return lines
+    return [*lines, *computed(told)]
 
 
 # --- the news -----------------------------------------------------------------------------------

@@ -95,6 +95,10 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         lines += _plan(one)
     if not facts["plans"]:
         lines += labelled("plan", "the same slots: nothing was to be planned")
+    for one in facts["waits"]:
+        lines += labelled("waits", f"{one['task']}: {one['waits']}")
+    if facts["computed_by"]:
+        lines += labelled("computed", f"now, by decider version {facts['computed_by']}")
     lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
     for words in facts["left"]:
         lines += labelled("you", TYPED.sub(lambda typed: command(typed[0]), words))

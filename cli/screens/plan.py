@@ -71,12 +71,13 @@ def not_taken(plan: Plain, what: str, gain_min: str = ", below gain_min") -> str
 
 
 def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
-    """The plan as it stands, and why."""
+    """The plan in force at `now_s`, and why it was made."""
     plan = found["plan"]
     if plan is None:
         return [_head("unicron plan", f"input {found['input']}"),
                 f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}"]
-    made = f"made {span(max(now_s - found['plan_s'], 0.0))} ago (seq {found['plan_seq']})"
+    ago = span(max(now_s - found["plan_s"], 0.0))
+    made = f"made {ago} ago (seq {found['plan_seq']})"
     rows = [[clipped(one["name"], NAME_COLUMNS), _arrow(count, one["slots_before"], one["slots"]),
              f"{one['weight']:g}", _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
             for one in found["tasks"][:ROWS_NUM_MAX]]
@@ -88,7 +89,7 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
         *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
         *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
         *_beaten(plan), "", *_ground(found), *_layouts(found["tasks"]), *_waiting(found),
-        *_held(found, option),
+        *_held(found, option), *_computed(found),
         *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
                   + command(f"--with {found['more_slots']}") + "   "
                   + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
@@ -120,6 +121,16 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
         f"{typed} --apply --check {found['input']}{option}"))]
 
 
+def offline(found: Plain, path: str, *, has_table: bool) -> list[str]:
+    """The plan of a file, in the words of the others; `has_table`: that of the events follows."""
+    plan = found["plan"]
+    lines = [_head(f"unicron plan --offline {path}",
+                   f"{number_of(plan['num_slots'], 'slot')}, exact, {span(found['took_s'])}"),
+             *_gain(found), "", *_changes(found), "", *_beaten(plan), "", *_ground(found)]
+    return lines if has_table else [*lines, *labelled("next", command(
+        f"unicron plan --offline {path} --table"))]
+
+
 # --- parts --------------------------------------------------------------------------------------
 def _head(typed: str, told: str) -> str:
     room = SCREEN_COLUMNS - len(told) - 2
@@ -132,10 +143,11 @@ def _gain(found: Plain) -> list[str]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
     gain, cost = after - before, found["transition_flop"]
-    reason = found["plan"]["why"].partition(": ")[2]
-    if found["num_plans"] > 1:  # nobody compared the whole: each was made of what one left
-        reason = f"of the last of {found['num_plans']} plans, one for each step: {reason}"
-    lines = labelled("why", f"{_moved(found)}: {reason}")
+    why = found["plan"]["why"]
+    if found["num_plans"] > 1:  # no plan compares the whole: each step has one of its own
+        why = (f"{_moved(found)}: of the last of {found['num_plans']} plans, one for each step: "
+               f"{why.partition(': ')[2]}")
+    lines = labelled("why", why)
     if not gain and not cost:
         return lines
     share = f" ({'+' if gain > 0 else '-'}{percent(abs(gain) / before)})" if before > 0 else ""
@@ -181,7 +193,7 @@ def _changes(found: Plain) -> list[str]:
 
 def _lost(one: Plain) -> str:
     """Iterations that its change costs: a task moves in memory, or is saved first."""
-    if not one["pause_s"]:
+    if not one["pause_s"] or not one["tier"]:
         return "-" if one["slots"] else "waits"
     if one["tier"] == "command":
         return "stopped" if not one["slots"] else "starts again"
@@ -303,6 +315,13 @@ def _places(slots: Sequence[Plain]) -> str:
 def _waiting(found: Plain) -> list[str]:
     return [line for one in found["tasks"][:ROWS_NUM_MAX] if one["waits"]
             for line in labelled("waits", f"{one['name']}: {one['waits']}")]
+
+
+def _computed(found: Plain) -> list[str]:
+    """By which decider what the log does not hold was computed, and for which record."""
+    left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
+    return labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
+                                f"{found['seq']}{left}")
 
 
 def _assumes(found: Plain) -> list[str]:

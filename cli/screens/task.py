@@ -67,6 +67,12 @@ def waits(task: Plain) -> str:
     return words
 
 
+def computed(cluster: Plain) -> list[str]:
+    """By which decider what waiting tasks need was computed; nothing where it was not."""
+    return labelled("computed", f"now, by decider version {cluster['computed_by']}"
+                    ) if cluster["computed_by"] else []
+
+
 def above(weight: float) -> str:
     """In three digits, never less: what is typed is to be enough."""
     unit = 10.0 ** (math.floor(math.log10(weight)) - 2)
@@ -92,6 +98,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += _dumps(task, view)
     if task["why"] or task["needs"]:
         lines += labelled("why", waits(task))
+        lines += computed(view["cluster"]) if task["needs"] else []
     if task["state"] == "degraded":
         lines += labelled("why", degraded_why(task, view["cluster"]["healing"]))
     if task["phase"] == "training" and (alike := alike_why(task)):

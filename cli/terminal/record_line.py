@@ -315,7 +315,8 @@ ESSENTIALS: dict[str, Callable[[Plain], str]] = {
         for size, rate in zip(b["sizes"], b["rates_flops"], strict=False)),
     "PlanChosen": _plan,
     "TaskPlaced": _placed,
-    "TaskWaiting": lambda b: f"task {b['task']} {b['why']}; needs {b['needs']}",
+    "TaskWaiting": lambda b: f"task {b['task']} {b['why']}"
+                             + (f"; needs {b['needs']}" if b.get("needs") else ""),
     "OrderSuppressed": lambda b: f"task {b['task']} {b['what'] or 'nothing any more'}"
                                  f"{_because(b['why'])}",
     "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}{_because(b['why'])}",

@@ -19,10 +19,12 @@ from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEst
 from ...events.records.envelope import Report
 from ...events.records.types import Seat
 from ...events.spec.parallelism import briefly
-from ..decide.advance import decision_record, report_record
+from ..decide.advance import HEART, decision_record, report_record
 from ..decide.decide import decide
 from ..fold.fold import fold
+from ..planner import explain
 from ..planner.hot_spare import choose
+from ..planner.pending import Waits, explained, limited_work
 from ..planner.problem import PlanInput, Wish, charged_s, waf_of
 from ..planner.problem_of_state import input_digest, node_slots, plan_input
 from ..planner.straggler_cost import price
@@ -35,6 +37,9 @@ from .requests import Refusal
 
 MORE_NUM_MAX = 100_000
 """Slots that a dry run may add."""
+LIFTED_WORK_NUM_MAX = 1 << 28
+"""States times candidates of one plan under limits, of which up to eight more are made: about half
+a second for each."""
 _NODE_SLOTS_NUM = 8
 """Of a node, where there is none to go by."""
 
@@ -74,7 +79,7 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     seats: tuple[Seat, ...]
     iteration: int
     waits: str = ""
-    """Why it has no slots."""
+    """Why it has no slots, and what would let it run; computed for this answer."""
     layout_before: str = ""
     layout: str = ""
     """Of a task that has one."""
@@ -87,7 +92,8 @@ class Tried(Struct, frozen=True, kw_only=True):
     input: int
     """Of the state that it began with."""
     plan: PlanChosen | None
-    """The last one, where one plan follows from another; None: there is nothing to plan."""
+    """The last one, where one plan follows from another; None: there is nothing to plan. Beside
+    what the record holds it has the plans without each limit, and `paid_back_s`."""
     planned: bool
     """Whether the change leads to a plan at all; `plan` else is the present one."""
     plan_s: float
@@ -105,6 +111,15 @@ class Tried(Struct, frozen=True, kw_only=True):
     """What the best plan would earn more with them."""
     held: str
     """Why nothing is acted upon; empty: healing is on."""
+    seq: int = 0
+    """Of the state that it began with."""
+    at_s: float = 0.0
+    """Of that state's last record."""
+    computed_by: int = HEART
+    """The decider's version that computed what the log does not hold: `waits`, `more_waf`, plans
+    without limits, and all of a dry run."""
+    is_cut: bool = False
+    """Whether the plans without each limit are left out: they would take too long."""
     degraded: tuple[StragglerCostEstimated, ...] = ()
     """Of the nodes to be drained: those that slow tasks now, each as if it alone were drained.
     The tables, with which plans are made, do not know that they are slow."""
@@ -133,6 +148,23 @@ def present(data: bytes) -> Tried:
     """The plan as it stands, of a state as of `encode_state`."""
     state = decode_state(data)
     return _tried(state, state, plan_input(state).asked, [], {})
+
+
+def of_input(asked: PlanInput, more: int) -> Tried:
+    """The plan of an input that no cluster is behind. `more`: slots whose worth is computed too."""
+    choice = choose(asked)
+    plan = _filled(explain.of_input(asked, choice, {
+        wish.task: wish.sizes[-1] for wish in asked.wishes if wish.sizes}), asked)
+    wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
+    tasks = tuple(TaskDiff(
+        task=wish.task, name=wish.name, tier="", weight=wish.weight, slots_before=wish.now, slots=x,
+        waf_before=waf_of(wish, wish.now), waf=waf_of(wish, x), pause_s=charged_s(wish, x),
+        origin="", seats_before=(), seats=(), iteration=0)
+        for wish, x in zip(asked.wishes, choice.plan.slots, strict=True))
+    return Tried(tried=True, input=0, plan=plan, planned=True, plan_s=0.0, plan_seq=0,
+                 num_slots_before=asked.num_slots, tasks=tasks, num_plans=1,
+                 transition_flop=plan.transition_flop, more_slots=more,
+                 more_waf=max(wider - plan.waf, 0.0), held="")
 
 
 def bodies(data: bytes, change: Change, reason: str) -> list[t.Body]:
@@ -203,23 +235,46 @@ def _tried(old: ClusterState, state: ClusterState, asked: PlanInput,
     """`asked`: what the last of `plans` was made of; `first`: each task as the first plan that
     knew it had found it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
+    plan = _filled(plan, asked) if plan is not None else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
     told: dict[int, list[Allocation]] = {}
     for one in plans:
         for x in one.allocations:
             told.setdefault(x.task, []).append(x)
     pauses_s = {task: _pause_s(wish, told[task]) for task, wish in first.items()}
-    more = node_slots(old) or _NODE_SLOTS_NUM
+    more, waits = node_slots(old) or _NODE_SLOTS_NUM, explained(state)
     wider = choose(replace(asked, num_slots=asked.num_slots + more)).plan.waf
     return Tried(
         tried=old is not state, input=input_digest(old), plan=plan, planned=bool(plans),
         plan_s=old.plan_s, plan_seq=old.plan_seq, num_slots_before=len(plan_input(old).slots),
         tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
-                          pauses_s.get(task.id, 0.0)) for task in live_tasks(state)),
+                          pauses_s.get(task.id, 0.0), waits.get(task.id))
+                    for task in live_tasks(state)),
         num_plans=len(plans), transition_flop=math.fsum(
             waf_of(wish, first[wish.task].now) * pauses_s[wish.task]
             for wish in asked.wishes if plans), more_slots=more,
-        more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held)
+        more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held,
+        seq=old.seq, at_s=old.at_s, is_cut=is_too_much(asked))
+
+
+def _filled(plan: PlanChosen, asked: PlanInput) -> PlanChosen:
+    """The plan with what its record does not hold: the plans without each limit, and when it has
+    paid for its changes. As it is where that would take too long, or where it does not fit."""
+    given = {x.task: x.slots for x in plan.allocations}
+    slots = tuple(given.get(wish.task, wish.now) for wish in asked.wishes)
+    known = [other.slots for other in plan.alternatives]
+    fits = sum(slots) <= asked.num_slots and all(
+        not x or x in wish.sizes for wish, x in zip(asked.wishes, slots, strict=True))
+    if not fits or is_too_much(asked):
+        return plan
+    more = (other for other in explain.lifted(asked, slots) if other.slots not in known)
+    return replace(plan, alternatives=(*plan.alternatives, *more),
+                   paid_back_s=plan.paid_back_s or explain.paid_back_s(asked, slots))
+
+
+def is_too_much(asked: PlanInput) -> bool:
+    """Whether the plans without each limit are left out, since they would take too long."""
+    return asked.limits is not None and limited_work(asked) > LIFTED_WORK_NUM_MAX
 
 
 def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCostEstimated]:
@@ -241,7 +296,8 @@ def _pause_s(wish: Wish, told: Sequence[Allocation]) -> float:
     return max(x.transition_s for x in told)
 
 
-def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:
+def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
+          waits: Waits | None) -> TaskDiff:
     seats = old.target if old is not None else ()
     return TaskDiff(
         task=task.id if old is not None else 0, name=task.spec.name,
@@ -250,7 +306,7 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float) -> TaskDiff:
         waf=_waf(task, slots), pause_s=pause_s,
         origin=task.throughput.origin if task.throughput is not None else "",
         seats_before=seats, seats=task.target, iteration=task.iteration,
-        waits=f"{task.why}; needs {task.needs}" if not slots and task.needs else "",
+        waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
         layout_before=_layout(task, len(seats)), layout=_layout(task, slots))
 
 

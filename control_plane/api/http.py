@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,17 +20,22 @@ from msgspec import Struct
 from ...events.errors import LogError, SpecError, UsageError
 from ...events.log.port import ReaderPort
 from ...events.records import codec, types
+from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
+from ..fold.fold import fold
+from ..planner.pending import is_any_waiting
 from ..service.coordinator import Check, Coordinator
 from ..service.threads import aside
-from ..state.cluster import ClusterState, encode_state
+from ..state.cluster import ClusterState, decode_state, encode_state
 from . import dry_run, requests
 from .requests import Refusal
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
 PAGE_RECORDS_MAX = 1_000
+FOLD_S_MAX = 30.0
+"""Folding the log to a past record is given up after so long."""
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_TO_ALL = ("/v1/health",)
 
@@ -104,7 +109,12 @@ class Http:
                       "leader": leading, "pid": os.getpid()})
 
     async def _state(self, request: web.Request) -> web.Response:
-        return _json(view(await self._coordinator.settled()))
+        """With `explain=1` also what each waiting task needs, computed in a thread."""
+        state = await self._coordinator.settled()
+        if _number(request, "explain") and is_any_waiting(state):
+            data = encode_state(state)
+            return _json(await aside(lambda: view(decode_state(data), explain=True)))
+        return _json(view(state))
 
     async def _records(self, request: web.Request) -> web.StreamResponse:
         after = _number(request, "after")
@@ -146,7 +156,28 @@ class Http:
         return call
 
     async def _plan(self, request: web.Request) -> web.Response:
-        return _json(await self._aside(dry_run.present))
+        """The plan of now, or with `seq` the one that was in force after that record."""
+        seq = _number(request, "seq")
+        if not seq:
+            return _json(await self._aside(dry_run.present))
+        last = (await self._coordinator.settled()).seq
+        if seq > last:
+            raise Refusal(404, f"seq: {seq} is not in the log", f"the log ends at seq {last}")
+        async with self._trying:
+            state = await self._folded(seq)
+            return _json(await aside(lambda: dry_run.present(encode_state(state))))
+
+    async def _folded(self, seq: int) -> ClusterState:
+        """The state after the record `seq`, folded from the log in a thread."""
+        state, began_s = ClusterState(), time.monotonic()
+        while state.seq < seq:
+            if time.monotonic() - began_s > FOLD_S_MAX:
+                raise Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
+                              "unicron export FILE, then unicron replay FILE --until SEQ")
+            page = await self._log.read(after=state.seq,
+                                        num_max=min(PAGE_RECORDS_MAX, seq - state.seq))
+            await aside(partial(_fold_all, state, page))
+        return state
 
     async def _dry_run(self, request: web.Request) -> web.Response:
         change = requests.convert(await _body(request), dry_run.Change)
@@ -220,6 +251,11 @@ class Http:
         return hmac.compare_digest(given, b"Bearer " + self._token)
 
 
+def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
+    for record in records:
+        fold(state, record)
+
+
 def _lines(records: Any) -> bytes:
     encode = msgspec.json.encode
     return b"".join(encode(codec.to_plain(record)) + b"\n" for record in records)
@@ -238,7 +274,7 @@ def _number(request: web.Request, name: str) -> int:
     text = request.query.get(name, "0")
     if not text.isdecimal() or len(text) > 18:
         raise Refusal(400, f"{name}: {text[:40]!r} is not a number from 0 on",
-                      "/v1/log?after=0&follow=0")
+                      f"{request.path}?{name}=0")
     return int(text)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 
 from ...events.spec.parallelism import briefly, in_words, num_places, part_in_words
+from ..decide.advance import HEART
 from ..fold.hangs import unprinted
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import located
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, slower_alike
+from ..planner.pending import Waits, explained
 from ..planner.problem_of_state import input_digest
 from ..state.cluster import EARNED_S, ClusterState, state_hash
 from ..state.members import place_of
@@ -23,8 +25,13 @@ _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
 
 
-def view(state: ClusterState) -> dict[str, Any]:
-    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970."""
+def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970.
+
+    `explain`: also compute what each waiting task needs. This takes as long as a few plans, so the
+    leader does it in a thread, and only for a program that asks.
+    """
+    waits = explained(state) if explain else {}
     return {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
@@ -32,6 +39,7 @@ def view(state: ClusterState) -> dict[str, Any]:
             "num_slots": sum(node.num_slots for node in state.nodes.values()
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
+            "computed_by": HEART if waits else 0,
             "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
             "mtbf_gpu_s": state.mtbf_gpu_s, "num_faults": state.num_faults,
             "observed_slot_s": state.observed_slot_s,
@@ -39,7 +47,8 @@ def view(state: ClusterState) -> dict[str, Any]:
                        for span, flop in sorted(state.earned.items())],
         },
         "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
-        "tasks": [_task(state, state.tasks[key]) for key in sorted(state.tasks)],
+        "tasks": [_task(state, state.tasks[key], waits.get(key))
+                  for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
         "plan": _plan(state),
@@ -145,8 +154,8 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
             "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
 
 
-def _task(state: ClusterState, task: Task) -> dict[str, Any]:
-    spec = task.spec
+def _task(state: ClusterState, task: Task, waits: Waits | None) -> dict[str, Any]:
+    spec, waits = task.spec, waits or Waits(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stands(state, task)
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
@@ -172,9 +181,8 @@ def _task(state: ClusterState, task: Task) -> dict[str, Any]:
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
         "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
-        "incident": task.incident, "why": task.why, "needs": task.needs,
-        "declined": task.declined,
-        "cost_waf": task.cost_waf, "weight_from": task.weight_from, "withheld": task.withheld,
+        "incident": task.incident, **msgspec.structs.asdict(waits),
+        "declined": task.declined, "withheld": task.withheld,
         "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,

@@ -125,24 +125,20 @@ def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
 
 
 def plan(state: ClusterState) -> Iterator[t.Body]:
-    """Counts for the whole cluster, then seats, then who waits and for what."""
+    """Counts for the whole cluster, then seats, then who waits and why."""
     ground = plan_input(state)
     open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
     choice = hot_spare.choose(ground.asked)
     yield explain.chosen(state, ground, choice)
     if not state.held:
         yield from place(state, open_tasks, choice.plan.slots, ground.slots)
-    told = pending.prices(ground.asked, choice.plan)
     short = constraints.short(ground.asked, choice.plan.slots)
     by_quota = constraints.barred_by_quota(ground.asked, short)
-    idle = choice.spare.num_slots if choice.spare and choice.spare.verdict == "kept" else 0
-    bars = pending.barred(ground.asked, choice.plan.slots, min(idle, ground.asked.num_slots))
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # held, whom the plan gives nothing trains on
             continue
         if count == 0:
-            yield from pending.wait(state, task, len(ground.slots), told.get(task.id),
-                                    short.get(task.id, 0), bars.get(task.id),
+            yield from pending.wait(state, task, len(ground.slots), short.get(task.id, 0),
                                     by_quota=task.id in by_quota)
         elif state.held:  # it has no seats yet
             yield from pending.wait_for_healing(state, task)

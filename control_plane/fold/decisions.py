@@ -32,7 +32,6 @@ from .edits import (
     keep_on,
     leave_behind,
     make_ghost,
-    say_why,
     set_health,
     set_phase,
     settle_phase,
@@ -204,7 +203,7 @@ def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> Non
     if task is None or task.phase == "ended":
         return
     task.target = body.seats
-    say_why(task)
+    task.why = ""
     if body.seats and task.phase == "idle":
         stands(state, task)
         set_phase(state, task, "starting")
@@ -215,8 +214,7 @@ def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> Non
 def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
-        say_why(task, body.why, needs=body.needs, cost_waf=body.cost_waf,
-                weight_from=body.weight_from)
+        task.why = body.why
 
 
 def _order_withheld(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
@@ -242,7 +240,7 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
     task.stalls, task.crawls, task.paces, task.slowed = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
-    say_why(task, body.why)
+    task.why = body.why
     set_phase(state, task, "ended")
     state.replan = f"task {task.spec.name} {body.outcome}"
 

@@ -67,12 +67,6 @@ def list_silent(state: ClusterState, node: Node) -> None:
         state.silent = sorted([*others, node.name]) if node.silent else others
 
 
-def say_why(task: Task, why: str = "", *, needs: str = "", cost_waf: float = 0.0,
-            weight_from: float = 0.0) -> None:
-    """What a person is told of the task; all of it at once, so that nothing old stays beside it."""
-    task.why, task.needs, task.cost_waf, task.weight_from = why, needs, cost_waf, weight_from
-
-
 def find(task: Task | None, number: int, attempt: int) -> Rank | None:
     """The process of this attempt, if it is still one of the task's."""
     rank = task.ranks.get(number) if task is not None else None

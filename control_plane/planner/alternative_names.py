@@ -26,6 +26,8 @@ SHARE_PERCENT_MIN = 0.001
 """A share that is smaller is not told more exactly."""
 WHOLE_PERCENT_MIN = 99.5
 """From here on two digits would be told as a power of ten."""
+POWER_PERCENT_MIN = 1e9
+"""From here on a power of ten is shorter."""
 
 
 def percent(share: float) -> str:
@@ -33,7 +35,8 @@ def percent(share: float) -> str:
     found = 100 * share
     if found < SHARE_PERCENT_MIN:
         return f"under {SHARE_PERCENT_MIN:g} %"
-    return f"{found:.2g} %" if found < WHOLE_PERCENT_MIN else f"{found:,.0f} %"
+    is_whole = WHOLE_PERCENT_MIN <= found < POWER_PERCENT_MIN
+    return f"{found:,.0f} %" if is_whole else f"{found:.2g} %"
 
 
 def slots_told(num: int) -> str:

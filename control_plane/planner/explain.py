@@ -39,20 +39,26 @@ UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
 
 def chosen(state: ClusterState, ground: Ground, choice: Choice) -> PlanChosen:
     """The choice as the record that the log keeps of it, with what explains it."""
-    asked, plan = ground.asked, choice.plan
+    most = {wish.task: state.tasks[wish.task].spec.slots.max for wish in ground.asked.wishes}
+    return replace(of_input(ground.asked, choice, most), trigger=state.replan, kept=_kept(ground),
+                   ideal_waf=ideal_waf(ground.every, ground.num_slots_all),
+                   input=digest(state, ground))
+
+
+def of_input(asked: PlanInput, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
+    """The choice as a record, without what only a state knows. `most`: the most slots that each
+    task allows."""
+    plan = choice.plan
     objective = objective_flop(asked, plan.slots)
     others = beaten(asked, choice.alternatives, objective)
-    most = {wish.task: state.tasks[wish.task].spec.slots.max for wish in asked.wishes}
     bound, bound_tasks = binding(asked, choice, most)
     return PlanChosen(
-        trigger=state.replan, num_slots=asked.num_slots, allocations=choice.allocations,
-        waf=plan.waf, objective=plan.objective, alternatives=others,
-        ideal_waf=ideal_waf(ground.every, ground.num_slots_all), input=digest(state, ground),
-        objective_flop=objective, transition_flop=transition_flop(asked, plan.slots),
-        running_s=asked.running_s, binding=bound, bound_tasks=bound_tasks,
-        why=why(asked, choice, others, bound),
-        below_floor=tuple(constraints.short(asked, plan.slots)), hot_spare=choice.spare, alpha=asked.alpha,
-        kept=_kept(ground))
+        trigger="", num_slots=asked.num_slots, allocations=choice.allocations,
+        waf=plan.waf, objective=plan.objective, alternatives=others, objective_flop=objective,
+        transition_flop=transition_flop(asked, plan.slots), running_s=asked.running_s,
+        binding=bound, bound_tasks=bound_tasks, why=why(asked, choice, others, bound),
+        below_floor=tuple(constraints.short(asked, plan.slots)), hot_spare=choice.spare,
+        alpha=asked.alpha)
 
 
 def _kept(ground: Ground) -> tuple[Allocation, ...]:
@@ -175,10 +181,11 @@ def why(asked: PlanInput, choice: Choice, others: Sequence[Alternative], bound: 
     short = [names[task] for task in constraints.short(asked, choice.plan.slots)]
     room = f"; no room for the floor of {_listed(short)}" if short else ""
     reason = f"{_reason(asked, choice, others, bound)}{room}"
-    return f"{_moves(choice.allocations, names)}: {reason}"
+    return f"{moves(choice.allocations, names)}: {reason}"
 
 
-def _moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
+def moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
+    """Which tasks change, and to how many slots."""
     told = [f"{names[x.task]} " + (
         f"begins on {x.slots}" if not x.slots_before else
         f"gives up its {x.slots_before}" if not x.slots else f"{x.slots_before} -> {x.slots}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
 from itertools import islice, pairwise
+from math import fsum
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,12 +13,13 @@ from msgspec.structs import replace
 from ...events.records.decisions import TaskWaiting
 from ...events.records.types import Body
 from ...events.spec.job import WEIGHT_RATIO_MAX
-from ..state.cluster import ClusterState
+from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
 from . import constraints
-from .alternative_names import SPARELESS, slots_told
+from .alternative_names import slots_told
 from .planner import Plan, gains, plan_of, planned
-from .problem import Limits, PlanInput, Wish
+from .problem import Limits, PlanInput, Wish, waf_of
+from .problem_of_state import plan_input
 from .solver.candidates import Found, Rows
 from .solver.dynamic_program import IMPOSSIBLE, Others
 
@@ -59,17 +61,11 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
     LIMITED_WORK_NUM_MAX is enough. None under floors or alpha, where priorities differ, nor where a
     hot spare may be kept: there no single weight says it.
     """
-    if (asked.limits is not None and asked.limits.priorities) or (
-            asked.spare_slots or not constraints.is_plain(asked)):
-        return {}
-    num_slots, num_rows = asked.num_slots, len(asked.wishes)
-    num_sizes = sum(len(wish.sizes) + 1 for wish in asked.wishes)
-    work = num_sizes * (num_slots + _SLOTS_NUM) + _SIZES_NUM * num_rows * num_slots
-    if work > WORK_NUM_MAX:
+    if not has_prices(asked) or _is_too_large(asked):
         return {}
     after = tuple(replace(wish, now=slots, hurt=False)
                   for wish, slots in zip(asked.wishes, plan.slots, strict=True))
-    rows = gains(replace(asked, wishes=after))
+    num_slots, rows = asked.num_slots, gains(replace(asked, wishes=after))
     pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
                if plan.slots[i] == 0
@@ -92,6 +88,30 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
             times=_times(sizes, num_slots, free.beside(i)))
     return found
+
+
+def has_prices(asked: PlanInput) -> bool:
+    """Whether a single weight says from when on a waiting task runs."""
+    return not asked.spare_slots and constraints.is_plain(asked) and not (
+        asked.limits is not None and asked.limits.priorities)
+
+
+def is_too_much(asked: PlanInput) -> bool:
+    """Whether `prices` leaves out tasks because all would take too long."""
+    if not has_prices(asked):
+        return False
+    num = len(asked.wishes)
+    work = 0 if asked.limits is None else limited_work(asked) * sum(
+        len(wish.sizes) + 1 for wish in asked.wishes if not wish.now)
+    return (_is_too_large(asked) or num > VECTORS_NUM_MAX // max(num, 1)
+            or work > LIMITED_WORK_NUM_MAX)
+
+
+def _is_too_large(asked: PlanInput) -> bool:
+    """Whether not even one price is computed."""
+    num_sizes = sum(len(wish.sizes) + 1 for wish in asked.wishes)
+    return (num_sizes * (asked.num_slots + _SLOTS_NUM)
+            + _SIZES_NUM * len(asked.wishes) * asked.num_slots) > WORK_NUM_MAX
 
 
 def _limited(after: PlanInput, rows: Rows, plan: Plan,
@@ -270,83 +290,141 @@ def _within(asked: PlanInput, wish: Wish, slots: Sequence[int]) -> str:
     used = sum(x for x, one in zip(slots, asked.wishes, strict=True) if one.team == wish.team)
     return _quota(wish.team, quota) if quota is not None and used + wish.sizes[0] > quota else ""
 
+NOT_CHOSEN = "the plan gives it no slots"
+"""What the log says of a task for which there would be slots."""
+NOT_PRICED = "; the weight is not computed: too many tasks and sizes"
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
-def wait(state: ClusterState, task: Task, num_slots: int, price: Price | None,
-         floor: int = 0, bar: Bar | None = None, *, by_quota: bool = False) -> Iterator[Body]:
-    """Tell of a task that the last plan gives nothing; nothing if it was told already.
+class Waits(Struct, frozen=True, kw_only=True):
+    """Why one task has no slots, computed from the state."""
 
-    `num_slots`: what that plan had to give. `floor`: of a task that asks for one, and for which
-    there was no room; `by_quota`: there would be if its team had no quota. `bar`: of a plan under
-    limits.
+    why: str
+    needs: str
+    cost_waf: float = 0.0
+    """What the other tasks would earn less if it ran, beyond what it earns itself."""
+    weight_from: float = 0.0
+    """From this weight on the plan gives it slots; 0: slots are missing, or it is not known."""
+
+
+def wait(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
+         by_quota: bool = False) -> Iterator[Body]:
+    """Record that the plan gives a task nothing; nothing if the log says so already.
+
+    `num_slots`: what the plan had to give. `floor`: of a task that asks for one, and for which
+    there was no room; `by_quota`: there would be if its team had no quota.
+    """
+    why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
+    if task.why != why:
+        yield TaskWaiting(task=task.id, why=why)
+
+
+def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
+    """The plan has slots for the task, but nothing is ordered at the moment."""
+    if task.why != state.held:
+        yield TaskWaiting(task=task.id, why=state.held)
+
+
+def explained(state: ClusterState) -> dict[int, Waits]:
+    """By task that waits: why, what would let it run, and what that would cost the others.
+
+    This compares the plan in force with other plans of the present input. It takes as long as a
+    few plans; `pricing` and `barring` say what is left out where there are too many tasks.
+    """
+    if not is_any_waiting(state) or state.plan is None:
+        return {}
+    ground = plan_input(state)
+    asked, given = ground.asked, {x.task: x.slots for x in state.plan.allocations}
+    slots = tuple(given.get(wish.task, wish.now) for wish in asked.wishes)
+    plan = Plan(slots=slots, objective=0, waf=fsum(
+        waf_of(wish, x) for wish, x in zip(asked.wishes, slots, strict=True)))
+    short = constraints.short(asked, slots)
+    by_quota = constraints.barred_by_quota(asked, short)
+    is_spare = state.plan.binding == "spare"
+    bars = barred(asked, slots, min(asked.spare_slots, asked.num_slots) * is_spare)
+    price_of = prices(asked, plan)
+    spared = planned(replace(asked, spare_slots=0)).slots if is_spare else slots
+    found: dict[int, Waits] = {}
+    for wish, x, without in zip(asked.wishes, slots, spared, strict=True):
+        task = state.tasks[wish.task]
+        if wish.task not in given or not is_waiting(task):
+            continue
+        if x:
+            if state.held:  # else its seats follow at once
+                found[task.id] = Waits(why=state.held, needs="healing to be on")
+            continue
+        why, needs = _missing(state, task, len(ground.slots), short.get(task.id, 0),
+                              by_quota=task.id in by_quota)
+        if why:
+            found[task.id] = Waits(why=why, needs=needs)
+        elif without:
+            found[task.id] = Waits(why="its slots are kept idle as a hot spare",
+                                   needs="more slots, or a policy without hot_spare")
+        else:
+            found[task.id] = _not_chosen(state, asked, task, slots, price_of.get(task.id),
+                                         bars.get(task.id, Bar()))
+    return found
+
+
+def is_any_waiting(state: ClusterState) -> bool:
+    """Whether `explained` has anything to explain."""
+    return state.plan is not None and any(is_waiting(task) for task in live_tasks(state))
+
+
+def is_waiting(task: Task) -> bool:
+    """Whether a plan has left the task without seats."""
+    return not task.target and not task.ending and task.phase != "ended"
+
+
+def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
+             by_quota: bool) -> tuple[str, str]:
+    """Why the task could not run whatever the plan prefers, and what it needs; empty if it could.
     """
     low = _smallest(task)
-    cost_waf = weight_from = 0.0
     if low > state.num_slots_max:
-        why, needs = "too large", (f"{slots_told(low)}; the cluster has had at most "
-                                   f"{state.num_slots_max}")
-    elif task.modelled is not None and task.modelled.refused and not any(
+        return "too large", f"{slots_told(low)}; the cluster has had at most {state.num_slots_max}"
+    if task.modelled is not None and task.modelled.refused and not any(
             task.throughput.rates_flops if task.throughput is not None else ()):
-        why, needs = task.modelled.refused, "a larger slots.max, or a smaller model"
-    elif task.throughput is not None and not any(task.throughput.rates_flops):
-        why, needs = "its throughput is 0 for every size", "a declared throughput above 0"
-    elif 0 < floor <= num_slots:
-        why, needs = _no_room(state, task, floor, by_quota=by_quota)
-    elif low <= num_slots:
-        why, needs = _not_chosen(state, task, price, bar or Bar())
-        if price is not None:
-            cost_waf, weight_from = price.cost_waf, _weight_from(task, price)
-    else:
-        num_out = sum(node.is_out(index) for node in state.nodes.values()
-                      for index in range(node.num_slots))
-        away = [f"{num_out} out"] if num_out else []
-        drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
-        away += [f"{' '.join(drained)} drained"] if drained else []
-        kept = [name for name in sorted(state.nodes) if state.nodes[name].quarantine is not None]
-        away += [f"{' '.join(kept)} quarantined"] if kept else []
-        out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
-        why, needs = "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
-    if (task.why, task.needs, task.cost_waf, task.weight_from) != (
-            why, needs, cost_waf, weight_from):
-        yield TaskWaiting(task=task.id, why=why, needs=needs, cost_waf=cost_waf,
-                          weight_from=weight_from)
+        return task.modelled.refused, "a larger slots.max, or a smaller model"
+    if task.throughput is not None and not any(task.throughput.rates_flops):
+        return "its throughput is 0 for every size", "a declared throughput above 0"
+    if 0 < floor <= num_slots:
+        return _no_room(state, task, floor, by_quota=by_quota)
+    if low <= num_slots:
+        return "", ""
+    num_out = sum(node.is_out(index) for node in state.nodes.values()
+                  for index in range(node.num_slots))
+    away = [f"{num_out} out"] if num_out else []
+    drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
+    away += [f"{' '.join(drained)} drained"] if drained else []
+    kept = [name for name in sorted(state.nodes) if state.nodes[name].quarantine is not None]
+    away += [f"{' '.join(kept)} quarantined"] if kept else []
+    out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
+    return "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
 
 
-def _not_chosen(state: ClusterState, task: Task, price: Price | None, bar: Bar) -> tuple[str, str]:
+def _not_chosen(state: ClusterState, asked: PlanInput, task: Task, slots: Sequence[int],
+                price: Price | None, bar: Bar) -> Waits:
     """Why the plan gives its slots to others, and what would let the task run."""
-    if _is_spared(state, task):
-        return "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare"
     why, needs = bar.why, bar.needs
     if not why:
         why = ("the plan has better use for the slots" if price is None
-               else _who_earns_more(state, price))
+               else _who_earns_more(state, asked, slots, price))
         # How many is not known: of more slots, others may be given the first.
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
-    if price is not None and (weight := _weight_from(task, price)):
+    if price is None:
+        return Waits(why=why, needs=needs + NOT_PRICED * is_too_much(asked))
+    weight = _weight_from(task, price)
+    if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
-    return why, needs
-
-
-def _is_spared(state: ClusterState, task: Task) -> bool:
-    """Whether it would run on the slots that are kept idle."""
-    plan = state.plan
-    spare = plan.hot_spare if plan is not None else None
-    return plan is not None and spare is not None and spare.verdict == "kept" and any(
-        (task.id, 0) not in other.slots for other in plan.alternatives if other.what == SPARELESS)
+    return Waits(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
 
 
 def _weight_from(task: Task, price: Price) -> float:
     """The weight above which it runs, 0 where there is none that a task may have."""
     weight = task.weight * price.times
     return weight if weight <= WEIGHT_RATIO_MAX else 0.0
-
-
-def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The last plan has slots for it, and nothing is ordered at the moment."""
-    if task.why != state.held:
-        yield TaskWaiting(task=task.id, why=state.held, needs="healing to be on")
 
 
 def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:
@@ -371,11 +449,11 @@ def _smallest(task: Task) -> int:
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
-def _who_earns_more(state: ClusterState, price: Price) -> str:
+def _who_earns_more(state: ClusterState, asked: PlanInput, slots: Sequence[int],
+                    price: Price) -> str:
     """Which tasks hold the slots that it would run on."""
-    assert state.plan is not None
-    pairs = zip(state.plan.allocations, price.plan.slots, strict=True)
-    names = [state.tasks[x.task].spec.name for x, slots in pairs if slots < x.slots]
+    names = [wish.name for wish, x, then in
+             zip(asked.wishes, slots, price.plan.slots, strict=True) if then < x]
     if not names:
         return "the plan has better use for the slots"
     if price.cost_waf == 0.0:

@@ -221,10 +221,7 @@ class Task(Struct, kw_only=True):
     ending: Literal["", "failed", "cancelled"] = ""
     outcome: str = ""
     why: str = ""
-    needs: str = ""
-    cost_waf: float = 0.0
-    weight_from: float = 0.0
-    """Of a task that waits: TaskWaiting."""
+    """Why it waits, or how it ended."""
     withheld: str = ""
     """What would be ordered now, were healing on."""
     target: tuple[Seat, ...] = ()

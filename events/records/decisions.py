@@ -176,15 +176,16 @@ class TaskPlaced(Body, frozen=True):
 
 
 class TaskWaiting(Body, frozen=True):
-    """The task has no slots; why, and what would let it run.
+    """The task has no slots; why, as far as it follows from the counts of the plan.
 
+    What it needs is computed on request. The other fields are of old logs and no longer written:
     `cost_waf` is what the other tasks would earn less if it ran, beyond what it earns itself;
     from `weight_from` on the plan would give it slots (both 0 where slots are simply missing).
     """
 
     task: int
     why: str
-    needs: str
+    needs: str = ""
     cost_waf: float = 0.0
     weight_from: float = 0.0
 

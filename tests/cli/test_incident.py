@@ -23,7 +23,9 @@ from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
 from unicron.cli.screens.nodes import why_out
+from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
+from unicron.control_plane.decide.advance import HEART
 from unicron.control_plane.history.history import History, history, waf
 from unicron.control_plane.history.incident_records import incident_records
 from unicron.events.errors import UsageError
@@ -31,6 +33,7 @@ from unicron.events.log import archive
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.codec import from_plain, to_plain
 from unicron.events.spec import policy
 
 Plain = dict[str, Any]
@@ -370,6 +373,40 @@ def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["id"] == number
     assert data["phases"][0]["name"] == "silent"
+
+
+def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "log.jsonl"
+    archive.write(path, waits()[0].log, cluster="test", code="1")
+    ask(path, "", as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert [one["task"] for one in data["waits"]] == ["beta"]
+    assert "; needs more slots, or weight " in data["waits"][0]["waits"]
+    assert data["computed_by"] == HEART
+    last = max(x["seq"] for x in plain_of(path) if x["kind"] == "TaskWaiting")
+    for until in (last, None):
+        command.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
+                       step=False, as_json=False)
+        told = capsys.readouterr().out.splitlines()
+        assert told[-2].startswith("beta       alpha earns more with the slots; needs ")
+        assert told[-1] == f"computed   now, by decider version {HEART}"
+
+
+def test_an_old_log_says_itself_what_a_task_needed() -> None:
+    """Such a record is shown as it is, on every page, and nothing is computed for it."""
+    records = [to_plain(record) for record in waits()[0].log]
+    (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
+    record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}
+    told = facts([from_plain(x) for x in records])
+    assert told["waits"] == [{
+        "task": "beta", "waits": "the plan gives it no slots; needs more slots, or weight 3"}]
+    assert told["computed_by"] == 0
+    assert "the plan gives it no slots; needs more slots, or weight 3" in line(record)
+    assert from_plain(record).body.weight_from == 3.0
+
+
+def plain_of(path: Path) -> list[Plain]:
+    return [to_plain(record) for record in archive.read(path)]
 
 
 def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:

@@ -136,7 +136,7 @@ def test_what_is_unfinished_is_told_before_anything_is_stopped(
              {**task, "name": "gamma", "tier": "command"}]
 
     class Asked:
-        def get(self, path: str) -> dict[str, Any]:
+        def get(self, path: str, **query: object) -> dict[str, Any]:
             assert processes.alive(agent), f"{path} is asked too late"
             return {"tasks": tasks}
 

@@ -7,6 +7,7 @@ difference.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from unicron.cli.commands.request_outcome import followed_by, plan_lines, view_b
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
+from unicron.control_plane.decide.replay import replay as replayed
+from unicron.control_plane.planner import hot_spare
+from unicron.control_plane.planner.problem_of_state import plan_input
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
@@ -42,9 +46,11 @@ class Told:
     def __init__(self, driver: Driver) -> None:
         self.driver, self.posted = driver, list[tuple[str, Plain]]()
 
-    def get(self, path: str) -> Plain:
+    def get(self, path: str, limit_s: float = 10.0, **query: int) -> Plain:
         if path == "/v1/plan":
-            return plain_of(dry_run.present(encode_state(self.driver.state)))
+            last = query.get("seq", self.driver.state.seq)
+            at = replayed([one for one in self.driver.log if one.seq <= last])
+            return plain_of(dry_run.present(encode_state(at)))
         return seen(self.driver)
 
     def post(self, path: str, body: Plain, limit_s: float = 10.0) -> Plain:
@@ -140,9 +146,8 @@ def test_where_there_is_no_task_there_is_no_plan() -> None:
 
 def test_a_dry_run_that_changes_nothing_does_not_tell_what_the_last_plan_paid_back(
         ask: Any) -> None:
-    d, _, beta = gives()
-    now = plan_screen.present(plain_of(dry_run.present(encode_state(d.state))), now_s=0.0)
-    assert any(line.startswith("paid back") for line in now)
+    d, _, beta = two_tasks(BETA)
+    assert any(line.startswith("paid back") for line in ask(Told(d), without=("n3",)))
     page = "\n".join(ask(Told(d), weights=(f"beta={d.state.tasks[beta].weight}",)))
     assert "no plan would follow" in page
     assert "paid back" not in page
@@ -212,6 +217,48 @@ def test_names_with_commas_between_are_several(ask: Any) -> None:
     told = Told(two_tasks(BETA)[0])
     ask(told, without=("n1,n2",))
     assert told.posted[0][1]["without"] == ["n1", "n2"]
+
+
+def explanation(page: list[str]) -> list[str]:
+    """The lines of a page that say why, what was beaten, and what binds."""
+    return [" ".join(line.split()) for line in page
+            if re.match(r"(why|bound by|horizon|[12]  )", line)]
+
+
+def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> None:
+    d, _, _ = two_tasks(BETA)
+    tried = ask(Told(d), without=("n3",))
+    d.tell("operator/drain", r.NodeDrained(node="n3", reason=""))
+    at = d.log[next(i for i, one in enumerate(d.log) if isinstance(one.body, r.NodeDrained))]
+    before = replayed([record for record in d.log if record.seq <= at.seq])
+    asked = plan_input(before).asked
+    live = ask(Told(d))
+    choice = hot_spare.choose(asked)
+    recorded = d.state.plan
+    assert recorded is not None
+    assert choice.allocations == recorded.allocations
+    page = plan_screen.offline({**plain_of(dry_run.of_input(asked, 2)), "took_s": 0.1}, "-",
+                               has_table=False)
+    told = [explanation(one) for one in (live, tried, page)]
+    assert len(told[0]) == 5, live
+    assert told[0] == told[1] == told[2]
+
+
+def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
+    """As it was asked for at the time, whatever has become of the task since."""
+    d, _, beta = waits()
+    found = plain_of(dry_run.present(encode_state(d.state)))
+    seq, page = len(d.log), ask(Told(d))
+    later = Driver()
+    later.log, later.state = list(d.log), replayed(d.log)
+    later.now_s, later.seqs, later.epoch = d.now_s, dict(d.seqs), d.epoch
+    later.tell("operator/x", r.TaskCancelRequested(task=beta))
+    assert not any(one["waits"] for one in plain_of(dry_run.present(encode_state(
+        later.state)))["tasks"])
+    assert plain_of(dry_run.present(encode_state(replayed(later.log[:seq])))) == found
+    assert ask(Told(later), seq=seq)[1:] == page[1:], "but for how long ago it was made"
+    with pytest.raises(UsageError, match="--seq shows a past plan"):
+        ask(Told(later), seq=seq, without=("n1",))
 
 
 # --- carried out --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cli_process import refused, unicron
 from hypothesis import example, given, settings
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from unicron.cli.commands import plan_offline
 from unicron.cli.files import plan_file
 from unicron.cli.files.job_file import read_yaml
-from unicron.control_plane.planner import planner
+from unicron.cli.screens import plan as plan_screen
+from unicron.control_plane.api import dry_run
 
 GOOD = """\
 gpus: 120                 # n'
@@ -31,6 +33,11 @@ tasks:
   - {name: b, weight: 2, current: 96, transition_s: 60, flops: {64: 6e15, 88: 8e15, 96: 8.6e15}}
   - {name: c, flops: {0: 0, 8: 1e14, 16: 2e14}}
 """
+
+
+def page_of(tried: dry_run.Tried) -> list[str]:
+    return plan_screen.offline({**msgspec.to_builtins(tried), "took_s": 0.001}, "plan.yaml",
+                               has_table=False)
 
 
 def answer(folder: Path, text: str) -> dict[str, Any]:
@@ -50,12 +57,13 @@ def test_what_is_chosen_in_numbers(tmp_path: Path) -> None:
     assert math.isclose(found["objective"], earned - 3.4e15 * 60, rel_tol=1e-15)
     assert found["tasks"]["a"]["transition"] == 3.4e15 * 60
     assert found["tasks"]["b"]["transition"] == 0.0
-    assert found["reason"] == (
-        "a 32 -> 24; 120 GPUs bind: 8 more would earn 700 TFLOP/s; the runner-up (the next best) "
-        "loses 301 EFLOP (2.5 %)")
-    (best,) = found["alternatives"]
+    assert found["reason"] == "a 32 -> 24: the runner-up is worth 2.5 % less"
+    assert found["binding"] == {
+        "gpus": True, "more_gpus": 8, "more_earn_waf": 7e14, "at_largest": ["b"]}
+    best = found["alternatives"][0]
     assert best["instead"] == {"a": 32, "b": 88}
     assert best["loses"] == found["objective"] - best["objective"]
+    assert all(one["loses"] >= best["loses"] for one in found["alternatives"])
 
 
 @st.composite
@@ -90,7 +98,8 @@ def worth(file: dict[str, Any], slots: tuple[int, ...]) -> float:
 @settings(max_examples=300, deadline=None)
 def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     offline = plan_file.parse(file)
-    found = plan_offline.told(offline.asked, planner.choose(offline.asked), more=1)
+    tried = dry_run.of_input(offline.asked, 1)
+    found = plan_offline.plain(offline.asked, tried)
     slots = tuple(found["allocation"].values())
     every = [worth(file, plan)
              for plan in itertools.product(*([0, *task["flops"]] for task in file["tasks"]))
@@ -102,36 +111,37 @@ def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     for other in found["alternatives"]:
         assert other["objective"] <= found["objective"] + 1e-12 * scale
         assert other["instead"]
-    assert max(map(len, plan_offline.screen(found, 0.001))) <= 100
+    assert max(map(len, page_of(tried))) <= 100
 
 
 def test_one_task_on_one_gpu_is_told_as_one() -> None:
     offline = plan_file.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
         {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
          "flops": {1: 1.0}}]})
-    found = plan_offline.told(offline.asked, planner.choose(offline.asked), more=1)
-    assert plan_offline.screen(found, 0.001)[0].startswith("1 GPU, 1 task, exact, ")
+    assert page_of(dry_run.of_input(offline.asked, 1))[0].endswith("  1 slot, exact, 1.0 ms")
 
 
 def test_the_screen_says_what_moves_what_is_paid_and_what_was_beaten(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(GOOD)
     told = unicron("plan", "--offline", "plan.yaml", folder=tmp_path)
     head, *lines = told.stdout.splitlines()
-    assert head.startswith("120 GPUs, 3 tasks, exact, ")
+    assert head.startswith("unicron plan --offline plan.yaml  ")
+    assert "120 slots, exact, " in head
     assert lines == """\
-a 32 -> 24: -700 TFLOP/s of WAF
+why        a 32 -> 24: the runner-up is worth 2.5 % less
+worth      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
 
-TASK         GPUs        WAF                           PAYS
-a            32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    204 PFLOP  hurt
-2 unchanged  96
-all          128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s  204 PFLOP
+TASK      SLOTS       WAF                           PAUSE  LOST
+a         32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    60 s   -
+2 others  96          17.2 PFLOP/s                  -      unchanged
+all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 
-   PLAN                WORTH  DISTANCE
-1  this one       11.9 ZFLOP  chosen
-2  the next best  11.6 ZFLOP  loses 301 EFLOP (2.5 %)
+   PLAN                    WAF
+1  this plan      19.9 PFLOP/s  chosen
+2  the next best  19.4 PFLOP/s  loses 301 EFLOP (2.5 %)
 
-bound by   120 GPUs (8 more: +700 TFLOP/s), 0 idle; b at the largest size named
-horizon    6.9 d: so long nothing fails; a change costs 204 PFLOP in all
+bound by   120 slots (8 more: +700 TFLOP/s)
+horizon    6.9 d: so long nothing is expected to fail; worth 11.9 ZFLOP
 next       unicron plan --offline plan.yaml --table""".splitlines()
 
 
@@ -167,7 +177,7 @@ def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
     told = unicron("plan", "--offline", "plan.yaml", "--table", folder=tmp_path)
     lines = told.stdout.splitlines()
     assert "IF           OF  GPUs       WORTH  THEN" in lines
-    assert "task ended   b    120  2.16 ZFLOP  c 0 -> 16" in lines
+    assert "task ended   b    120  2.16 ZFLOP  c begins on 16" in lines
     assert not [line for line in lines if line.startswith("next")]
     assert max(map(len, lines)) <= 100
 

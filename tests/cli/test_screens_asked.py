@@ -26,7 +26,7 @@ class Told:
         self.driver = gives()[0]
         self.log = plain(self.driver)
 
-    def get(self, path: str) -> Plain:
+    def get(self, path: str, limit_s: float = 10.0, **query: object) -> Plain:
         return seen(self.driver)
 
     def records(self, after: int, *, follow: bool) -> Iterator[Plain]:
@@ -87,7 +87,8 @@ def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
     seq, before = len(d.log), seen(d)
     ask()
     log = plain(d)
-    client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after])
+    client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after],
+                       get=lambda path, **query: seen(d))
     return plan_lines(followed_by(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
 
 

@@ -45,8 +45,9 @@ def test_status_while_a_task_waits() -> None:
     d, _, beta = waits()
     check("status-waits", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
-    task = next(x for x in view(d.state)["tasks"] if x["id"] == beta)
-    check("task-waits", task_screen.task_status(view(d.state), task, history(d.log),
+    told = seen(d)
+    task = next(x for x in told["tasks"] if x["id"] == beta)
+    check("task-waits", task_screen.task_status(told, task, history(d.log),
                                             now_s=d.now_s + 0.5))
 
 
@@ -131,7 +132,7 @@ def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
 def test_a_node_where_a_task_is_asked_for_is_told_where_nodes_are(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     d, _, _ = gives()
-    client = mock.Mock(get=lambda path: seen(d))
+    client = mock.Mock(get=lambda path, **query: seen(d))
     monkeypatch.setattr(status, "connect", lambda state, url: client)
     with pytest.raises(UsageError, match="'n2' is a node") as error:
         status.status(StateDir(tmp_path), None, "n2", watch=False, as_json=False)

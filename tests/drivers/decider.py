@@ -10,6 +10,8 @@ from unicron.control_plane.decide.advance import HEART, accepts, advance
 from unicron.control_plane.decide.decide import Known, decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import step
+from unicron.control_plane.planner import pending
+from unicron.control_plane.planner.pending import Waits
 from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
@@ -266,6 +268,11 @@ def drain(d: Driver, node: str) -> list[Record]:
 
 def task_of(d: Driver, task: int) -> Task:
     return d.state.tasks[task]
+
+
+def waits_of(d: Driver, task: int) -> Waits:
+    """Why the task has no slots, as computed on request."""
+    return pending.explained(d.state)[task]
 
 
 def at_rest(d: Driver) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from two_tasks import VERSION
 from unicron.control_plane.api import dry_run
 
 Plain = dict[str, Any]
@@ -18,4 +19,4 @@ INPUT = 9
 def plain_of(found: dry_run.Tried) -> Plain:
     """As the control plane answers; another digest of the plan's input would be another screen."""
     told: Plain = msgspec.json.decode(msgspec.json.encode(found))
-    return {**told, "input": INPUT}
+    return {**told, "input": INPUT, "computed_by": VERSION}

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
 from decider import Driver, failed, spec
 from unicron.cli.commands import incident
+from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.view import view
+from unicron.control_plane.decide.replay import replay
 from unicron.control_plane.history.history import history
 from unicron.control_plane.history.incident_records import incident_records
+from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import to_plain
 from unicron.events.records.envelope import Record
 
 Plain = dict[str, Any]
+VERSION = 15
+"""Of the decider, as the stored screens show it."""
 
 
 def carry_out(d: Driver, records: list[Record]) -> None:
@@ -90,11 +96,18 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
     one = incident.pick(told, which)
     assert one is not None
     found = incident_records(one, log)
+
+    def plan_at(seq: int) -> Plain:
+        at = replay(record for record in log if record.seq <= seq)
+        return {**msgspec.to_builtins(dry_run.present(encode_state(at))), "computed_by": VERSION}
+
     return {**incident.facts_of(told, found, view(told.state), now_s=told.at_s, option=option),
+            **incident.waits_of(told, found, plan_at),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
 
 
 def seen(d: Driver) -> Plain:
-    told = view(d.state)
+    told = view(d.state, explain=True)
     told["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
+    told["cluster"]["computed_by"] = min(told["cluster"]["computed_by"], VERSION)
     return told

@@ -14,7 +14,7 @@ from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput import table as throughput
 from unicron.control_plane.throughput import training_layouts, transition_cost
-from unicron.events.records.decisions import PlanChosen, TaskWaiting
+from unicron.events.records.decisions import PlanChosen
 
 NUM_TASKS_MAX = 4
 NUM_SLOTS_MAX = 8
@@ -205,18 +205,18 @@ def _rates(state: ClusterState, number: int) -> dict[int, float]:
     return {size: max(rate for other, rate in pairs if other <= size) for size, _ in pairs}
 
 
-def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
+def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
     """Whether `weight_from` is where the next plan turns, once this one is carried out."""
     assert state.plan is not None
-    told, num_slots = state.tasks[body.task].weight, state.plan.num_slots
+    told, num_slots = state.tasks[number].weight, state.plan.num_slots
     for times, runs in ((1.0001, True), (0.9999, False)):
-        weight = body.weight_from * times
+        weight = weight_from * times
         wishes: list[Wish] = []
         for given in state.plan.allocations:
             task = state.tasks[given.task]
             assert task.throughput is not None
             found = throughput.candidates(task.throughput, given.slots)
-            own = weight if given.task == body.task else task.weight
+            own = weight if given.task == number else task.weight
             wishes.append(Wish(
                 task=task.id, name=task.spec.name, now=given.slots, hurt=False,
                 transition=transition_cost.transition(state, task),
@@ -228,8 +228,8 @@ def wrong_price(state: ClusterState, body: TaskWaiting) -> str:
             wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
             gain_min=policy.gain_min, moves_max=policy.moves_max,
             quotas=tuple(sorted(policy.quotas.items()))))
-        slots = next(x.slots for x in choice.allocations if x.task == body.task)
+        slots = next(x.slots for x in choice.allocations if x.task == number)
         if bool(slots) != runs:
-            return (f"task {body.task} of weight {told:g} gets {slots} slots at {weight:g}, "
-                    f"and weight_from is {body.weight_from:g}")
+            return (f"task {number} of weight {told:g} gets {slots} slots at {weight:g}, "
+                    f"and weight_from is {weight_from:g}")
     return ""

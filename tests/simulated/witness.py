@@ -13,6 +13,7 @@ from unicron.control_plane.fold.edits import STOPPED
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.fold.stragglers import SLOWED
 from unicron.control_plane.incidents.hangs import located as hang_of
+from unicron.control_plane.planner import pending
 from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.state.members import covered
@@ -116,9 +117,12 @@ class Witness:
             self._check(record, not wrong, wrong)
 
     def _waiting(self, record: Record, body: d.TaskWaiting) -> None:
-        if body.weight_from > 0 and self.counts["prices by a new plan"] < NUM_PRICES_MAX:
+        if self.counts["prices by a new plan"] == NUM_PRICES_MAX:
+            return
+        waits = pending.explained(self.state).get(body.task)
+        if waits is not None and waits.weight_from > 0:
             self.counts["prices by a new plan"] += 1
-            wrong = wrong_price(self.state, body)
+            wrong = wrong_price(self.state, body.task, waits.weight_from)
             self._check(record, not wrong, wrong)
 
     # --- orders ----------------------------------------------------------------------------------

@@ -328,8 +328,8 @@ class World:
         peace_s = self.loop.time()
         while self._unfinished(await self._settled()):
             state = await self._settled()
-            told = "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why} "
-                             f"{t.needs}" for t in self._unfinished(state))
+            told = "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why}"
+                             for t in self._unfinished(state))
             assert self.loop.time() - peace_s < PEACE_S_MAX, f"in peace, {told}"
             for _ in range(30):
                 await asyncio.sleep(1.0)

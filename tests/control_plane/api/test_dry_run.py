@@ -11,6 +11,7 @@ from dry_run_jobs import Plain, job
 from http_site import JOB, Site, real
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from two_tasks import carry_out, gives, two_tasks
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
@@ -103,7 +104,14 @@ def _agree(tried: Tried, records: list[Record], state: ClusterState) -> None:
     """The outcome against what was decided."""
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert tried.planned == bool(plans)
-    assert tried.plan == (plans[-1] if plans else state.plan)
+    recorded = plans[-1] if plans else state.plan
+    if recorded is not None and tried.plan is not None:
+        num = len(recorded.alternatives)
+        assert tried.plan.alternatives[:num] == recorded.alternatives
+        assert recorded == replace(tried.plan, alternatives=recorded.alternatives,
+                                   paid_back_s=recorded.paid_back_s), "the rest is as recorded"
+    else:
+        assert tried.plan == recorded
     assert tried.num_plans == len(plans)
     if len(plans) < 2:
         assert tried.transition_flop == pytest.approx(sum(x.transition_flop for x in plans))

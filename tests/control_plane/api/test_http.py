@@ -6,11 +6,15 @@ import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from decider import Driver
 from http_site import JOB, Site, Test, real, serving
+from unicron.control_plane.api import http as api_http
 from unicron.control_plane.api import requests
+from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.planner.pending import NOT_CHOSEN
 from unicron.events.records import codec
 from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
 from unicron.events.spec import job
@@ -125,6 +129,30 @@ async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
     first = next(n for n, (status, _) in enumerate(both) if status == 200)
     _, state = await site.ask("GET", "/v1/state")
     assert state["cluster"]["healing"] == f"frozen: {first}"
+
+
+@real
+async def test_what_a_task_needs_is_computed_on_request_also_for_a_past_seq(site: Site) -> None:
+    await site.tell(N1)
+    await site.ask("POST", "/v1/tasks", {**COMMAND, "slots": {"min": 2, "max": 2}})
+    _, told = await site.ask("POST", "/v1/tasks", {**COMMAND, "name": "waits"})
+    _, state = await site.ask("GET", "/v1/state")
+    waits = state["tasks"][1]
+    assert (waits["why"], waits["needs"], state["cluster"]["computed_by"]) == (
+        NOT_CHOSEN, "", 0), "what costs plans is computed only where it is asked for"
+    _, state = await site.ask("GET", "/v1/state?explain=1")
+    waits = state["tasks"][1]
+    assert waits["needs"].startswith("more slots"), waits
+    assert state["cluster"]["computed_by"] == HEART
+    seq, (_, now) = state["cluster"]["seq"], await site.ask("GET", "/v1/plan")
+    assert now["tasks"][1]["waits"] == f"{waits['why']}; needs {waits['needs']}"
+    await site.ask("POST", f"/v1/tasks/{told['task']}/cancel", {})
+    assert (await site.ask("GET", "/v1/plan"))[1]["seq"] > seq
+    assert (await site.ask("GET", f"/v1/plan?seq={seq}")) == (200, now)
+    assert "not in the log" in await site.refused(404, "GET", "/v1/plan?seq=99999")
+    assert "is not a number" in await site.refused(400, "GET", "/v1/plan?seq=now")
+    with mock.patch.object(api_http, "FOLD_S_MAX", -1.0):
+        assert "is not reached" in await site.refused(503, "GET", f"/v1/plan?seq={seq}")
 
 
 @under(observe=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the, waits_of
+from unicron.control_plane.planner import pending
+from unicron.control_plane.planner.pending import Waits
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -144,10 +146,11 @@ def test_why_a_task_waits_keeps_up_with_the_plan(d: Driver) -> None:
         d.tell(f"operator/{node}", r.NodeDrained(node=node))
     task = d.submit(spec())
     assert task_of(d, task).why == "not enough slots"
-    assert "n1 n2 drained" in task_of(d, task).needs
+    assert "n1 n2 drained" in waits_of(d, task).needs
     d.tell("operator/back", r.NodeUndrained(node="n1"))
     assert (task_of(d, task).why, task_of(d, task).withheld) == (
         "observing", "from 0 to 2 slots, by the plan")
+    assert waits_of(d, task) == Waits(why="observing", needs="healing to be on")
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
     assert task_of(d, task).why == ""
 
@@ -208,7 +211,8 @@ def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver) -> None:
     for node in ("n1", "n2"):
         d.tell(f"operator/un{node}", r.NodeUndrained(node=node))
     assert orders(thaw(d)) == []
-    assert (task_of(d, task).why, task_of(d, task).needs) == ("", "")
+    assert task_of(d, task).why == ""
+    assert pending.explained(d.state) == {}
 
 
 def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from decider import Driver, at_rest, failed, finish, kinds, only, spec, task_of, the
+from decider import Driver, at_rest, failed, finish, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.api.view import view
+from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.planner import pending
+from unicron.control_plane.planner.pending import Waits
 from unicron.control_plane.state.cluster import open_orders
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -103,8 +106,8 @@ def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
 
 def test_waiting_says_for_what(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 9, "max": 9}))
-    waiting = the(decisions.TaskWaiting, d.log[-3:])
-    assert waiting.needs == "9 slots; the cluster has had at most 4"
+    assert the(decisions.TaskWaiting, d.log[-3:]).why == "too large"
+    assert waits_of(d, task).needs == "9 slots; the cluster has had at most 4"
     assert view(d.state)["tasks"][0]["state"] == "waiting"
     d.join("n3", slots=5)
     assert len(task_of(d, task).target) == 9
@@ -113,12 +116,13 @@ def test_waiting_says_for_what(d: Driver) -> None:
 def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
     """One slot is allowed, but earns nothing; four do."""
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
-    d.submit(spec(throughput={4: 30.0}))
-    assert the(decisions.TaskWaiting, d.log[-3:]).needs == (
+    task = d.submit(spec(throughput={4: 30.0}))
+    assert the(decisions.TaskWaiting, d.log[-3:]).why == "not enough slots"
+    assert waits_of(d, task).needs == (
         "4 slots; there are 2 (n2 drained: unicron status nodes)")
     d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
-    d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
-    assert d.state.tasks[d.log[-4].seq].needs.startswith("1 slot; there are 0 (n1 n2 ")
+    beta = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
+    assert waits_of(d, beta).needs.startswith("1 slot; there are 0 (n1 n2 ")
 
 
 def test_waiting_names_its_price(d: Driver) -> None:
@@ -126,18 +130,31 @@ def test_waiting_names_its_price(d: Driver) -> None:
     first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
     second = d.submit(beta)
-    told = the(decisions.TaskWaiting, d.log[-1:])
+    logged = the(decisions.TaskWaiting, d.log[-1:])
+    assert (logged.why, logged.needs) == (pending.NOT_CHOSEN, ""), "the rest is computed on request"
+    told = waits_of(d, second)
     assert (told.why, told.needs) == ("alpha earns more with the slots",
                                       "more slots, or weight 1.27")
     assert told.cost_waf == 2.0
     assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
-    assert view(d.state)["tasks"][1]["weight_from"] == told.weight_from
+    shown = view(d.state, explain=True)
+    assert shown["tasks"][1]["weight_from"] == told.weight_from
+    assert shown["cluster"]["computed_by"] == HEART
     below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=told.weight_from * 0.999))
     assert "TaskPlaced" not in kinds(below)
     above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=told.weight_from * 1.001))
     assert len(task_of(d, second).target) == len(task_of(d, first).target) == 2
     d.obey(above)
     assert task_of(d, second).phase == "training"
+
+
+def test_where_prices_would_take_too_long_the_page_says_so(
+        d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    d.running(spec(throughput={2: 20.0, 4: 30.0}))
+    task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
+    monkeypatch.setattr(pending, "WORK_NUM_MAX", 0)
+    assert waits_of(d, task) == Waits(
+        why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
 
 
 def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d: Driver) -> None:
@@ -147,7 +164,7 @@ def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d:
     first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
     d.submit(spec(name="beta", slots={"min": 3, "max": 3}, throughput={3: 90.0}))
     hold = d.submit(spec(name="hold", slots={"sizes": [4]}, throughput={4: 1.0}))
-    assert task_of(d, hold).needs.startswith("more slots, or weight ")
+    assert waits_of(d, hold).needs.startswith("more slots, or weight ")
     d.join("n4", slots=4)
     assert len(task_of(d, first).target) == 4
     assert not task_of(d, hold).target
@@ -156,10 +173,10 @@ def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d:
 def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
-    assert task_of(d, task).cost_waf == 2.0
+    assert waits_of(d, task).cost_waf == 2.0
     d.tell("operator/cancel", r.TaskCancelRequested(task=task))
-    it = task_of(d, task)
-    assert (it.outcome, it.needs, it.cost_waf, it.weight_from) == ("cancelled", "", 0.0, 0.0)
+    assert task_of(d, task).outcome == "cancelled"
+    assert pending.explained(d.state) == {}
 
 
 def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, only, spec, task_of, the
+from decider import Driver, at_rest, kinds, only, spec, task_of, the, waits_of
 from two_tasks import facts, seen
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens.incident import page
@@ -272,6 +272,6 @@ def test_a_task_that_it_leaves_without_room_waits_and_says_why(d: Driver) -> Non
     """It is not used in spite of that: what fails again and again would lose more."""
     twice(d)
     task = d.submit(spec(slots={"min": 5, "max": 6}))
-    assert "n3 quarantined" in task_of(d, task).needs
+    assert "n3 quarantined" in waits_of(d, task).needs
     d.obey(repaired(d, "n3"))
     assert task_of(d, task).phase == "idle"

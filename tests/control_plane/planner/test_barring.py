@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decider import Driver, spec, task_of
+from decider import Driver, spec, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -147,12 +147,12 @@ def test_a_waiting_task_is_told() -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(moves_max=0)))
     d.running(spec())
     beta = d.submit(spec(name="beta", weight=3.0))
-    assert task_of(d, beta).why == "held back by moves_max 0"
-    assert task_of(d, beta).needs == "a larger moves_max"
+    assert waits_of(d, beta).why == "held back by moves_max 0"
+    assert waits_of(d, beta).needs == "a larger moves_max"
     d.tell("leader/abc", r.PolicySet(policy=Policy(quotas={"red": 1})))
     red = d.submit(spec(name="red", team="red", slots={"min": 2, "max": 2}))
-    assert task_of(d, red).why == "the quota of team red, 1 slot"
-    assert task_of(d, red).needs == "a quota of 2 slots or more"
+    assert waits_of(d, red).why == "the quota of team red, 1 slot"
+    assert waits_of(d, red).needs == "a quota of 2 slots or more"
 
 
 def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

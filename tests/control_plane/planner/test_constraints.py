@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, only, spec, task_of
+from decider import Driver, at_rest, only, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -202,8 +202,7 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     assert plan is not None
     assert (plan.binding, [x.slots for x in plan.allocations]) == ("limits", [2])
     assert "without quotas it would be worth" in plan.why
-    d.submit(spec(name="beta", team="red"))
-    beta = task_of(d, max(d.state.tasks))
+    beta = waits_of(d, d.submit(spec(name="beta", team="red")))
     assert beta.why == "held back by the quota of team red, 2 slots"
     assert beta.needs == "a larger quota, or weight 1.01"
     assert len(task_of(d, task).target) == 2

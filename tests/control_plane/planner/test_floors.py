@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of
+from decider import Driver, at_rest, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -236,9 +236,9 @@ def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
     assert plan is not None
     assert plan.below_floor == (beta,)
     assert plan.why.endswith("; no room for the floor of beta")
-    assert task_of(d, beta).why == "there is no room for its floor beside those before it"
-    assert task_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"
-    gamma = task_of(d, d.submit(spec(name="gamma", team="red", slots={"min": 2, "max": 2})))
+    assert waits_of(d, beta).why == "there is no room for its floor beside those before it"
+    assert waits_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"
+    gamma = waits_of(d, d.submit(spec(name="gamma", team="red", slots={"min": 2, "max": 2})))
     assert (gamma.why, gamma.needs) == ("the quota of team red is 1 slot",
                                         "a quota of 2 slots, its floor")
     d.tell("operator/x", r.TaskWeightSet(task=beta, weight=2.0))
@@ -250,9 +250,10 @@ def test_a_floor_that_its_quota_bars_needs_quota(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 2})))
     first = d.running(spec(team="audio", slots={"min": 2, "max": 2}))
     beta = d.submit(spec(name="beta", team="audio", weight=0.5, slots={"min": 1, "max": 1}))
-    assert task_of(d, beta).why == (
+    assert waits_of(d, beta).why == (
         "its floor does not fit the quota of team audio, 2 slots, beside those before it")
-    assert task_of(d, beta).needs == "a larger quota, or a higher priority (a higher weight may do)"
+    assert waits_of(d, beta).needs == (
+        "a larger quota, or a higher priority (a higher weight may do)")
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 3})))
     assert len(task_of(d, beta).target) == 1
     assert len(task_of(d, first).target) == 2

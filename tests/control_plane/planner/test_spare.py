@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of
+from decider import Driver, at_rest, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from planner_cases import case
 from spare_by_force import both, may_idle, spare_by_force
 from two_tasks import lose
 from unicron.control_plane.planner import alternative_names, hot_spare, pending, planner
+from unicron.control_plane.planner.pending import Waits
 from unicron.control_plane.planner.problem import PlanInput
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import reports as r
@@ -217,8 +218,8 @@ def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy))
     d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
     beta = d.submit(spec(name="beta", slots={"sizes": [2]}, throughput={2: 1e10}))
-    assert (task_of(d, beta).why, task_of(d, beta).needs) == (
-        "its slots are kept idle as a hot spare", "more slots, or a policy without hot_spare")
+    assert waits_of(d, beta) == Waits(why="its slots are kept idle as a hot spare",
+                                      needs="more slots, or a policy without hot_spare")
     d.tell("leader/abc", r.PolicySet(policy=replace(policy, hot_spare=False)))
     assert task_of(d, beta).target, "without a spare it runs at once"
     assert d.state.plan is not None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, spec, task_of, the
+from decider import Driver, at_rest, kinds, spec, task_of, the, waits_of
 from described_jobs import KNOWN, job, submitted
 from http_site import serving
 from unicron.cli.screens import task as task_screen
@@ -131,7 +131,7 @@ def test_a_model_that_fits_nowhere_waits_and_says_why(d: Driver) -> None:
     begun = d.tell("operator/a", body)
     waits = the(decisions.TaskWaiting, begun)
     assert waits.why.startswith("no layout on at most 6 GPUs fits into 79.2 GiB: TP 2 x PP 3 x")
-    assert waits.needs == "a larger slots.max, or a smaller model"
+    assert waits_of(d, begun[0].seq).needs == "a larger slots.max, or a smaller model"
     assert "TaskPlaced" not in kinds(begun)
 
 
