@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -72,7 +72,7 @@ TRACES: dict[str, Trace] = {
 
 def happenings(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[Happening]:
     """Times and nodes evenly at random, of the nodes that are there; causes by their shares."""
-    rng = random.Random(f"{seed}")
+    rng = Random(f"{seed}")
     times = [(rng.uniform(0, trace.horizon_s), hard)
              for hard, num in ((True, trace.num_sev1), (False, trace.num_others))
              for _ in range(num)]

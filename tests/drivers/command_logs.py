@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from decider import Driver, at_rest, task_of
+from decider import Driver, task_of
 from described_jobs import KNOWN, job
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import IterationsLogged
 from unicron.events.spec.job import parse
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 def begin(d: Driver, **more: Any) -> int:

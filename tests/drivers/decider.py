@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import HEART, accepts, advance
-from unicron.control_plane.decide.decide import Known, decide
+from unicron.control_plane.decide.decide import decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import step
 from unicron.control_plane.planner import pending
@@ -40,10 +40,10 @@ def sound(state: ClusterState) -> None:
     assert not wrong, wrong
 
 
-def checked(state: ClusterState, record: Record, known: Known | None = None) -> Iterator[t.Body]:
+def checked(state: ClusterState, record: Record) -> Iterator[t.Body]:
     """`decide`, with a look at the state after the fold of every record."""
     sound(state)
-    for body in decide(state, record, known):
+    for body in decide(state, record):
         yield body
         sound(state)
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from decider import Driver, at_rest, task_of
+from decider import Driver, task_of
 from unicron.events.records import reports, statuses
 from unicron.events.records.envelope import Record
 
 XID_79 = "NVRM: Xid (PCI:0000:4e:00): 79, GPU has fallen off the bus"
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3, slots=2)
-    yield made
-    at_rest(made)
 
 
 def erred(d: Driver, node: str = "n2", *, devices: tuple[int, ...] = (0,),

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from decider import Driver, at_rest, kinds, task_of
+from decider import Driver, kinds, task_of
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 VICTIM = 2
 IN = "collective"
 NORMAL_S = 0.5
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 def stalled(d: Driver, task: int, rank: int, where: r.Whereabouts = IN, /, *, collective: int = 1,

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from command_logs import begin, printed
-from decider import Driver, at_rest, task_of
+from decider import Driver, task_of
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 AFTER_S = 600.0
 TELLER = 3
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 def running(d: Driver, **more: Any) -> int:

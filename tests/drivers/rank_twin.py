@@ -15,7 +15,7 @@ TWINS = """
 import json, os, sys
 from pathlib import Path
 from unicron.events.spec.job import parse
-from unicron.workers import linux
+from unicron.workers.host import linux
 from unicron.workers.training.reference import orders, train_undisturbed
 train = parse(json.loads(spec)).train
 parent, trained = os.getpid(), []

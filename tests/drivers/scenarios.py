@@ -12,7 +12,7 @@ from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Ground
 from unicron.control_plane.simulation.trace.external_event import Happening
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "scenarios" / "two-weeks.yaml"
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "scenarios" / "two-weeks.yaml"
 DAY_S = 86400.0
 NODE, DEVICE, PROCESS = "lost connection", "ECC errors", "exited abnormally"
 

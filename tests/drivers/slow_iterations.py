@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from decider import Driver, at_rest, kinds, task_of
+from decider import Driver, kinds, task_of
 from hangs import stalled
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 OTHERS = (0, 1, 3)
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> list[Record]:

@@ -82,8 +82,8 @@ def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) ->
 
 def test_it_outlives_a_killed_parent_and_is_adopted(directory: Path) -> None:
     program = ("import os, sys, signal\nfrom pathlib import Path\n"
-               "from unicron.events import embedded\n"
-               "embedded.start(Path(sys.argv[1]))\n"
+               "from unicron.events.log import embedded_server\n"
+               "embedded_server.start(Path(sys.argv[1]))\n"
                "os.killpg(0, signal.SIGKILL)\n")
     done = subprocess.run([sys.executable, "-c", program, str(directory)], check=False,
                           timeout=CHILD_S_MAX, start_new_session=True)

@@ -474,4 +474,4 @@ def test_packages_of_others_are_known_by_name() -> None:
     """`import os.path as p` and `from os import path` are both seen as os."""
     tree = ast.parse("import os.path as p\nfrom os import path\nfrom . import spec\n")
     assert [dotted for _, dotted in imports("events/a.py", tree)] == [
-        "os.path", "os.path", "unicron.events.spec.job"]
+        "os.path", "os.path", "unicron.events.spec"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from decider import Driver, kinds, only, task_of, the
+from decider import Driver, at_rest, kinds, only, task_of, the
 from hangs import VICTIM, deadline, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.control_plane.api.view import view
@@ -11,6 +13,13 @@ from unicron.control_plane.incidents.hangs import located
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
 
 
 def test_it_is_told_by_name_before_anything_is_done(d: Driver) -> None:

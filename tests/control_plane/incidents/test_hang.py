@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from decider import Driver, kinds, only, spec, task_of, the
+from decider import Driver, at_rest, kinds, only, spec, task_of, the
 from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import located
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
 
 
 def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(d: Driver) -> None:

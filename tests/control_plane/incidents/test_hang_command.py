@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from command_logs import printed
-from decider import Driver, kinds, only, task_of, the
+from decider import Driver, at_rest, kinds, only, task_of, the
 from hung_commands import AFTER_S, TELLER, deadlines, running, stalled
 from snapshots import check
 from unicron.cli.screens import cluster
@@ -19,6 +20,13 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.spec.job import parse
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver(nodes=3)
+    yield made
+    at_rest(made)
 
 
 def went_on(d: Driver, task: int) -> list[Record]:

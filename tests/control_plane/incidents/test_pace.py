@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.decisions import StragglerCostEstimated
+
+
+@pytest.fixture
+def d() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    at_rest(made)
 
 
 def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver) -> None:

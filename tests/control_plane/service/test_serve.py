@@ -27,12 +27,12 @@ from unicron.events.spec.policy import Policy
 
 MAIN = """
 import json, sys, pathlib
-from unicron.control_plane import serve
+from unicron.control_plane import server
 from unicron.events.errors import UsageError
 from unicron.events.spec.policy import Policy
 state, url, port, cluster, policy, *switches = sys.argv[1:]
 try:
-    sys.exit(serve.run(serve.Options(
+    sys.exit(server.run(server.Options(
         state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
         policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
                       allow_inject="allow_inject" in switches))))

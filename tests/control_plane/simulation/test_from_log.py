@@ -307,7 +307,7 @@ def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
     first = next(one.seq for one in records if one.kind == "TaskSubmitted")
     archive.write(idle, records[:first + 1], cluster="c", code="1")
     assert refused(idle).startswith(str(idle))
-    assert "seq 44: truncated" in refused(DATA / "heart-4.jsonl")
+    assert "seq 44: truncated" in refused(DATA.parent / "golden" / "heart-4.jsonl")
     assert "nowhere" in refused(tmp_path / "nowhere")
 
 

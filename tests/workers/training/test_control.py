@@ -86,7 +86,7 @@ def test_a_wait_that_nothing_ends_is_left_behind() -> None:
 REPLICA = """
 import os, socket, threading, time
 from unicron.events.records.orders import Quiesce
-from unicron.workers.training import control
+from unicron.workers.training.process import control_thread as control
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 control.FINISH_S_MAX = 0.5
@@ -133,7 +133,7 @@ def test_a_replica_that_lives_finishes_what_it_is_in() -> None:
 TOO_MANY = """
 import os, socket, sys, threading, time
 from unicron.events.records.orders import Quiesce
-from unicron.workers.training import control
+from unicron.workers.training.process import control_thread as control
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 control.STUCK_S_MAX = 0.05
@@ -171,7 +171,7 @@ def test_no_more_is_left_behind_than_memory_bears() -> None:
 ENDED_LATE = """
 import gc, os, socket, threading, time, weakref
 from unicron.events.records.orders import Quiesce
-from unicron.workers.training import control
+from unicron.workers.training.process import control_thread as control
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 control.STUCK_S_MAX = 0.05

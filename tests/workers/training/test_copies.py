@@ -278,7 +278,7 @@ def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
 
 
 NO_ROOM = """
-from unicron.workers.training import copies
+from unicron.workers.training.checkpoint import memory_checkpoint as copies
 def take(self, *args):
     raise RuntimeError("not enough memory: you tried to allocate a buffer")
 copies.Snapshot.take = take

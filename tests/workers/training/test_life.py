@@ -129,7 +129,7 @@ def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> Non
 
 SENDS_SLOWLY = """
 import os, socket
-from unicron.workers.training import sockets
+from unicron.workers.training.communicators import sockets
 from unicron.workers.training.step.iteration import Iteration
 right = Iteration.run
 SO_MAX_PACING_RATE = 47
@@ -303,7 +303,7 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
 
 
 WORN = """
-from unicron.workers.training import control
+from unicron.workers.training.process import control_thread as control
 control.WORN_NUM = 0
 """
 

@@ -177,7 +177,7 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
 
 
 BELIEVES_IT_FAILED = """
-from unicron.workers.training import reduction
+from unicron.workers.training.step import gradient_reduction as reduction
 right, calls = reduction.finalize_model_grads, []
 def whole_and_yet_failed(*args, **options):
     calls.append(right(*args, **options))
@@ -239,7 +239,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
 
 IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
 import time
-from unicron.workers.training import state
+from unicron.workers.training.model import training_state as state
 adopt = state.adopt
 def slow(*told):
     print("taking", flush=True)
@@ -271,7 +271,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
 
 
 SMALL_CHUNKS = """
-from unicron.workers.training import chunks
+from unicron.workers.training.recovery import state_exchange as chunks
 chunks.CHUNK_BYTES = 1 << 16
 """
 TAKES_SLOWLY = SMALL_CHUNKS + """

@@ -18,7 +18,7 @@ LOST = f"""
 import json, os, random, sys
 from pathlib import Path
 from unicron.events.spec.job import parse
-from unicron.workers import linux
+from unicron.workers.host import linux
 from unicron.workers.training import reference
 forward = reference._forward
 def without(trainee, words, iterator, ddp):
