@@ -23,7 +23,7 @@ Communicators.up = up
 """
 
 PATIENT = """
-from unicron.workers.training import communicators
+from unicron.workers.training.communicators import communicators
 communicators.GROUP_S_MAX = 600.0
 """
 """Whoever waits for a group ends only where it is woken."""

@@ -152,7 +152,7 @@ def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed
 DIES_EVALUATING = """
 import os, signal, time
 from pathlib import Path
-from unicron.workers.training import adopt
+from unicron.workers.training.adopt import adoption as adopt
 
 def evaluating(*given, evaluate=adopt.evaluate, rank=os.environ["UNICRON_RANK"]):
     if rank != "1":

@@ -11,7 +11,7 @@ from unicron.events.records.statuses import CONNECTION_REFUSED, CONNECTION_RESET
 from unicron.workers.diagnosis.classifier import classify
 
 FAILS_IN_ITS_FORWARD = """
-from unicron.workers.training import model
+from unicron.workers.training.model import trainee as model
 right, calls = model.Trainee.loss, []
 def fails(self, tokens):
     calls.append(1)
