@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import is_hypothesis_test, settings
 from unicron.events.log import embedded_server
 from unicron.events.log.memory import MemoryLog
 from unicron.events.log.redis_streams import RedisLog
 from unicron.workers.host import linux
 
 _numbers = itertools.count(1)
+SHARE_OF_EXAMPLES, EXAMPLES_NUM_MIN = 0.25, 20
+settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
+settings.register_profile("thorough", deadline=None, print_blob=True)
+settings.load_profile("bounded")
 
 
 def pytest_configure() -> None:
@@ -26,6 +31,21 @@ def pytest_configure() -> None:
     # The machine that runs the tests may be short of memory, or have news in its kernel's log:
     # that is no business of theirs. Tests of health turn it on.
     os.environ["UNICRON_HEALTH"] = "off"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A property is tried with a quarter of its examples, always the same ones.
+
+    `--hypothesis-profile thorough` tries all that its test states, drawn anew.
+    """
+    if settings.get_current_profile_name() == "thorough":
+        return
+    for test in {getattr(item, "function", None) for item in items}:
+        if is_hypothesis_test(test):
+            asked = test._hypothesis_internal_use_settings
+            num = max(EXAMPLES_NUM_MIN, round(SHARE_OF_EXAMPLES * asked.max_examples))
+            test._hypothesis_internal_use_settings = settings(
+                asked, max_examples=min(asked.max_examples, num), derandomize=True, database=None)
 
 
 class Cluster:

@@ -54,7 +54,8 @@ def alone(patient: RealCluster) -> Iterator[None]:
             patient.wait_ended(task["id"])
 
 
-@pytest.mark.parametrize("then", ["gil", "loop", "stop"])
+@pytest.mark.parametrize("then", [
+    "gil", pytest.param("loop", marks=pytest.mark.thorough), "stop"])
 def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
         patient: RealCluster, tmp_path: Path, then: str) -> None:
     cluster = patient

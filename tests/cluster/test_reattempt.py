@@ -18,7 +18,8 @@ def fails(cluster: Any, task: int, **where: int) -> None:
     cluster.hold(task, VICTIM, event="bucket", iteration=STRUCK, then="fail", **where)
 
 
-@pytest.mark.parametrize(("overlap", "bucket"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("overlap", "bucket"), [
+    (False, 0), pytest.param(True, 1, marks=pytest.mark.thorough)])
 def test_the_same_members_finish_the_iteration(
         two: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
     spec = small("again", tmp_path, iterations=ITERATIONS)

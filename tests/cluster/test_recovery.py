@@ -42,7 +42,7 @@ def apart_most(left: dict[str, Any], right: dict[str, Any]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in names)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
 def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
                                        twins: Twins, dropout: float) -> None:
     struck = spec("struck", dropout=dropout, iterations=ITERATIONS)

@@ -97,7 +97,7 @@ async def serving(policy: Policy = POLICY) -> AsyncIterator[Site]:
             yield Site(log, coordinator, client, f"http://127.0.0.1:{runner.addresses[0][1]}")
     finally:
         coordinator.stop()
-        await asyncio.wait_for(leading, 5)
+        await asyncio.wait_for(leading, 60)
         await runner.cleanup()
 
 

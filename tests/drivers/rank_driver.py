@@ -107,6 +107,8 @@ class Driver:
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
         self._num_held: dict[int, int] = {}
+        self._traces: dict[int, tuple[int, tuple[dict[str, Any], ...]]] = {}
+        """How far each rank's trace is read, and its lines."""
         self.hears = threading.Event()
         """Cleared, it is as an agent that is stopped: it reads nothing."""
         self.hears.set()
@@ -299,10 +301,17 @@ class Driver:
         return told
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
+        """All lines of a rank's trace; only what is new is read."""
         path = self.trace_dir / f"{TASK}-{rank}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a line may still be on its way
-        return [json.loads(line) for line in whole.splitlines()]
+        begin, lines = self._traces.get(rank, (0, ()))
+        if path.exists() and path.stat().st_size > begin:
+            with path.open("rb") as file:
+                file.seek(begin)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]  # a line may still be on its way
+            lines = (*lines, *map(json.loads, whole.splitlines()))
+            self._traces[rank] = begin + len(whole), lines
+        return list(lines)
 
     def strike(self, rank: int, *, iteration: int, event: str, nth: int = 1) -> None:
         """Return the moment rank begins its `nth` `event` of this iteration."""

@@ -12,8 +12,8 @@ from typing import Any
 
 LIMIT_S = 600.0
 """A twin gives way; where other work has the cores, it takes minutes."""
-NICE_NUM = 10
-"""Enough to starve nobody; at the least priority it was hardly trained on a busy machine."""
+NICE_NUM = 5
+"""Enough to starve nobody; with 10 a machine of eight busy processes took over ten minutes."""
 RATE = 1e-4
 """The learning rate of every small task: about what an optimizer step moves a parameter by."""
 STEP_SHARE_MAX = 0.01
@@ -72,11 +72,12 @@ class Twins:
                  "--iterations", ours.name.removeprefix("iter-"), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"})
-        _give_way(self._running[out].pid)
+        _give_way(self._running[out].pid, NICE_NUM)
         return ours, out
 
     def trained(self, out: Path) -> Path:
         """Where a twin's final state lies, when it has been trained."""
+        _give_way(self._running[out].pid, 0)  # it is waited for
         assert self._running[out].wait(LIMIT_S) == 0, (out / "log").read_text()[-2000:]
         return out / "final"
 
@@ -114,8 +115,12 @@ class Twins:
             process.wait()
 
 
-def _give_way(pid: int) -> None:
-    """A twin is in nobody's way: what is tested beside it has deadlines, it has none."""
-    os.setpriority(os.PRIO_PROCESS, pid, NICE_NUM)
+def _give_way(pid: int, nice_num: int) -> None:
+    """A twin gives way to what is tested beside it, which has deadlines.
+
+    Without the right to, its priority is not raised again.
+    """
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, nice_num)
     with suppress(OSError):  # where the kernel groups by session, the group's counts
-        Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice_num))

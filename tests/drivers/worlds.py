@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -88,4 +89,6 @@ def _be(theirs: Connection, place: int, num_members: int, port: int, work: Calla
     except BaseException:
         theirs.send((False, traceback.format_exc()))
         raise
+    # Others may still be connecting to it: it is killed when all have answered.
+    time.sleep(WORLD_S_MAX)
     os._exit(0)

@@ -133,7 +133,7 @@ def test_a_server_that_hangs_is_stopped_all_the_same(directory: Path) -> None:
     start = time.monotonic()
     server.stop(grace_s=0.3)
     assert not server.is_alive
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < CHILD_S_MAX
 
 
 def test_a_port_that_is_taken_is_told(directory: Path) -> None:

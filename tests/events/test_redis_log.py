@@ -178,7 +178,7 @@ def test_a_silent_server_is_given_up_in_time(
             start = time.monotonic()
             with pytest.raises(Unavailable, match="no reply within"):
                 await log.take(after="0-0", num_max=9, wait_s=0.2)
-            assert 1.1 < time.monotonic() - start < 6.0
+            assert 1.1 < time.monotonic() - start < TEST_S_MAX / 2
             with pytest.raises(Unavailable):
                 await log.orders("n1", after="0-0", wait_s=0.2)  # a new connection, no answer
             proxy.fate = "pass"
@@ -198,7 +198,7 @@ def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> 
             await asyncio.sleep(5.5)
             await agent.send([report(1)])
             assert [r.source_seq for r in (await waiting).reports] == [1]
-            assert time.monotonic() - start < 8.0
+            assert time.monotonic() - start < 29.0, "the report ended it"
 
     run(test())
 
@@ -216,7 +216,7 @@ def test_a_look_at_the_intake_does_not_wait_behind_who_waits_for_it(redis_log: A
             await log.send([report(1)])
             assert len((await waiting).reports) == 1
 
-    run(asyncio.wait_for(test(), 15.0))
+    run(asyncio.wait_for(test(), 29.0))
 
 
 def test_close_ends_a_call_that_blocks(redis_log: Any) -> None:
@@ -228,7 +228,7 @@ def test_close_ends_a_call_that_blocks(redis_log: Any) -> None:
             await log.close()
             with pytest.raises(Unavailable, match="closed"):
                 await waiting
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 45.0
 
     run(test())
 

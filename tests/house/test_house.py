@@ -7,6 +7,7 @@ where it must be silent, and on a tiny tree made to break it, where it must comp
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -110,9 +111,21 @@ def files(root: Path, suffix: str = "") -> Iterator[tuple[str, Path]]:
             yield path.name, path
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Every rule reads every file, and parsing it takes longer than reading the tree."""
+    return ast.parse(text)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_trees() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
+
+
 def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
     for name, path in files(root, ".py"):
-        yield name, ast.parse(path.read_text(encoding="utf-8"), name)
+        yield name, parsed(path.read_text(encoding="utf-8"))
 
 
 def library(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -289,7 +302,7 @@ def sizes_stay_small(root: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
         found += [f"{name}:{n} has {len(line)} columns" for n, line in enumerate(lines, 1)
                   if len(PRAGMA.sub("", line)) > COLUMNS_MAX]
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        for node in ast.walk(parsed("\n".join(lines) + "\n")):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES_MAX:

@@ -21,9 +21,11 @@ from unicron.events.spec.job import JobSpec
 from unicron.events.spec.model import MegatronModel
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
+"""A share of what `make simulation` runs."""
+NUM_FEW = 50
+"""What `make test` runs of them."""
 ONCE_FAILED = (328,)
 """A checkpoint was read after slots were left on purpose, and then came another fault."""
-"""A share of what `make simulation` runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,8 @@ def silence() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *ONCE_FAILED])
+@pytest.mark.parametrize("seed", [*range(NUM_FEW), *ONCE_FAILED, *(
+    pytest.param(seed, marks=pytest.mark.thorough) for seed in range(NUM_FEW, NUM_SEEDS))])
 def test_faults_then_peace(seed: int) -> None:
     simulate(lambda: World(seed))
 

@@ -50,7 +50,7 @@ class Running:
 
     def note(self) -> dict[str, Any]:
         """control_plane.json, once this process has written it."""
-        path, deadline = self.state / "control_plane.json", time.monotonic() + 20
+        path, deadline = self.state / "control_plane.json", time.monotonic() + 60
         while time.monotonic() < deadline:
             if path.exists():
                 found: dict[str, Any] = json.loads(path.read_text())
@@ -62,12 +62,12 @@ class Running:
         raise AssertionError(f"no note; {self.words()}")
 
     def health(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.note()["url"] + "/v1/health", timeout=5) as reply:
+        with urllib.request.urlopen(self.note()["url"] + "/v1/health", timeout=30) as reply:
             found: dict[str, Any] = json.loads(reply.read())
             return found
 
     def wait_leading(self) -> dict[str, Any]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             found = self.health()
             if found["leader"]:
@@ -75,13 +75,13 @@ class Running:
             time.sleep(0.02)
         raise AssertionError("it does not lead")
 
-    def end(self, limit_s: float = 20.0) -> int:
+    def end(self, limit_s: float = 60.0) -> int:
         return self.process.wait(limit_s)
 
     def words(self) -> str:
         if self.process.poll() is None:
             self.process.kill()
-        return self.process.communicate(timeout=10)[1]
+        return self.process.communicate(timeout=60)[1]
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def records(url: str, cluster: str) -> list[Record]:
@@ -124,7 +124,7 @@ def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
         asked = urllib.request.Request(note["url"] + "/v1/state",
                                        headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(asked, timeout=5) as reply:
+        with urllib.request.urlopen(asked, timeout=30) as reply:
             assert json.loads(reply.read())["cluster"]["seq"] == 2
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
@@ -148,7 +148,7 @@ def test_a_newer_one_fences_with_one_line(server: Server, tmp_path: Path) -> Non
                 note["url"] + "/v1/tasks", data=json.dumps(body).encode(),
                 headers={"Authorization": f"Bearer {token}"})
             with pytest.raises(urllib.error.HTTPError):
-                urllib.request.urlopen(asked, timeout=5)
+                urllib.request.urlopen(asked, timeout=30)
             assert first.end() == 1
             assert "fenced" in first.words()
             assert second.process.poll() is None

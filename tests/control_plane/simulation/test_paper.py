@@ -107,7 +107,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
     folder.mkdir()
     write(folder, found, rows)
-    page = command.screen(found, rows, folder)
+    page = command.screen(found, rows, Path("report"))
     assert max(map(len, page)) <= 105
     assert any("1.9 x" in line for line in page)
     return folder, rows

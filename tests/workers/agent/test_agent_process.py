@@ -190,6 +190,6 @@ def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
         with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
             await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
                        labels=Labels(), s_max=0.5)
-        assert 0.1 < time.monotonic() - began < 5.0
+        assert 0.1 < time.monotonic() - began < LIMIT_S
 
     asyncio.run(test())

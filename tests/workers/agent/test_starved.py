@@ -55,8 +55,8 @@ def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: b
 def test_a_sleep_is_no_wait_for_a_core() -> None:
     told = Starved()
     before_s = told.in_s()
-    time.sleep(0.2)
-    assert told.in_s() - before_s < 0.15
+    time.sleep(1.0)
+    assert told.in_s() - before_s < 0.75
 
 
 def test_threads_that_hand_over_to_each_other_are_one_and_few() -> None:

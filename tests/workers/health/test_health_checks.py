@@ -86,10 +86,14 @@ def test_what_is_no_program_is_unknown(tmp_path: Path) -> None:
     assert "it cannot be run" in found.why
 
 
+NICE_NUM_MAX = 19
+"""Of a process; the tests may be nice themselves."""
+
+
 def test_what_a_check_is_told_and_is_not(tmp_path: Path) -> None:
     told = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
                                      ' $(nice) $(cat | wc -c)"'))
-    assert told.said.split() == ["n7", "c", "[]", str(os.nice(0) + 10), "0"]
+    assert told.said.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
 
 
 def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -101,7 +105,7 @@ def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
         sleep 300""")
     began_s = time.monotonic()
     answer = ask(path, 1.0)
-    assert time.monotonic() - began_s < 15.0
+    assert time.monotonic() - began_s < 120.0, "it would sleep for 300 s"
     assert finding("c", answer, 1) == Finding(
         "check/c", "unknown", "no answer within 1 s: waiting for the disk", rule="check")
     pids = [int(pid) for pid in note.read_text().split()]

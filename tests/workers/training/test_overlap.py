@@ -24,6 +24,11 @@ KILLED = {
     "join: first micro-batch",
 }
 RAISING = {"entering the third bucket of four"}
+AS_IN_BASE = {
+    "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
+    "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
+}
+"""The reduction is whole here, and goes on as in the base variant, which test_points.py strikes."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,8 @@ def overlapped() -> list[Any]:
              and ((cell.point.name in KILLED and cell.fault == "SIGKILL")
                   or (cell.point.name in RAISING and cell.fault == "exception"))]
     assert len(there) == len(KILLED) + len(RAISING)
-    return [pytest.param(cell, id=cell.name) for cell in there]
+    return [pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
+        cell.point.name in AS_IN_BASE)) for cell in there]
 
 
 @pytest.mark.parametrize("cell", overlapped())

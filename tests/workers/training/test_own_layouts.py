@@ -102,7 +102,9 @@ def finish(driver: Driver, ranks: list[int], undisturbed: Driver) -> None:
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 4]}
 
 
-@pytest.mark.parametrize("axes", [TP2DP2, PP2DP2, Axes(tp=2, pp=2), Axes(pp=2, chunks=2)],
+@pytest.mark.parametrize("axes", [
+    TP2DP2, pytest.param(PP2DP2, marks=pytest.mark.thorough),
+    pytest.param(Axes(tp=2, pp=2), marks=pytest.mark.thorough), Axes(pp=2, chunks=2)],
                          ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}x{axes.chunks}")
 def test_undisturbed_it_is_as_one_rank(loops: Loops, undisturbed: Driver, axes: Axes) -> None:
     driver = loops(**ANY | {"chunks": axes.chunks})
@@ -124,7 +126,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "dp4_to_tp2_beside"}
+"""test_replicas.py goes the same way with a task of ours."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
+    name in AS_IN_REPLICAS)) for name in CASES])
 def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)

@@ -40,7 +40,7 @@ def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
             if line["event"] == "forward" and line["iteration"] == iteration]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
 def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
         drive: Drive, twin: Twins, dropout: float) -> None:
     driver = drive(dropout=dropout)

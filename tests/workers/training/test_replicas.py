@@ -41,7 +41,9 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize("axes", [Axes(tp=2), Axes(pp=2), TP2DP2, PP2DP2, Axes(pp=3)],
+@pytest.mark.parametrize("axes", [
+    pytest.param(Axes(tp=2), marks=pytest.mark.thorough),  # a part of TP2DP2
+    pytest.param(Axes(pp=2), marks=pytest.mark.thorough), TP2DP2, PP2DP2, Axes(pp=3)],
                          ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
 def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)

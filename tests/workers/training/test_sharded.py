@@ -18,6 +18,7 @@ NUM_ITERATIONS = 6
 STRUCK = 4
 EVERY = 3
 SHARDED = {"optimizer": "sharded"}
+EVENTS = ("backward", "gate", "step_mid", "gather")
 RELATIVE_MAX = {"fp32": 1e-5, "bf16": 3e-3}
 
 
@@ -56,6 +57,16 @@ def copied(driver: Any) -> tuple[Any, ...]:
     return (named(keeper, driver.wait(MemoryCheckpointStored, 0)),)
 
 
+def pairs(fp32: tuple[str, ...]) -> list[Any]:
+    """Every event with every precision; `make test` strikes each event once.
+
+    `fp32`: the events that it strikes with that precision, the others with bf16.
+    """
+    return [pytest.param(precision, event, marks=[pytest.mark.thorough] * (
+                (event in fp32) != (precision == "fp32")))
+            for precision in ("fp32", "bf16") for event in EVENTS]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, precision: str) -> None:
     ranks = [0, 1, 2]
@@ -64,8 +75,7 @@ def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, precision: str) -
     finish(driver, ranks, twin, precision)
 
 
-@pytest.mark.parametrize("event", ["backward", "gate", "step_mid", "gather"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "event"), pairs(fp32=("backward", "gate")))
 def test_stopped_anywhere_it_loses_nothing_while_all_live(
         drive: Drive, twin: Twins, precision: str, event: str) -> None:
     """Also in another layout, where the sums of an iteration under way go along."""
@@ -125,8 +135,7 @@ def test_without_any_copy_it_begins_anew(drive: Drive, twin: Twins) -> None:
 MIRRORED = {"optimizer": "mirrored"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("event", ["backward", "gate", "step_mid", "gather"])
+@pytest.mark.parametrize(("precision", "event"), pairs(fp32=("step_mid", "gather")))
 def test_with_mirrors_a_lost_shard_costs_no_iteration(
         drive: Drive, twin: Twins, precision: str, event: str) -> None:
     """Twice: the second one is of the mirrors that were filled after the first."""

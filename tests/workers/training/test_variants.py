@@ -109,7 +109,8 @@ def strike_and_replace(driver: Any) -> None:
     assert sorted(driver.losses()) == list(range(SMALL["iterations"])), "no iteration is lost"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(name, marks=[pytest.mark.thorough] * (
+    name == "bf16-scaled")) for name in VARIANTS])
 def test_a_rank_is_replaced_in_every_precision(
         drive: Drive, twin: Twins, variant: str) -> None:
     changes = SMALL | VARIANTS[variant]

@@ -1,0 +1,52 @@
+"""`make test` and `make test-thorough`: every test is in one lane, and the page keeps its text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import suite
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NUM_STATED = 400
+_tried: list[int] = []
+
+
+@settings(max_examples=NUM_STATED)
+@given(st.integers())
+def test_a_property(number: int) -> None:
+    _tried.append(number)
+
+
+def test_a_property_is_tried_with_a_quarter_of_its_examples(request: pytest.FixtureRequest) -> None:
+    if not _tried:
+        pytest.skip("the test above was not asked for")
+    share = 1.0 if request.config.getoption("hypothesis_profile") == "thorough" else 0.25
+    assert len(_tried) == pytest.approx(NUM_STATED * share, abs=5)
+
+
+def test_every_test_is_in_one_lane() -> None:
+    folders = {path for name, words in suite.LANES.items() if name != "others" for path in words}
+    assert suite.LANES["others"] == ["tests", *(f"--ignore={path}" for path in sorted(folders))]
+    assert all(list((suite.ROOT / path).glob("test_*.py")) for path in folders)
+
+
+def test_a_run_is_noted_below_what_the_page_says(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "docs" / "test-runs.md"
+    page.parent.mkdir()
+    page.write_text(f"# Runs\n\nWords.\n\n{suite.BEGIN}\nan older run\n")
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "PAGE", page)
+    suite._write(Counter(tests=12, failures=1, errors=1, skipped=3), "abc1234", 1830.0)
+    text = page.read_text()
+    assert text.startswith(f"# Runs\n\nWords.\n\n{suite.BEGIN}\n| commit |")
+    assert "| abc1234 |" in text
+    assert "| 7 passed, 2 failed, 3 skipped | 30 |" in text
+    assert "older" not in text
+
+
+def test_the_page_is_there() -> None:
+    assert suite.BEGIN in suite.PAGE.read_text()

@@ -1,0 +1,146 @@
+"""Runs the tests in three lanes side by side: much of what two of them do is waiting.
+
+`make test` leaves out what is marked `thorough`, and tries a quarter of each property's examples.
+`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md. Exits with
+1 when a lane has failed. The output of a lane that failed is shown; all of it stays in build/tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "tests"
+PAGE = ROOT / "docs" / "guides" / "test-runs.md"
+BEGIN = "<!-- the last run -->"
+LANES = {
+    "clusters": ["tests/cluster"],
+    "ranks": ["tests/workers/training"],
+    "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/workers/training"],
+}
+"""What one pytest runs, one test at a time. A lane of real ranks has at most six at once."""
+POLL_S, STOP_S = 0.2, 50.0
+
+
+class Lane:
+    """One pytest, its output and its counts."""
+
+    def __init__(self, name: str, options: list[str]) -> None:
+        self.name = name
+        self.output, self.counts_file = FOLDER / f"{name}.txt", FOLDER / f"{name}.xml"
+        self.began_s = time.monotonic()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "pytest", *LANES[name], *options, "--durations=15",
+                 f"--junitxml={self.counts_file}", "-o", "faulthandler_timeout=300",
+                 "-o", f"cache_dir=.pytest_cache/{name}"],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True)  # Ctrl-C reaches it once, through `stop`
+
+    def tell(self) -> bool:
+        """Say how it has ended; whether that is well."""
+        text = self.output.read_text(errors="replace").rstrip()
+        if self.process.returncode:
+            print(text)
+        lasted_s = time.monotonic() - self.began_s
+        print(f"{self.name:9} {text.splitlines()[-1] if text else 'said nothing'}, "
+              f"{lasted_s:.0f} s", flush=True)
+        return self.process.returncode == 0
+
+    def counts(self) -> Counter[str]:
+        """How many tests it has run, and how they ended."""
+        if not self.counts_file.exists():
+            return Counter()
+        suite = ET.parse(self.counts_file).getroot().find("testsuite")
+        assert suite is not None
+        return Counter({key: int(suite.get(key, "0"))
+                        for key in ("tests", "failures", "errors", "skipped")})
+
+    def stop(self) -> None:
+        """End it, so that its tests end what they have started (conftest.py)."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def main() -> int:
+    asks = argparse.ArgumentParser(description=__doc__)
+    asks.add_argument("--thorough", action="store_true", help="everything, and write the page")
+    thorough = asks.parse_args().thorough
+    options = (["--hypothesis-profile=thorough"] if thorough else ["-m", "not thorough"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for file in FOLDER.glob("*.xml"):
+        file.unlink()
+    began_s, commit = time.monotonic(), _commit()
+    lanes = [Lane(name, options) for name in LANES]
+    try:
+        well = _wait(lanes)
+    except KeyboardInterrupt:
+        print("tests     interrupted")
+        return 130
+    finally:
+        for lane in lanes:
+            lane.stop()
+    total = sum((lane.counts() for lane in lanes), Counter[str]())
+    lasted_s = time.monotonic() - began_s
+    used = os.times()
+    cpu_s = used.children_user + used.children_system
+    print(f"tests     {_said(total)} in {lasted_s / 60:.1f} min, CPU {cpu_s / 60:.1f} min")
+    if thorough:
+        _write(total, commit, lasted_s)
+    return 0 if well else 1
+
+
+def _wait(lanes: list[Lane]) -> bool:
+    """Until all have ended, each told as it ends; whether all have ended well."""
+    running, well = list(lanes), True
+    while running:
+        time.sleep(POLL_S)
+        for lane in [lane for lane in running if lane.process.poll() is not None]:
+            running.remove(lane)
+            well &= lane.tell()
+    return well
+
+
+def _said(counts: Counter[str]) -> str:
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    return f"{passed} passed, {failed} failed, {counts['skipped']} skipped"
+
+
+def _commit() -> str:
+    """The commit that is checked out, and whether files differ from it."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True,
+                              check=False).stdout.strip()
+    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}"
+
+
+def _write(counts: Counter[str], commit: str, lasted_s: float) -> None:
+    """The page's last run."""
+    before, _, _ = PAGE.read_text().partition(BEGIN)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    PAGE.write_text(f"{before}{BEGIN}\n"
+                    f"| commit | date | result | minutes | cores |\n|---|---|---|---|---|\n"
+                    f"| {commit} | {today} | {_said(counts)} | {lasted_s / 60:.0f} "
+                    f"| {os.cpu_count()} |\n")
+    print(f"page: {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
