@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 UNICRON = Path(sys.executable).parent / "unicron"
 METRICS = {"events_per_s": "1/s", "cpu_s": "s", "events": "1", "faults": "1", "peak_mib": "MiB"}
 WHOLE = "all, the command"
-GOAL_CASE, GOAL_S = "10000", 10.0
+GOAL_CASE, GOAL_S = "10000", 60.0
 TRIAL_S_MAX = 3600.0
 Told = dict[str, Any]
 
@@ -99,10 +99,11 @@ def growth(rows: Sequence[Row]) -> list[str]:
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
-    """The goal, and what was measured, side by side."""
-    found = [one.value for one in rows if (one.case, one.system) == (GOAL_CASE, WHOLE)]
-    return [f"{'holds ' if value <= GOAL_S else 'misses'}  {GOAL_CASE} GPUs, a year, the command: "
-            f"{value:.3g} s, goal at most {GOAL_S:g}" for value in found if value is not None]
+    """The goal for each policy: CPU seconds of a year of 10,000 GPUs."""
+    found = [(one.system, one.value) for one in rows
+             if (one.case, one.metric) == (GOAL_CASE, "cpu_s") and one.value is not None]
+    return [f"{'holds ' if value <= GOAL_S else 'misses'}  {GOAL_CASE} GPUs, a year, {system}: "
+            f"{value:.3g} CPU s, goal at most {GOAL_S:g}" for system, value in found]
 
 
 if __name__ == "__main__":
