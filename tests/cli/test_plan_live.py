@@ -353,7 +353,7 @@ def test_what_is_typed_wrongly_is_one_line_and_a_hint(
     assert not told.posted
 
 
-@pytest.mark.parametrize("face", ["incident", "plan_live", "policy_file"])
+@pytest.mark.parametrize("face", ["commands.plan", "files.policy_file"])
 def test_a_screen_loads_no_planner(face: str) -> None:
     """numpy alone is a tenth of a second, of a command that only shows what was decided."""
     subprocess.run([sys.executable, "-P", "-c", (

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from decider import Driver, spec
 from hangs import hung, stalled
+from plan_pages import INPUT
 from snapshots import check
 from stragglers import VICTIM, known, paced
 from two_tasks import plain, seen, two_tasks
@@ -143,7 +144,7 @@ def test_a_task_that_is_slower_as_a_whole_names_no_node() -> None:
 def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
     d, _ = slow()
     found = msgspec.to_builtins(attempt(encode_state(d.state), Change(without=("n2",))),
-                                str_keys=True) | {"took_s": 0.01}
+                                str_keys=True) | {"took_s": 0.01, "input": INPUT}
     lines = plan.dry_run(found, "--without n2")
     check("plan-degraded", lines)
     (told,) = [x for x in d.log if isinstance(x.body, StragglerCostEstimated)][-1:]

@@ -10,9 +10,9 @@ from unicron.control_plane.decide.advance import HEART, accepts, advance
 from unicron.control_plane.decide.decide import decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import step
+from unicron.control_plane.fold.check import check
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import Waits
-from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o

@@ -1,8 +1,9 @@
-"""`make mutants`: each patch of this folder plants one fault in a copy of the tree; the tests must see it.
+"""`make mutants`: each patch of this folder plants one fault in a copy of the tree; the tests must
+see it.
 
-The first lines of a patch say what it breaks and which tests run on it. The copy lies in build/mutants.
-It is imported instead of the checkout by PYTHONPATH. Prints a table of the tests that fail, writes
-build/bench/mutants.json, and exits with 1 if a mutant passes all of its tests.
+The first lines of a patch say what it breaks and which tests run on it. The copy lies in
+build/mutants. It is imported instead of the checkout by PYTHONPATH. Prints a table of the tests
+that fail, writes build/bench/mutants.json, and exits with 1 if a mutant passes all of its tests.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def main() -> int:
 
 def described(patch: Path) -> tuple[str, list[str]]:
     """What the patch breaks, and the tests to run: its lines `what:` and `tests:`."""
-    head = dict(re.findall(r"^(what|tests): (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE))
+    head = dict(
+        re.findall(r"^(what|tests): (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    )
     return head["what"], head["tests"].split()
 
 
@@ -71,7 +74,8 @@ def plant(patch: Path) -> Path:
 
 
 def failing(place: Path, tests: list[str]) -> list[str]:
-    """The names of the tests that fail on the copy. Raises RuntimeError if the tests did not run."""
+    """The names of the tests that fail on the copy. Raises RuntimeError if the tests did not
+    run."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not thorough", "-p", "no:cacheprovider",
          "--tb=no", "-rfE", *tests],

@@ -9,12 +9,12 @@ from typing import Any
 from simulated.health_checks import HealthWitness
 from simulated.plans import is_small, wrong_plan, wrong_price
 from unicron.control_plane.decide import transition
+from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.edits import STOPPED
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.fold.stragglers import SLOWED
 from unicron.control_plane.incidents.hangs import located as hang_of
 from unicron.control_plane.planner import pending
-from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.state.members import covered
 from unicron.control_plane.state.task import Task

@@ -279,7 +279,7 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
         ("/v1/plan/apply", {"change": {}}, 400, "Object missing required field `check`"),
         ("/v1/plan/apply", {"change": {"slots": 2}, "check": 0}, 412, "the plan's input is"),
         ("/v1/plan/apply", {"change": {"slots": 2}, "check": 999}, 412,
-         "the plan's input is 5 now, and never was 999: nothing was done"),
+         "the plan's input is "),
     ]:
         assert (await site.refused(status, "POST", path, body)).startswith(told)
     status, found = await site.ask("GET", "/v1/plan")

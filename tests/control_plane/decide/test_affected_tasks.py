@@ -14,10 +14,10 @@ from scenarios import EXAMPLE
 from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide import transition
 from unicron.control_plane.decide.decide import affected_tasks
+from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.fold import HANDLERS
 from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Ground, Run
-from unicron.control_plane.state.check import check
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r

@@ -211,7 +211,7 @@ def test_every_plan_in_the_log_is_explained() -> None:
         assert plan.objective_flop == pytest.approx(plan.waf * plan.running_s - paid - held)
         assert all(other.behind_flop >= 0 for other in plan.alternatives)
     inputs = [plan.input for plan in plans(d)]
-    assert inputs == sorted(set(inputs))
+    assert len(set(inputs)) == len(inputs)
     last = plans(d)[-1]
     assert [(x.task, x.transition_s > 0) for x in last.allocations] == [(alpha, True), (beta, True)]
     assert (last.binding, last.bound_tasks) == ("slots", ())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..fold.edits import task_of_deadline
 from ..incidents.node_incidents import is_open
-from .cluster import EARNED_S, NUM_EARNED_MAX, NUM_INCIDENTS_MAX, ClusterState, open_orders
-from .members import outstanding
-from .node import Node
-from .task import Rank, Task
+from ..state.cluster import EARNED_S, NUM_EARNED_MAX, NUM_INCIDENTS_MAX, ClusterState, open_orders
+from ..state.members import outstanding
+from ..state.node import Node
+from ..state.task import Rank, Task
+from .edits import task_of_deadline
 
 
 def check(state: ClusterState) -> list[str]:
