@@ -82,7 +82,7 @@ def plain(asked: PlanInput, tried: Tried) -> Plain:
     assert plan is not None
     worth, slots = plan.objective_flop, [x.slots for x in plan.allocations]
     names = [wish.name for wish in wishes]
-    others = [{"what": other.what, "objective": worth - other.behind_flop,
+    others: list[Plain] = [{"what": other.what, "objective": worth - other.behind_flop,
                "loses": max(other.behind_flop, 0.0), "waf": other.waf,
                "instead": {name: x for name, (_, x), ours in
                            zip(names, other.slots, slots, strict=True) if x != ours}}

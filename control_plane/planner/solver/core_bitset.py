@@ -62,7 +62,7 @@ class Bits:
             state, lost = kept.start, 0
             for i, row in enumerate(kept.rows):
                 part, after = kept.part(i), self._after[i + 1]
-                had = part.start + int(np.searchsorted(kept.candidates[part], vector[row]))
+                had = part.start + int(kept.candidates[part].searchsorted(int(vector[row])))
                 move, loss_had = int(kept.moves[had]), int(kept.losses[had])
                 for loss in sorted(self._losses[i]):
                     left = self._place.get(total - lost - loss)
