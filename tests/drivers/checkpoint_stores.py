@@ -51,7 +51,8 @@ class LocalKeeper:
         """Its whole copies of a task, the newest last."""
         return self.shelf.of(task)
 
-    def wait(self, task: int, where: Callable[[Stored], bool] = lambda stored: True) -> Stored:
+    def wait(self, task: int, where: Callable[[Stored], bool] = lambda stored: True
+             ) -> Stored:
         """Until it has such a copy: the newest of them."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:

@@ -21,11 +21,11 @@ PATCH = "UNICRON_TEST_PATCH"
 ZYGOTE = f"""
 import os
 from unicron.workers.training import rank, zygote
-right = rank.be
+right = rank.run_rank
 def be(fd):
     exec(os.environ.pop({PATCH!r}, ""), {{"fd": fd}})
     right(fd)
-rank.be = be
+rank.run_rank = be
 zygote.main()
 """
 
@@ -76,7 +76,8 @@ class Nursery:
         assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
 
     def fork(self, environment: dict[str, str], log: int, pipe: int) -> Forked:
-        socket.send_fds(self.socket, [msgspec.msgpack.encode(Wanted(env=environment))], [log, pipe])
+        request = msgspec.msgpack.encode(Wanted(env=environment))
+        socket.send_fds(self.socket, [request], [log, pipe])
         told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=Told)
         last_s = time.monotonic() + START_S
         while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():

@@ -54,7 +54,8 @@ class PaperKeepers:
 
     def find(self, task: int, wanted: Copy) -> PaperCopy | None:
         """The newest of that generation on that node, of as many steps or more."""
-        wish = Wish(task=task, generation=wanted.generation, step_version=wanted.step_version,
+        wish = Wish(task=task, generation=wanted.generation,
+                    step_version=wanted.step_version,
                     step_version_max=wanted.step_version_max)
         for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):
             if wish.fits(copy.generation, copy.step_version):

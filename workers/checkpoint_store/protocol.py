@@ -1,14 +1,14 @@
-"""What a rank and a keeper say to each other: copies of state over TCP, checked on both sides.
+"""The protocol between a rank and a checkpoint store: in-memory checkpoints over TCP.
 
-A conversation is one connection. Both prove first that they know the cluster's secret, each by its
-answer to the other's nonce, so that the secret itself is never sent: Greeting, Proof, Proof. Then
-the rank says one of
+One request per connection. Both sides first prove that they know the cluster's secret, each by its
+answer to the other's nonce, so that the secret is never sent: Greeting, Proof, Proof. Then the rank
+sends one of:
 
-- Offer: the keeper answers Go, takes `copy_bytes` bytes and a Sum, and answers Kept;
-- Wish: the keeper answers with the Offer of what it has, its bytes, and their Sum.
+- Offer: the store replies Go, receives `copy_bytes` bytes and a Checksum, and replies StoredReply;
+- CheckpointRequest: the store replies with an Offer, the checkpoint's bytes, and a Checksum.
 
-Refused stands for each answer. A message is 4 bytes of length, the higher first, and msgpack.
-Nothing is encrypted: the network between the nodes is trusted as it is for the tensors themselves.
+Refused may replace each reply. A message is 4 bytes of length, big-endian, and msgpack. Nothing is
+encrypted: the network between the nodes is trusted as it is for the tensors themselves.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ import msgspec
 from msgspec import Struct
 
 TASK_BYTES = 8
-"""Of a task as agent and keeper name it: which has ended, which has lost its copies."""
+"""Length of a task number between agent and store: a task that ended, or lost its checkpoints."""
 FIRST_CODE = 0
-"""What a keeper says in its place when it has its first copy."""
+"""The store sends this in place of a task number when it has its first checkpoint."""
 SECRET = "UNICRON_COPIES_SECRET"
-"""Names, in the environment of keepers and ranks, what they prove to know: hex digits."""
+"""Environment variable of stores and ranks: the shared secret, in hex digits."""
 MESSAGE_BYTES_MAX = 64 << 10
 CHUNK_BYTES = 1 << 20
-"""Summed up and sent while it is still in the processor's cache."""
+"""Checksummed and sent while it is still in the processor's cache."""
 NONCE_LENGTH = 32
 CHECKSUM = "crc32"
 CONNECT_S_MAX = 2.0
 STALL_S_MAX = 10.0
-"""How long the other side may take for the next bytes, and for each answer."""
+"""Time limit for the other side's next bytes, and for each reply."""
 GREET_S_MAX = 2.0
-"""How long in all somebody may take who has not proved yet that he may be here."""
+"""Time limit in all for a client that has not authenticated yet."""
 
 
 class Failed(Exception):
-    """The conversation came to nothing; `str()` says why, in one line."""
+    """The transfer failed; `str()` says why, in one line."""
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):
-    """Root of all messages."""
+    """Base class of all messages."""
 
 
 class Greeting(Message, frozen=True, kw_only=True):
@@ -62,9 +62,9 @@ class Proof(Message, frozen=True, kw_only=True):
 
 
 class Offer(Message, frozen=True, kw_only=True):
-    """A copy: whose state, after how many steps, in which layout, and how many bytes it has.
+    """An in-memory checkpoint: its task, rank, step and layout, and its size.
 
-    The last `numbers_bytes` of them are what is not tensors.
+    The last `numbers_bytes` of it are not tensors.
     """
 
     task: int
@@ -77,10 +77,10 @@ class Offer(Message, frozen=True, kw_only=True):
     numbers_bytes: int
 
 
-class Wish(Message, frozen=True, kw_only=True):
-    """The newest copy of this generation, of `step_version` steps or more.
+class Wish(Message, frozen=True, kw_only=True, tag="Wish"):
+    """A request for the newest checkpoint of this generation, of `step_version` steps or more.
 
-    But of no more than `step_version_max`, if that is not below 0.
+    At most `step_version_max` steps, unless that is negative.
     """
 
     task: int
@@ -89,23 +89,23 @@ class Wish(Message, frozen=True, kw_only=True):
     step_version_max: int = -1
 
     def fits(self, generation: int, step_version: int) -> bool:
-        """Whether a copy of that generation, after so many steps, is what is wanted."""
+        """Whether a checkpoint of that generation and step matches the request."""
         return generation == self.generation and self.step_version <= step_version and (
             self.step_version_max < 0 or step_version <= self.step_version_max)
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """There is room: send."""
+    """Memory is reserved: send."""
 
 
-class Sum(Message, frozen=True, kw_only=True):
-    """Follows the bytes: what their sender takes them to come to."""
+class Sum(Message, frozen=True, kw_only=True, tag="Sum"):
+    """Follows the bytes: their checksum, as computed by the sender."""
 
     checksum: str
 
 
-class Kept(Message, frozen=True, kw_only=True):
-    """The copy is there, whole. `start` is the keeper's: what ends with it."""
+class Kept(Message, frozen=True, kw_only=True, tag="Kept"):
+    """The checkpoint is complete. `start`: the start number of the store, which it lives in."""
 
     start: int
 
@@ -119,11 +119,11 @@ _decoder = msgspec.msgpack.Decoder(
 
 
 def secret_of(token: str, cluster: str) -> str:
-    """What all nodes of a cluster can derive, and nobody who does not know its token."""
+    """The secret that all nodes of a cluster derive from its token."""
     return hmac.new(token.encode(), f"copies of {cluster}".encode(), "sha256").hexdigest()
 
 
-# --- messages and bytes -------------------------------------------------------------------------
+# --- messages and bytes ---
 def send(connection: socket.socket, message: Message) -> None:
     """Raises OSError."""
     data = msgspec.msgpack.encode(message)
@@ -132,7 +132,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 def receive(connection: socket.socket, *kinds: type[Message],
             until_s: float = math.inf) -> Message:
-    """The next message, one of these kinds, whole before `until_s`. Raises OSError, Failed."""
+    """Receive a message, one of `kinds`, before `until_s`. Raises OSError, TransferError."""
     head = bytearray(4)
     fill(connection, memoryview(head), until_s)
     size = int.from_bytes(head, "big")
@@ -143,16 +143,16 @@ def receive(connection: socket.socket, *kinds: type[Message],
     try:
         message = _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise Failed(f"a message that is not understood: {error}") from None
+        raise Failed(f"invalid message: {error}") from None
     if isinstance(message, kinds):
         return message
     if isinstance(message, Refused):
         raise Failed(message.why)
-    raise Failed(f"{type(message).__name__} out of turn")
+    raise Failed(f"{type(message).__name__} unexpected")
 
 
 def fill(connection: socket.socket, target: memoryview, until_s: float = math.inf) -> None:
-    """Read exactly as much as `target` holds, before `until_s` (monotonic). Raises OSError."""
+    """Fill `target` before `until_s` (monotonic). Raises OSError."""
     while target:
         if until_s < math.inf:
             left_s = until_s - time.monotonic()
@@ -161,20 +161,20 @@ def fill(connection: socket.socket, target: memoryview, until_s: float = math.in
             connection.settimeout(left_s)
         num_bytes = connection.recv_into(target)
         if not num_bytes:
-            raise ConnectionResetError("the other side hung up")
+            raise ConnectionResetError("connection closed by the other side")
         target = target[num_bytes:]
 
 
 def pour(connection: socket.socket, parts: Iterable[memoryview],
-         goes_on: Callable[[], None] = lambda: None) -> str:
-    """Send the parts one after the other; the checksum of all. Raises OSError.
+         check_active: Callable[[], None] = lambda: None) -> str:
+    """Send the parts; returns the checksum of all. Raises OSError.
 
-    `goes_on` is asked before each chunk, and raises to leave off.
+    `check_active` is called before each chunk, and raises to abort.
     """
     code = 0
     for part in parts:
         for begin in range(0, len(part), CHUNK_BYTES):
-            goes_on()
+            check_active()
             chunk = part[begin : begin + CHUNK_BYTES]
             code = zlib.crc32(chunk, code)
             connection.sendall(chunk)
@@ -182,7 +182,7 @@ def pour(connection: socket.socket, parts: Iterable[memoryview],
 
 
 def take(connection: socket.socket, target: memoryview) -> str:
-    """Receive as many bytes as `target` holds; their checksum. Raises OSError."""
+    """Fill `target`; returns the checksum. Raises OSError."""
     code = 0
     for begin in range(0, len(target), CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
@@ -192,15 +192,15 @@ def take(connection: socket.socket, target: memoryview) -> str:
 
 
 def named(code: int) -> str:
-    """A checksum as it is told: `crc32:89abcdef`."""
+    """Format a checksum: `crc32:89abcdef`."""
     return f"{CHECKSUM}:{code:08x}"
 
 
-# --- who is there -------------------------------------------------------------------------------
+# --- authentication ---
 def knock(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
-    """A connection to the keeper at `endpoint`, each side known to the other.
+    """Connect to the store at `endpoint`; both sides authenticate.
 
-    No wait on it is longer than `wait_s`. Raises OSError, Failed.
+    No wait on it is longer than `wait_s`. Raises OSError, TransferError.
     """
     host, _, port = endpoint.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=min(CONNECT_S_MAX, wait_s))
@@ -221,7 +221,7 @@ def knock(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.soc
 
 
 def let_in(connection: socket.socket, secret: str) -> bool:
-    """The keeper's side of it: whether the other one may go on. Raises OSError, Failed."""
+    """The store's side: whether the client is authenticated. Raises OSError, TransferError."""
     until_s = time.monotonic() + GREET_S_MAX
     connection.settimeout(GREET_S_MAX)
     nonce = secrets.token_bytes(NONCE_LENGTH)
@@ -230,44 +230,45 @@ def let_in(connection: socket.socket, secret: str) -> bool:
     assert isinstance(proof, Proof)
     connection.settimeout(STALL_S_MAX)
     if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
-        send(connection, Refused(why="this keeper is of another cluster, or its token has changed"))
+        send(connection, Refused(why="this checkpoint store is of another cluster, or its "
+                                   "token has changed"))
         return False
     send(connection, Proof(answer=_answer(secret, "keeper", proof.nonce)))
     return True
 
 
-def _answer(secret: str, who: str, nonce: bytes) -> bytes:
-    return hmac.digest(secret.encode(), who.encode() + b" " + nonce, "sha256")
+def _answer(secret: str, role: str, nonce: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role.encode() + b" " + nonce, "sha256")
 
 
-# --- what a rank does ---------------------------------------------------------------------------
+# --- requests of a rank ---
 def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
-        goes_on: Callable[[], None] = lambda: None) -> tuple[str, int]:
-    """Have the keeper take a copy; its checksum, and the keeper's start. Raises OSError, Failed."""
+        check_active: Callable[[], None] = lambda: None) -> tuple[str, int]:
+    """Store a checkpoint; its checksum and the store's start. Raises OSError, TransferError."""
     send(connection, offer)
     receive(connection, Go)
-    checksum = pour(connection, parts, goes_on)
+    checksum = pour(connection, parts, check_active)
     send(connection, Sum(checksum=checksum))
-    kept = receive(connection, Kept)
-    assert isinstance(kept, Kept)
-    return checksum, kept.start
+    reply = receive(connection, Kept)
+    assert isinstance(reply, Kept)
+    return checksum, reply.start
 
 
-def get(connection: socket.socket, wish: Wish, room: Callable[[Offer], memoryview]
-        ) -> tuple[Offer, str]:
-    """Receive a copy into what `room` gives for it; what it is, and its checksum.
+def get(connection: socket.socket, request: Wish,
+        allocate: Callable[[Offer], memoryview]) -> tuple[Offer, str]:
+    """Receive a checkpoint into the memory that `allocate` returns; its Offer and its checksum.
 
-    Raises OSError, and Failed where it is not there, is not what was wished for, or was altered.
+    Raises OSError, and TransferError if it is missing, does not match the request, or was altered.
     """
-    send(connection, wish)
+    send(connection, request)
     offer = receive(connection, Offer)
     assert isinstance(offer, Offer)
-    if offer.task != wish.task or not wish.fits(offer.generation, offer.step_version):
-        raise Failed(f"a copy of task {offer.task} generation {offer.generation} "
-                     f"step {offer.step_version} is not what was asked for")
-    checksum = take(connection, room(offer))
-    told = receive(connection, Sum)
-    assert isinstance(told, Sum)
-    if told.checksum != checksum:
-        raise Failed(f"the copy was altered: it comes to {checksum}, and was {told.checksum}")
+    if offer.task != request.task or not request.fits(offer.generation, offer.step_version):
+        raise Failed(f"checkpoint of task {offer.task} generation {offer.generation} "
+                     f"step {offer.step_version} does not match the request")
+    checksum = take(connection, allocate(offer))
+    sent = receive(connection, Sum)
+    assert isinstance(sent, Sum)
+    if sent.checksum != checksum:
+        raise Failed(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
     return offer, checksum

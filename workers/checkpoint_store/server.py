@@ -1,12 +1,12 @@
-"""The keeper: `python -m unicron.workers.checkpoint_store.server --fd N --listen M --start NUMBER`.
+"""The checkpoint store process, `python -m unicron.workers.checkpoint_store.server`.
 
-It serves the listening socket M, which its agent holds too, so that a keeper that is started anew
-is found where the last one was. Socket N is the agent's: a task's number comes when the task has
-ended, and goes back when nothing is left of one that has not; FIRST_CODE goes back with the first
-copy. Ends with its agent.
+Options: `--fd N --listen M --start NUMBER`. It serves the listening socket M, which its agent also
+holds, so that a restarted store has the same address. Over socket N the agent sends the number of
+each task that has ended. The store sends the number of a task that has lost all its checkpoints
+before its end, and FIRST_CHECKPOINT_CODE with the first checkpoint. It exits with its agent.
 
-Environment: UNICRON_COPIES_SECRET (keeping.py); UNICRON_COPIES_BYTES_MAX, the memory that copies
-may take (default: a quarter of what is available when it starts, to its container where it is in
+Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX, the memory for
+checkpoints (default: a quarter of what is available at the start, to its container if it is in
 one).
 """
 
@@ -35,11 +35,11 @@ from .store import NoRoom, Shelf, Stored, available_bytes
 BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
 AVAILABLE_SHARE = 0.25
 TALKS_NUM_MAX = 64
-"""Conversations at once; who comes beyond that waits in the socket's queue."""
+"""Connections served at once; further ones wait in the socket's queue."""
 ACCEPT_PAUSE_S = 0.1
-"""Between two tries where nobody can be let in."""
+"""Time between two attempts to accept a connection after a failure."""
 NICE_NUM = 5
-"""Training comes first where both want the same core."""
+"""Training has priority on a shared core."""
 
 
 def main() -> None:
@@ -48,62 +48,63 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--listen", type=int, required=True)
     parser.add_argument("--start", type=int, required=True)
-    asked = parser.parse_args()
-    agent, listener = socket.socket(fileno=asked.fd), socket.socket(fileno=asked.listen)
+    args = parser.parse_args()
+    agent, listener = socket.socket(fileno=args.fd), socket.socket(fileno=args.listen)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    linux.call_oneself("keeper")
+    linux.call_oneself("ckpt_store")
     os.nice(NICE_NUM)
     with contextlib.suppress(OSError):
         linux.be_first_to_go()
     secret = os.environ[protocol.SECRET]
 
-    def tell(task: int) -> None:
+    def notify(task: int) -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
-    shelf = Shelf(bytes_max(os.environ), tell, lambda: tell(protocol.FIRST_CODE), start=asked.start)
-    say(f"copies may take {shelf.bytes_max} bytes")
-    threading.Thread(target=_serve_for_ever, args=(listener, shelf, secret), daemon=True).start()
+    store = Shelf(bytes_max(os.environ), notify,
+                  lambda: notify(protocol.FIRST_CODE), start=args.start)
+    say(f"memory for checkpoints: {store.bytes_max} bytes")
+    threading.Thread(target=_serve_for_ever, args=(listener, store, secret), daemon=True).start()
     while data := agent.recv(protocol.TASK_BYTES):
-        shelf.forget(int.from_bytes(data, "big"))
+        store.forget(int.from_bytes(data, "big"))
     os._exit(0)
 
 
 def bytes_max(environment: Mapping[str, str]) -> int:
-    """How much memory copies may take, in bytes. Raises UsageError."""
+    """The memory for checkpoints, in bytes. Raises UsageError."""
     if BYTES_MAX in environment:
-        told = environment[BYTES_MAX]
-        if not (told.isascii() and told.isdigit()):
-            raise UsageError(f"{BYTES_MAX} is {told!r}", "a number of bytes, as in 4000000000")
-        return int(told)
+        text = environment[BYTES_MAX]
+        if not (text.isascii() and text.isdigit()):
+            raise UsageError(f"{BYTES_MAX} is {text!r}", "a number of bytes, as in 4000000000")
+        return int(text)
     return int(AVAILABLE_SHARE * available_bytes())
 
 
 def say(what: str) -> None:
-    """One line for whoever reads the keeper's log."""
+    """Write one line to the store's log."""
     Talk(sys.stderr).write(f"{what}\n")
 
 
 class Said:
-    """What does not work, told when that begins and when it is over."""
+    """Logs a failure once when it begins, and once when it is over."""
 
     def __init__(self) -> None:
         self._failing: set[str] = set()
 
-    def fails(self, who: str, why: str) -> None:
+    def failed(self, who: str, why: str) -> None:
         if who not in self._failing:
             self._failing.add(who)
             say(f"{who}: {why}")
 
-    def works(self, who: str) -> None:
+    def succeeded(self, who: str) -> None:
         if who in self._failing:
             self._failing.discard(who)
-            say(f"{who}: all is well again")
+            say(f"{who}: recovered")
 
 
-def _serve_for_ever(listener: socket.socket, shelf: Shelf, secret: str) -> NoReturn:
-    """A keeper that serves nobody ends, so that its agent starts another."""
+def _serve_for_ever(listener: socket.socket, store: Shelf, secret: str) -> NoReturn:
+    """Serve; exit if that ends, so that the agent starts another store."""
     try:
-        serve(listener, shelf, secret)
+        serve(listener, store, secret)
         say("the socket is closed")
     finally:
         if sys.exc_info()[0] is not None:
@@ -111,85 +112,87 @@ def _serve_for_ever(listener: socket.socket, shelf: Shelf, secret: str) -> NoRet
         os._exit(1)
 
 
-def serve(listener: socket.socket, shelf: Shelf, secret: str) -> None:
-    """Talk to whoever connects, each in a thread of its own, until the listener is closed."""
-    free, said = threading.Semaphore(TALKS_NUM_MAX), Said()
+def serve(listener: socket.socket, store: Shelf, secret: str) -> None:
+    """Serve each connection in a thread, until the listener is closed."""
+    free, failures = threading.Semaphore(TALKS_NUM_MAX), Said()
     while True:
         free.acquire()
         try:
             connection, (host, *_) = listener.accept()
             try:
-                threading.Thread(target=_talk, args=(connection, host, shelf, secret, free, said),
-                                 daemon=True).start()
+                args = (connection, host, store, secret, free, failures)
+                threading.Thread(target=_serve_connection, args=args, daemon=True).start()
             except RuntimeError:
                 connection.close()
                 raise
-        except (OSError, RuntimeError) as error:  # no descriptor is left, or no thread
+        except (OSError, RuntimeError) as error:  # out of descriptors or threads
             free.release()
             if isinstance(error, OSError) and error.errno in (errno.EBADF, errno.EINVAL):
                 return
-            said.fails("accept", str(error))
+            failures.failed("accept", str(error))
             time.sleep(ACCEPT_PAUSE_S)
         else:
-            said.works("accept")
+            failures.succeeded("accept")
 
 
-def _talk(connection: socket.socket, host: str, shelf: Shelf, secret: str,
-          free: threading.Semaphore, said: Said) -> None:
+def _serve_connection(connection: socket.socket, host: str, store: Shelf, secret: str,
+                      free: threading.Semaphore, failures: Said) -> None:
     try:
         with connection:
-            converse(connection, shelf, secret, said)
+            converse(connection, store, secret, failures)
     except (OSError, Failed) as error:
-        said.fails(host, f"a conversation ended: {error or type(error).__name__}")
+        failures.failed(host, f"connection failed: {error or type(error).__name__}")
     else:
-        said.works(host)
+        failures.succeeded(host)
     finally:
         free.release()
 
 
-def converse(connection: socket.socket, shelf: Shelf, secret: str, said: Said) -> None:
-    """One conversation, from the greeting on. Raises OSError, Failed."""
+def converse(connection: socket.socket, store: Shelf, secret: str,
+             failures: Said) -> None:
+    """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.let_in(connection, secret):
-        raise Failed("somebody without the cluster's secret")
+        raise Failed("client without the cluster's secret")
     message = protocol.receive(connection, Offer, Wish)
     if isinstance(message, Offer):
-        _take_in(connection, shelf, message, said)
+        _receive(connection, store, message, failures)
     elif isinstance(message, Wish):
-        _hand_out(connection, shelf, message)
+        _send(connection, store, message)
 
 
-def _take_in(connection: socket.socket, shelf: Shelf, offer: Offer, said: Said) -> None:
+def _receive(connection: socket.socket, store: Shelf, offer: Offer,
+             failures: Said) -> None:
     task = f"task {offer.task}"
     try:
-        memory = shelf.reserve(offer)
+        memory = store.reserve(offer)
     except NoRoom as error:
-        said.fails(task, f"refused: {error}")
+        failures.failed(task, f"refused: {error}")
         protocol.send(connection, Refused(why=str(error)))
         return
-    answer: Kept | Refused = Kept(start=shelf.start)
+    answer: Kept | Refused = Kept(start=store.start)
     try:
         protocol.send(connection, protocol.Go())
         checksum = protocol.take(connection, memoryview(memory))
-        told = protocol.receive(connection, Sum)
-        assert isinstance(told, Sum)
-        if told.checksum != checksum:
-            raise NoRoom(f"what came comes to {checksum}, what was sent to {told.checksum}")
-        shelf.add(Stored(offer=offer, checksum=checksum, memory=memory))
+        sent = protocol.receive(connection, Sum)
+        assert isinstance(sent, Sum)
+        if sent.checksum != checksum:
+            raise NoRoom(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
+        store.add(Stored(offer=offer, checksum=checksum, memory=memory))
     except NoRoom as error:
-        said.fails(task, f"refused: {error}")
+        failures.failed(task, f"refused: {error}")
         answer = Refused(why=str(error))
     else:
-        said.works(task)
+        failures.succeeded(task)
     finally:
-        shelf.give_up(offer, memory)
+        store.give_up(offer, memory)
     protocol.send(connection, answer)
 
 
-def _hand_out(connection: socket.socket, shelf: Shelf, wish: Wish) -> None:
-    stored = shelf.find(wish)
+def _send(connection: socket.socket, store: Shelf, request: Wish) -> None:
+    stored = store.find(request)
     if stored is None:
-        protocol.send(connection, Refused(why=f"no copy of task {wish.task} generation "
-                                             f"{wish.generation} step {wish.step_version}"))
+        protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
+                                             f"{request.generation} step {request.step_version}"))
         return
     protocol.send(connection, stored.offer)
     protocol.pour(connection, [memoryview(stored.memory)])

@@ -1,4 +1,4 @@
-"""How long a thread has waited for a core, as the kernel counts it: nobody's work, nobody's fault.
+"""CPU wait: how long a thread has waited for a core, as counted by the kernel.
 
 The second number of /proc/PID/schedstat. A read takes about a microsecond.
 """
@@ -13,7 +13,7 @@ NUM_THREADS_MAX = 4
 
 
 def starved_s(pid: int) -> float:
-    """Of the process's main thread, since it began; 0 where the kernel does not say."""
+    """CPU wait of the process's main thread since its start; 0 if the kernel does not report it."""
     try:
         return _seconds(Path(f"/proc/{pid}/schedstat").read_bytes())
     except (OSError, IndexError):
@@ -21,9 +21,9 @@ def starved_s(pid: int) -> float:
 
 
 class Starved:
-    """Of the threads that have asked, together: where one hands over to another, one works.
+    """CPU wait of all threads that call `in_s`, added up: only one of them works at a time.
 
-    A thread that asks for the first time has not waited yet. Takes one thread at a time.
+    A thread starts at zero with its first call. Call it from one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Starved:
         self._total_s = 0.0
 
     def in_s(self) -> float:
-        """Until now; 0 where the kernel does not say."""
+        """CPU wait so far; 0 if the kernel does not report it."""
         for thread, fd in list(self._fds.items()):
             try:
                 now_s = _seconds(os.pread(fd, 64, 0))
             except (OSError, IndexError):
-                self._drop(thread)  # it has ended; another may have its number now
+                self._drop(thread)  # the thread has ended; its number may be reused
                 continue
             self._total_s += max(0.0, now_s - self._last_s[thread])
             self._last_s[thread] = now_s
@@ -47,7 +47,7 @@ class Starved:
 
     def _begin(self) -> None:
         if len(self._fds) >= NUM_THREADS_MAX:
-            self._drop(list(self._fds)[1])  # the first is the one that works most
+            self._drop(list(self._fds)[1])  # the first thread works most
         thread = threading.get_ident()
         try:
             fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What the agent asks of Linux: death signals, adoption of orphans, the table of processes."""
+"""Linux calls of the agent: death signals, adoption of orphans, the process table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-# PyDLL keeps the interpreter's lock: the call is made between fork and exec, where no other
-# thread exists that could hand it back.
+# PyDLL keeps the interpreter's lock: the call is made between fork and exec, where no other thread
+# exists that could release it.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _PDEATHSIG_CODE = 1
 _NAME_CODE = 15
@@ -18,7 +18,7 @@ _SUBREAPER_CODE, _IS_SUBREAPER_CODE = 36, 37
 
 
 class Proc(NamedTuple):
-    """One line of the table of processes. `start_ticks` tells a pid from a later one's."""
+    """One line of the process table. `start_ticks` distinguishes processes that reuse a pid."""
 
     pid: int
     state: str
@@ -29,19 +29,19 @@ class Proc(NamedTuple):
 
 
 def die_with(parent: int) -> None:
-    """Have the calling process killed when its parent ends; in the child, before exec."""
+    """Have the calling process killed when its parent ends. Call it in the child, before exec."""
     _libc.prctl(_PDEATHSIG_CODE, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def call_oneself(name: str) -> None:
-    """What tools such as ps and top show as this thread's name, at most 15 bytes of it."""
+    """Set the name of this thread in tools such as ps and top, at most 15 bytes."""
     _libc.prctl(_NAME_CODE, name.encode(), 0, 0, 0)
 
 
 def be_first_to_go() -> None:
-    """Where memory runs out, the kernel ends this process before any other (proc(5))."""
+    """When memory runs out, the kernel kills this process before any other (proc(5))."""
     Path("/proc/self/oom_score_adj").write_text(str(_OOM_FIRST_NUM), encoding="ascii")
 
 
@@ -52,14 +52,14 @@ def adopt_orphans() -> None:
 
 
 def adopts_orphans() -> bool:
-    """Whether this process does."""
+    """Whether this process adopts orphans."""
     answer = ctypes.c_int(0)
     _libc.prctl(_IS_SUBREAPER_CODE, ctypes.byref(answer), 0, 0, 0)
     return answer.value == 1
 
 
 def read(pid: int) -> Proc | None:
-    """One process, None if there is none. Zombies (state Z) are included."""
+    """Read one process; None if there is none. Zombies (state Z) are included."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -69,13 +69,13 @@ def read(pid: int) -> Proc | None:
 
 
 def table() -> list[Proc]:
-    """All processes. Linear in their number: about 20 us each (measured)."""
+    """Read all processes. Linear in their number: about 20 us each (measured)."""
     found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [proc for proc in found if proc is not None]
 
 
 def environ(pid: int) -> list[bytes]:
-    """What a process was started with, `NAME=value`; empty if it is gone or not ours to read."""
+    """The environment of a process, `NAME=value`; empty if it is gone or not ours to read."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -83,18 +83,18 @@ def environ(pid: int) -> list[bytes]:
 
 
 def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
-    """The processes of `roots` and all below them."""
+    """The processes of `roots` and all their descendants."""
     children: dict[int, list[Proc]] = {}
     for proc in procs:
         children.setdefault(proc.ppid, []).append(proc)
     found = [proc for proc in procs if proc.pid in roots]
-    for proc in found:  # grows while it is walked
+    for proc in found:  # grows during the loop
         found.extend(child for child in children.get(proc.pid, ()) if child.pid not in roots)
     return found
 
 
 def kill(proc: Proc) -> None:
-    """SIGKILL exactly this process; nothing if its pid belongs to another by now."""
+    """SIGKILL exactly this process; no effect if its pid has been reused."""
     try:
         handle = os.pidfd_open(proc.pid)
     except ProcessLookupError:
@@ -110,7 +110,7 @@ def kill(proc: Proc) -> None:
 
 
 def reap(pid: int) -> None:
-    """Take the status of an ended child of ours; nothing if it is alive or not a child."""
+    """Reap a child that has ended; no effect if it is alive or not a child."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -118,7 +118,7 @@ def reap(pid: int) -> None:
 
 
 def dead_children() -> list[int]:
-    """Zombies whose parent this process is: by the kernel's list of children where it has one."""
+    """Zombie children of this process, from the kernel's list of children if it has one."""
     me = os.getpid()
     try:
         children = Path(f"/proc/{me}/task/{me}/children").read_text(encoding="ascii").split()
@@ -129,7 +129,7 @@ def dead_children() -> list[int]:
 
 
 def end_marked(marker: bytes) -> list[Proc]:
-    """SIGKILL every other process started with an environment entry that begins with `marker`.
+    """SIGKILL every other process with an environment entry that begins with `marker`.
 
     Returns those that were found.
     """

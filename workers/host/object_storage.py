@@ -1,8 +1,8 @@
-"""Folders at fsspec URLs (`s3://bucket/run`): the one room that knows fsspec, loaded when needed.
+"""Folders at fsspec URLs (`s3://bucket/run`). The only module that uses fsspec, loaded on demand.
 
-What lies there is written object by object, as most of these stores have it: nothing is renamed,
-nothing is locked, and what is whole is said by a small object that is written last. A driver may
-raise anything, its transport's own errors too: all that is no OSError comes out as Unreachable.
+Most of these stores write object by object: nothing is renamed or locked, and a small object that
+is written last marks a complete folder. A driver may raise anything, including errors of its
+transport: every error that is no OSError is raised as Unreachable.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, cast
 from ...events.errors import UsageError
 
 WHOLE = ".metadata"
-"""torch writes it last: a folder of a checkpoint that has it is whole."""
+"""torch writes it last: a checkpoint folder that has it is complete."""
 
 
 class Unreachable(OSError):
-    """A store did not do what was asked; `str()` says why, in one line."""
+    """A request to a store failed; `str()` says why, in one line."""
 
 
 @contextmanager
 def told(*passing: type[Exception]) -> Generator[None]:
-    """Turn whatever a driver raises in here into an OSError, but for `passing`."""
+    """Context that turns a driver's exceptions into an OSError, except for `passing`."""
     try:
         yield
     except Exception as error:
@@ -37,7 +37,7 @@ def told(*passing: type[Exception]) -> Generator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Why, without the file's name: it stays the same while the cause does."""
+    """The reason without the file's name: it does not change while the cause is the same."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -46,9 +46,9 @@ def is_installed() -> bool:
 
 
 def check_driver(url: str, key: str = "output") -> None:
-    """Raises UsageError where this Python cannot speak to such a store, with what to install.
+    """Raise UsageError if no driver for the URL is installed; the hint says what to install.
 
-    `key` is where the URL stands in a job file.
+    `key` is the key of the URL in a job file.
     """
     scheme = url.partition("://")[0]
     if not is_installed():
@@ -68,9 +68,9 @@ def check_driver(url: str, key: str = "output") -> None:
 
 
 class Store:
-    """One folder and all below it; `fs` is fsspec's, `root` the folder as that one names it.
+    """One folder and everything below it; `fs` is fsspec's, `root` the folder in its notation.
 
-    Raises UsageError without a driver, OSError for everything else, in every method.
+    Every method raises UsageError without a driver, and OSError for everything else.
     """
 
     def __init__(self, url: str) -> None:
@@ -82,7 +82,7 @@ class Store:
         self.root: str = root.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
-        """An object's bytes; None if there is none."""
+        """The bytes of an object; None if there is none."""
         with told():
             self.fs.invalidate_cache()
             try:
@@ -91,18 +91,18 @@ class Store:
                 return None
 
     def write(self, name: str, data: bytes) -> None:
-        """A small object, in one request."""
+        """Write a small object, in one request."""
         with told():
             self.fs.pipe_file(self._at(name), data)
 
     def has(self, name: str) -> bool:
-        """Whether there is such an object, or such a folder."""
+        """Whether there is such an object or folder."""
         with told():
             self.fs.invalidate_cache()
-            return self._is_there(self._at(name))
+            return self._exists(self._at(name))
 
     def names(self, name: str = "") -> list[str]:
-        """The last parts of the names of what lies directly in a folder."""
+        """The names of the entries directly in a folder."""
         with told():
             self.fs.invalidate_cache()
             try:
@@ -112,30 +112,30 @@ class Store:
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def remove(self, name: str = "") -> None:
-        """A folder and all in it, its mark of being whole first; nothing if there is none."""
+        """Remove a folder and its contents, its completion mark first. It may be missing."""
         with told(), suppress(FileNotFoundError):
             self.fs.invalidate_cache()
             for path in (self._at(f"{name}/{WHOLE}".lstrip("/")), self._at(name)):
-                if self._is_there(path):
+                if self._exists(path):
                     self.fs.rm(path, recursive=True)
             self.fs.invalidate_cache()
 
     def num_bytes(self) -> int:
-        """Of all that lies below."""
+        """The size of everything below the folder."""
         with told():
             self.fs.invalidate_cache()
             return sum(int(info["size"]) for info in self.fs.find(self.root, detail=True).values())
 
     def check_writable(self) -> None:
-        """Write something, and take it away."""
+        """Write a probe object and remove it."""
         name = f".probe-{os.urandom(8).hex()}"
         with told():
             self.fs.makedirs(self.root, exist_ok=True)
             self.fs.pipe_file(self._at(name), b"unicron")
             self.fs.rm_file(self._at(name))
 
-    def _is_there(self, path: str) -> bool:
-        """fsspec's own `exists` says no to every error: what it cannot see, it would have lost."""
+    def _exists(self, path: str) -> bool:
+        """Unlike fsspec's `exists`, do not treat every error as a missing object."""
         try:
             self.fs.info(path)
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
 
-Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record.
-Rank to agent: reports with the rank's clock; Adopted, which is none. A closed pipe tells a rank
-that its agent is gone: it ends.
+Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record. Rank
+to agent: reports with the rank's clock; Adopted, which is no record. A rank exits when the pipe is
+closed: its agent is gone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ...events.records.codec import decode_body, encode_body
 from ...events.records.types import Body
 
 FD, PULSE = "UNICRON_FD", "UNICRON_PULSE"
-"""Where a command that heals in memory finds its end of the pipe, and its pulse's page."""
+"""Environment of a command that recovers in memory: its end of the pipe, and its progress page."""
 LOOP = "UNICRON_LOOP"
-"""Where one that has been found not to finds its `loop:`, as JSON."""
+"""Environment of a command without in-memory recovery: its `loop:`, as JSON."""
 FRAME_BYTES_MAX = 16 << 20
 _HEAD = struct.Struct(">I")
 
@@ -33,14 +33,14 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class WriteDump(Body, frozen=True):
-    """Agent to rank, when it seems to hang: write the flight recorder to `path`, if you can."""
+    """Agent to rank, if it seems to hang: write the flight recorder to `path`, if possible."""
 
     path: str
 
 
 class Adopted(Body, frozen=True):
-    """Rank to agent, from a loop that a command runs: this is the process that trains, not the
-    shell or the launcher around it."""
+    """Rank to agent, from a command's custom loop: the pid of the process that trains, which is not
+    the shell or launcher around it."""
 
     pid: int
 
@@ -62,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame's bytes, head included."""
+    """The frame's bytes, with its header."""
     kind, v, raw = encode_body(frame.body)
     data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
                                  epoch=frame.epoch, at_s=frame.at_s))
@@ -71,13 +71,13 @@ def pack(frame: Frame) -> bytes:
 
 
 class Unpacker:
-    """Bytes in as they come, frames out."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """All frames that are complete now. Raises ValueError on a frame that is too long."""
+        """Add bytes; returns the completed frames. Raises ValueError if a frame is too long."""
         self._buffer += data
         frames: list[Frame] = []
         while len(self._buffer) >= _HEAD.size:

@@ -1,13 +1,13 @@
-"""A rank's pulse: one page of memory that the rank writes as it works, and its agent reads.
+"""The progress page: shared memory in which a rank writes progress marks, and its agent reads them.
 
-The rank writes a mark as it passes one: a microsecond, nobody to wait for. Only where it begins or
-ends to wait for others it asks the kernel something: how long it has waited for a core. The agent
-reads whenever it likes, also while the rank holds the interpreter's lock, loops or is stopped. The
-page is a memfd, handed over at the start as the pipe is.
+A mark costs a microsecond and never blocks. At the start and the end of a wait for other ranks, the
+rank also reads from the kernel how long it has waited for a core. The agent can read at any time,
+also while the rank holds the interpreter's lock, loops or is stopped. The page is a memfd, passed
+at the start like the pipe.
 
-Layout: two places for the newest mark, written in turn, so that one is always whole; then a ring of
-the last finished iterations. Each is between two equal counters. Times are of CLOCK_MONOTONIC,
-which is one for all processes of a host.
+Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
+of the last finished iterations. Each record is between two equal counters. Times are of
+CLOCK_MONOTONIC, which is the same for all processes of a host.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ assert _RING_BYTES + RING_NUM * _DONE_BYTES <= PAGE_BYTES
 Phase = Literal[0, 1, 2]
 KINDS: tuple[Kind, ...] = ("first", "usual", "boundary")
 OUTSIDE_CODE: Phase = 0
-"""Of training: it joins, settles, restores, saves, copies, holds or leaves. Nothing here counts."""
+"""Not training: the rank joins, settles, recovers, saves or waits for orders. Not counted."""
 OWN_CODE: Phase = 1
-"""Work of its own."""
+"""The rank's own work."""
 COLLECTIVE_CODE: Phase = 2
-"""It waits for others."""
+"""Waiting for other ranks."""
 
 
 class Mark(NamedTuple):
-    """The mark passed last. `num` counts them, 0: none yet. `at_s`, `began_s`: monotonic.
+    """The newest mark. `num` counts them, 0: none yet. `at_s`, `began_s`: monotonic.
 
-    `waited_s` is what this iteration has spent in collectives, without the one that it is in.
+    `waited_s` is the time in collectives in this iteration, without the current one.
     """
 
     num: int
@@ -63,8 +63,8 @@ class Mark(NamedTuple):
 class Done(NamedTuple):
     """A finished iteration. `num` counts them from 1.
 
-    `own_s` is without waits for others, and without those for a core: on a machine that is shared
-    those say nothing of the rank.
+    `own_s` excludes waits for other ranks, and waits for a core: on a shared machine the latter say
+    nothing about the rank.
     """
 
     num: int
@@ -76,7 +76,7 @@ class Done(NamedTuple):
 
 
 class Pulse:
-    """The rank's end. Takes marks from one thread at a time.
+    """The rank's side. Call it from one thread at a time.
 
     Without a page (`fd` is -1) it writes nothing.
     """
@@ -92,24 +92,24 @@ class Pulse:
         self._phase: int = OUTSIDE_CODE
         self._kind = 0
         self._began_s = self._waited_s = self._waits_from_s = 0.0
-        self._starved = Starved()
+        self._cpu_wait = Starved()
         self._starved_s = self._starved_from_s = 0.0
-        """In work of its own of this iteration; until that began."""
+        """CPU waits in the rank's own work of this iteration; the counter when that began."""
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
-        """An iteration begins, or goes on in another generation."""
+        """An iteration begins, or continues in another generation."""
         self._generation, self._iteration, self._kind = (
             generation, iteration, KINDS.index(kind))
         self._collective = self._micro_batches = 0
         self._waited_s = self._starved_s = 0.0
         if self._page is not None:
-            self._starved_from_s = self._starved.in_s()
+            self._starved_from_s = self._cpu_wait.in_s()
         self._phase = OWN_CODE
         self._began_s = time.monotonic()
         self.mark("begin", OWN_CODE)
 
     def mark(self, what: str, phase: Phase) -> None:
-        """What begins now; never waits."""
+        """Mark what begins now; never blocks."""
         if self._page is None:
             return
         now_s = time.monotonic()
@@ -118,7 +118,7 @@ class Pulse:
                 self._waited_s += now_s - self._waits_from_s
             if phase == COLLECTIVE_CODE:
                 self._waits_from_s = now_s
-            starved_s = self._starved.in_s()
+            starved_s = self._cpu_wait.in_s()
             if self._phase == OWN_CODE:
                 self._starved_s += starved_s - self._starved_from_s
             self._starved_from_s = starved_s
@@ -129,16 +129,16 @@ class Pulse:
                         self._kind, what.encode(), now_s, self._began_s, self._waited_s, num)
 
     def enter(self, what: str, phase: Phase = COLLECTIVE_CODE) -> None:
-        """It enters the iteration's next collective; with OWN_CODE it starts it, and works on."""
+        """Enter the iteration's next collective; with OWN_CODE: start it and continue to work."""
         self._collective += 1
         self.mark(what, phase)
 
     def worked(self) -> None:
-        """A micro-batch is done: the next mark tells."""
+        """Count a micro-batch; it is written with the next mark."""
         self._micro_batches += 1
 
     def finish(self) -> None:
-        """The iteration that was begun is whole."""
+        """The current iteration is complete."""
         if self._page is None:
             return
         self.mark("end", OUTSIDE_CODE)
@@ -151,7 +151,7 @@ class Pulse:
 
 
 class Page:
-    """The agent's end: it makes the page, hands over `fd`, and reads."""
+    """The agent's side: creates the page, passes `fd` to the rank, and reads."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC)
@@ -159,42 +159,42 @@ class Page:
         self._page = mmap.mmap(self.fd, PAGE_BYTES, prot=mmap.PROT_READ)
 
     def handed_over(self) -> None:
-        """The rank has it; twice is harmless."""
+        """Close `fd` once the rank has it; may be called twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def mark(self) -> Mark | None:
-        """The newest whole mark; None where there is none yet."""
-        best: tuple[Any, ...] = (0,)
+        """The newest complete mark; None if there is none yet."""
+        newest: tuple[Any, ...] = (0,)
         for place in (0, 1):
             at = place * _MARK_BYTES
             data = self._page[at: at + _MARK.size]
             if data != self._page[at: at + _MARK.size]:
-                continue  # it is being written: the other place holds the one before
-            told = _MARK.unpack(data)
-            if told[0] == told[-1] and told[0] > best[0]:
-                best = told
-        if not best[0]:
+                continue  # being written: the other place holds the previous mark
+            fields = _MARK.unpack(data)
+            if fields[0] == fields[-1] and fields[0] > newest[0]:
+                newest = fields
+        if not newest[0]:
             return None
-        num, generation, iteration, collective, micro_batches, phase, kind, what, *times, _ = best
+        num, generation, iteration, collective, micro_batches, phase, kind, what, *times, _ = newest
         at_s, began_s, waited_s = times
         return Mark(num, generation, iteration, collective, micro_batches, phase, KINDS[kind],
                     what.rstrip(b"\0").decode("ascii", "replace"), at_s, began_s, waited_s)
 
     def done(self, after: int) -> list[Done]:
-        """Finished iterations behind `after`, oldest first, as far back as they are kept."""
+        """The finished iterations after number `after`, oldest first, as far as they are kept."""
         found: list[Done] = []
         while (done := self._done(after + 1)) is not None and done.num == after + 1:
             found.append(done)
             after += 1
         if done is None or found or done.num <= after:
             return found
-        kept = (self._done(num) for num in range(RING_NUM))  # it went round since
+        kept = (self._done(num) for num in range(RING_NUM))  # the ring was overwritten since
         return sorted(done for done in kept if done is not None and done.num > after)
 
     def _done(self, num: int) -> Done | None:
-        """What stands at the place of the iteration of this number; None while it is written."""
+        """The record in the slot of this number; None while it is written."""
         at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
         data = self._page[at: at + _DONE.size]
         number, generation, iteration, iteration_s, own_s, kind, again = _DONE.unpack(data)

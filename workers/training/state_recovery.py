@@ -1,9 +1,9 @@
-"""Where the state of a member comes from when it joins a generation, and how the whole gets to one.
+"""State recovery: where a member's state comes from when it joins a generation.
 
-Every piece comes from the nearest of those who hold it (boxes.py). A member whose part of the model
-becomes another one builds it anew beside what it has, which stays as it is until all of the new is
-there. Where nobody holds a state, the first member finds one, a copy, the checkpoint or the seed,
-and the others take theirs from it.
+Each shard comes from the nearest member that holds it (resharding.py). A member whose part of the
+model changes builds the new part beside the old one, and keeps the old one until the new one is
+complete. If no member holds a state, the member at position 0 loads an in-memory checkpoint, the
+persistent checkpoint, or the seed, and the others receive their shards from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .step.iteration import Iteration, held_by
 
 
 class Found(NamedTuple):
-    """Where a member's state came from: Reconfigured tells it so."""
+    """Where a member's state came from, as reported in Reconfigured."""
 
     step_version: int
     origin: Origin
@@ -51,7 +51,7 @@ SEED = Found(0, "seed", "", 0, NO_STATE)
 
 
 class Supply:
-    """Brings a member its state. What it has is the trainee of `iteration`."""
+    """Recovers the state of a member into the model of `iteration`."""
 
     def __init__(self, start: StartRank, work: Work, communicators: Communicators,
                  iteration: Iteration, secret: str,
@@ -60,119 +60,120 @@ class Supply:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._secret, self._sparing, self._note = secret, sparing, note
-        self._whole: Trainee | None = None
+        self._full_state: Trainee | None = None
         self._staged: Trainee | None = None
-        self._staged_told: training_state.Numbers | None = None
+        self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
-        self._is_next = False
-        """Whether what is staged is what this member is to train in the generation that is up."""
+        self._is_staged_next = False
+        """Whether the staged model is the one to train in the current generation."""
         self._gathered = NO_STATE
-        self._is_spoilt = False
-        """Whether what this process built from the seed has been written over."""
+        self._is_overwritten = False
+        """Whether the state that this process built from the seed has been overwritten."""
 
-    # --- into this member -------------------------------------------------------------------------
-    def bring(self, order: Reconfigure, place: int, claims: Sequence[Claim],
+    # --- recovery into this member ---
+    def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
               settlement: Settlement) -> Found:
-        """Have the state of the settlement, in this member's part of the order's layout.
+        """Recover the settled state, in this member's part of the order's layout.
 
-        Where it had that state, but of another part of the model, both are kept until `commit`.
-        Raises RuntimeError; then it has what it had, of the step that it says.
+        If the member had that state for another part of the model, both are kept until `activate`.
+        Raises RuntimeError; the member then keeps its state, of the step that it reports.
         """
         axes = order.axes or Axes(dp=len(order.members))
         restored, step_version, holders = SEED, settlement.step_version, settlement.holders
         if step_version == NO_STATE:
             restored = self._restore(order) if place == 0 else SEED
             step_version = self._broadcast(restored.step_version)
-            # Where the first trains a whole replica, it is in that that it has found it.
+            # If position 0 trains a whole replica, the restored state is already in it.
             begin = int(whole_on_each(axes, self._train.parallel))
-            takers = list(range(begin, num_places(axes)))
-            source, holders = self.whole() if place == 0 else None, (0,)
+            receivers = list(range(begin, num_places(axes)))
+            source, holders = self.full_state() if place == 0 else None, (0,)
         else:
-            takers = self._takers(axes, settlement, claims)
+            receivers = self._receivers(axes, settlement, claims)
             source = self._held(settlement, place)
-        is_spoilt = self._is_spoilt or self._iteration.step_version > 0
-        trainee = self._fitting(axes, place, begins=step_version == 0, is_spoilt=is_spoilt)
+        is_overwritten = self._is_overwritten or self._iteration.step_version > 0
+        trainee = self._model_for(axes, place, begins=step_version == 0,
+                                  is_overwritten=is_overwritten)
         if step_version == 0 and trainee is not self._iteration.trainee:
             mine = self._iteration.trainee
-            self._work.begin(trainee, lambda: mine if mine.is_plain and not is_spoilt
-                             else self._built())
-        told, taken = None, tuple[Taken, ...]()
+            self._work.begin(trainee, lambda: mine if mine.is_plain and not is_overwritten
+                             else self._build_full_state())
+        numbers, taken = None, tuple[Taken, ...]()
         try:
-            if takers and step_version:
-                told, taken = self._exchange(order, step_version, holders, source,
-                                             trainee if place in takers else None)
-            if told is None and step_version and trainee is not self._iteration.trainee:
-                # What was restored, or its own: a pass that waits on holds the old one.
-                told = self._copy(
+            if receivers and step_version:
+                numbers, taken = self._exchange(order, step_version, holders, source,
+                                                trainee if place in receivers else None)
+            if numbers is None and step_version and trainee is not self._iteration.trainee:
+                # Restored state, or its own: an abandoned pass still holds the old model.
+                numbers = self._copy_state(
                     trainee, source if restored is not SEED else None, step_version)
             if not self._communicators.woken:
-                self._keep(trainee, told, step_version)
+                self._set_state(trainee, numbers, step_version)
         finally:
             if trainee not in (self._iteration.trainee, self._staged):
                 self._communicators.unbind(trainee.roots)
-        return self._found(order, place, step_version, restored, taken)
+        return self._result(order, place, step_version, restored, taken)
 
     @property
-    def waits(self) -> bool:
-        """Whether something is to be put in force by `commit`."""
-        return self._is_next
+    def has_staged(self) -> bool:
+        """Whether `activate` will change the model."""
+        return self._is_staged_next
 
     def claim(self) -> Claim:
-        """What this member brings into a settlement: of what it trains, and of what is staged."""
+        """This member's claim to a settlement: the state it trains, and the staged one."""
         claim = self._iteration.claim()
         if self._staged is None:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)
 
-    def stay_beside(self) -> None:
-        """The others go on, and what this member has given is of no use to anybody any more."""
-        self._is_spoilt = True
-        self._iteration.forget()
+    def become_standby(self) -> None:
+        """Train nothing from here on: the state that this member provided becomes outdated."""
+        self._is_overwritten = True
+        self._iteration.discard_state()
 
     def leave(self) -> None:
-        """The generation is left: what is staged goes into none."""
+        """Leave the generation: the staged model is bound to no communicators."""
         if self._staged is not None:
             self._communicators.unbind(self._staged.roots)
 
-    def commit(self) -> None:
-        """All members have their parts: what is staged is in force from here on, or of no use."""
-        if self._staged is not None and self._is_next:
+    def activate(self) -> None:
+        """All members have their parts: replace the model by the staged one, or discard that."""
+        if self._staged is not None and self._is_staged_next:
             self._note("commit")
-            self._take_over(self._staged, self._staged_told)
+            self._replace_model(self._staged, self._staged_numbers)
         self._drop_staged()
 
     def _held(self, settlement: Settlement, place: int) -> Trainee | None:
-        """What this member holds of the settlement's state."""
+        """The model that holds this member's part of the settled state; None if it has none."""
         if place not in settlement.holders:
             return None
         staged = self._staged if settlement.shares[place].staged else None
         return staged or self._iteration.trainee
 
-    def _takers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
-        """Places of those who do not have all of their own part of what was settled on."""
+    def _receivers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
+        """Positions of the members that do not have all of their own part of the settled state."""
         optimizer = self._train.parallel.optimizer
 
         def has(place: int) -> bool:
             share, claim = settlement.shares[place], claims[place]
-            # Who steps at a settlement has its shard alone.
+            # A member that steps at the settlement has only its own shard.
             is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
             return is_gathered and place in settlement.holders and _same_part(
                 claim.held, Held(axes=axes, optimizer=optimizer, place=place))
 
         return [place for place in range(num_places(axes)) if not has(place)]
 
-    def _fitting(self, axes: Axes, place: int, *, begins: bool, is_spoilt: bool) -> Trainee:
-        """What this member is to train: what it has, where that is the same part, else a new one.
+    def _model_for(self, axes: Axes, place: int, *, begins: bool, is_overwritten: bool) -> Trainee:
+        """The model to train: the current one if it is the same part, else a new one.
 
-        Beside the layout it keeps what it has, and trains nothing.
+        A standby keeps its model and trains nothing.
         """
         mine = self._iteration.trainee
         if place >= num_places(axes):
             return mine
         optimizer = self._train.parallel.optimizer
-        wanted = Held(axes=axes, optimizer=optimizer, place=place)
-        if (not (begins and is_spoilt) and not self._iteration.is_stuck
-                and _same_part(held_by(mine), wanted)):
+        part = Held(axes=axes, optimizer=optimizer, place=place)
+        if (not (begins and is_overwritten) and not self._iteration.is_stuck
+                and _same_part(held_by(mine), part)):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine
@@ -182,28 +183,28 @@ class Supply:
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: Trainee | None, target: Trainee | None
                   ) -> tuple[training_state.Numbers | None, tuple[Taken, ...]]:
-        """Give and take what is wanted; what is taken is in force in `target` with its numbers."""
+        """Exchange shards. What `target` receives is active in it when this returns its numbers."""
         mine = self._iteration
-        # What it overwrites is worth nothing, or what it has itself.
+        # The overwritten data is worthless, or is the source itself.
         in_place = (target is not mine.trainee or target is source
                     or mine.step_version == NO_STATE)
-        self._is_spoilt = self._is_spoilt or (in_place and target is mine.trainee)
-        told = training_state.numbers(source, step_version, mine.history) if source else None
-        found = self._run(source, target, told, [member.node for member in order.members],
+        self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
+        numbers = training_state.numbers(source, step_version, mine.history) if source else None
+        found = self._run(source, target, numbers, [member.node for member in order.members],
                           step_version, holders, staged=not in_place)
         if target is None or self._communicators.woken:
             return None, ()
         found.put_in_force()
         target.is_gathered = True
         return found.told, tuple(
-            Taken(order.members[giver].rank, order.members[giver].node, taken_bytes)
-            for giver, taken_bytes in found.taken.items())
+            Taken(order.members[sender].rank, order.members[sender].node, taken_bytes)
+            for sender, taken_bytes in found.taken.items())
 
     def _run(
         self,
         source: Trainee | None,
         target: Trainee | None,
-        told: training_state.Numbers | None,
+        numbers: training_state.Numbers | None,
         nodes: Sequence[str],
         step_version: int,
         holders: Sequence[int],
@@ -212,56 +213,56 @@ class Supply:
     ) -> Exchanged:
         have: state_shards.State = {}
         if source is not None:
-            have = seen(source).pieces if source.is_gathered else state_shards.stepped(seen(source))
+            source = seen(source)
+            have = source.pieces if source.is_gathered else state_shards.stepped(source)
         try:
             return exchange(
-                have, seen(target).pieces if target is not None else have, told,
+                have, seen(target).pieces if target is not None else have, numbers,
                 step_version=step_version, holders=holders, nodes=nodes, staged=staged,
                 note=self._note, goes_on=lambda: not self._communicators.woken)
         except Missing as missing:
-            # All find this alike: who held it a moment ago is refused by its peers.
+            # All members find the same: the last holder was rejected by its peers.
             raise RuntimeError(str(missing)) from None
 
-    def _copy(self, trainee: Trainee, found: Trainee | None, step_version: int
+    def _copy_state(self, trainee: Trainee, restored: Trainee | None, step_version: int
               ) -> training_state.Numbers:
-        """What it has `found`, else this member's own state, in the memory of `trainee`, which is
-        for the same part."""
+        """Copy the `restored` state, else this member's own, into `trainee` of the same part."""
         iteration = self._iteration
-        source = found or iteration.trainee
+        source = restored or iteration.trainee
         live = training_state.tensors(source)
         for name, tensor in training_state.tensors(trainee).items():
             tensor.copy_(live[name])
         return training_state.numbers(source, step_version, iteration.history)
 
-    def _keep(
-        self, trainee: Trainee, told: training_state.Numbers | None, step_version: int
+    def _set_state(
+        self, trainee: Trainee, numbers: training_state.Numbers | None, step_version: int
     ) -> None:
-        """From here on it is this member's state, also if the rest of the meeting comes to nothing:
-        what it says of itself must never be of another step than its tensors."""
+        """Make it this member's state, even if the rest of the join fails: the step version that
+        the member reports must always be that of its tensors."""
         iteration = self._iteration
-        self._is_next = False
+        self._is_staged_next = False
         if trainee is iteration.trainee:
-            if told is not None:
-                iteration.replaced(training_state.adopt(trainee, told, iteration.history))
+            if numbers is not None:
+                iteration.reset_to(training_state.adopt(trainee, numbers, iteration.history))
         elif iteration.step_version == step_version != 0:
             self._drop_staged()
-            self._staged, self._staged_told, self._is_next = trainee, told, True
+            self._staged, self._staged_numbers, self._is_staged_next = trainee, numbers, True
             self._staged_in = self._communicators.generation
             self._note("staged")
         else:
-            self._take_over(trainee, told)
+            self._replace_model(trainee, numbers)
 
-    def _take_over(self, trainee: Trainee, told: training_state.Numbers | None) -> None:
+    def _replace_model(self, trainee: Trainee, numbers: training_state.Numbers | None) -> None:
         iteration = self._iteration
         mine, history = iteration.trainee, iteration.history
-        step_version = training_state.adopt(trainee, told, history) if told is not None else 0
+        step_version = training_state.adopt(trainee, numbers, history) if numbers is not None else 0
         if trainee is self._staged:
             self._staged = None
         if iteration.step_version == step_version:
-            iteration.carry_on_with(trainee)
+            iteration.replace_model(trainee)
         else:
-            iteration.train_with(trainee)
-            iteration.replaced(step_version)
+            iteration.set_model(trainee)
+            iteration.reset_to(step_version)
         self._drop_staged()
         self._communicators.rebound()
         mine.release()
@@ -272,7 +273,7 @@ class Supply:
             self._staged.release()
             self._staged = None
 
-    def _found(self, order: Reconfigure, place: int, step_version: int, restored: Found,
+    def _result(self, order: Reconfigure, place: int, step_version: int, restored: Found,
                taken: tuple[Taken, ...]) -> Found:
         mine = order.members[place]
         if step_version == 0 or restored is not SEED:
@@ -284,16 +285,16 @@ class Supply:
         received_bytes = sum(one.taken_bytes for one in others)
         return Found(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
 
-    # --- where nobody has any ---------------------------------------------------------------------
+    # --- no member has a state ---
     def _broadcast(self, step_version: int) -> int:
-        """What the first member has found, to all."""
-        told = torch.tensor([step_version], device=self._iteration.trainee.device)
-        dist.broadcast(told, 0)
-        return int(told.item())
+        """Broadcast the step version that position 0 restored."""
+        restored = torch.tensor([step_version], device=self._iteration.trainee.device)
+        dist.broadcast(restored, 0)
+        return int(restored.item())
 
     def _restore(self, order: Reconfigure) -> Found:
-        """A copy of the order, else its checkpoint, else what the seed gives (step version 0)."""
-        whole, history = self.whole(), self._iteration.history
+        """Restore the order's in-memory checkpoint, else its checkpoint, else the seed (step 0)."""
+        whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
         copied = memory_checkpoint.restore(
             whole,
@@ -303,32 +304,32 @@ class Supply:
             self._secret,
             lambda: self._communicators.woken,
         )
-        self._is_spoilt = self._is_spoilt or (copied is not None and is_mine)
+        self._is_overwritten = self._is_overwritten or (copied is not None and is_mine)
         if self._communicators.woken:
-            raise RuntimeError("while it looked for its state")
+            raise RuntimeError("interrupted while it restored its state")
         if copied is not None:
             step_version, copy, copy_bytes = copied
             return Found(step_version, "copy", copy.node, copy_bytes, NO_STATE)
         if not order.checkpoint:
             return SEED
-        self._is_spoilt = self._is_spoilt or is_mine
+        self._is_overwritten = self._is_overwritten or is_mine
         folder = checkpoint.within(self._train.output, order.checkpoint)
         with self._sparing():
             step_version = checkpoint.load(folder, whole, history)
         return Found(step_version, "checkpoint", "", training_state.num_bytes(whole), NO_STATE)
 
-    # --- out of all -------------------------------------------------------------------------------
-    def whole(self) -> Trainee:
-        """A whole replica of this member's own: what it trains, or one that never trains."""
+    # --- the full state ---
+    def full_state(self) -> Trainee:
+        """A whole replica of this member: the model that it trains, or one for storage only."""
         mine = self._iteration.trainee
         if mine.is_plain:
             return mine
-        if self._whole is None:
-            self._whole = self._built()
-        return self._whole
+        if self._full_state is None:
+            self._full_state = self._build_full_state()
+        return self._full_state
 
-    def _built(self) -> Trainee:
-        """A whole replica, as it begins."""
+    def _build_full_state(self) -> Trainee:
+        """A whole replica with its initial weights."""
         built = seen(self._work.build_whole(self._iteration.trainee.device,
                                             self._communicators.alone()))
         self._communicators.unbind(built.roots)
@@ -336,37 +337,37 @@ class Supply:
         return built
 
     def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:
-        """By all members: the whole state, to the one at place `to`. Raises RuntimeError.
+        """Gather the full state at position `to`. All members call it. Raises RuntimeError.
 
-        Who is beside the layout only comes along.
+        A standby takes part and contributes nothing.
         """
         iteration, place = self._iteration, self._communicators.place
-        givers = range(num_places(self._communicators.axes))
-        gives = place in givers
-        told = (training_state.numbers(iteration.trainee, step_version, iteration.history)
-                if gives else None)
+        sources = range(num_places(self._communicators.axes))
+        is_source = place in sources
+        numbers = (training_state.numbers(iteration.trainee, step_version, iteration.history)
+                   if is_source else None)
         self._gathered = NO_STATE
-        found = self._run(iteration.trainee if gives else None,
-                          self.whole() if place == to else None, told, nodes,
-                          step_version, givers, staged=False)
+        found = self._run(iteration.trainee if is_source else None,
+                          self.full_state() if place == to else None, numbers, nodes,
+                          step_version, sources, staged=False)
         if place == to:
-            self._gathered = training_state.adopt(self.whole(), found.told, History())
+            self._gathered = training_state.adopt(self.full_state(), found.told, History())
 
     @property
-    def has_whole(self) -> bool:
-        """Whether `whole` is of the step that this member is at."""
+    def has_full_state(self) -> bool:
+        """Whether `full_state` is at this member's step version."""
         step_version = self._iteration.step_version
         return step_version != NO_STATE and (
             self._iteration.trainee.is_plain or self._gathered == step_version)
 
 
 def seen(trainee: Trainee) -> Trainee:
-    """Its pieces are known from here on; a generation is up."""
+    """The same model with its shards listed. Needs communicators."""
     if trainee.pieces is None:
         trainee.pieces = state_shards.of(trainee)
     return trainee
 
 
 def _same_part(one: Held | None, other: Held) -> bool:
-    """Whether these are the same pieces of the state."""
+    """Whether both hold the same shards of the state."""
     return one is not None and one.pieces == other.pieces

@@ -85,7 +85,7 @@ def test_where_the_kernel_does_not_say_it_is_nothing(monkeypatch: pytest.MonkeyP
 def test_waits_for_a_core_are_no_work_of_its_own() -> None:
     page = Page()
     pulse, waited_s = Pulse(os.dup(page.fd)), 0.0
-    pulse._starved = mock.Mock(in_s=lambda: waited_s)
+    pulse._cpu_wait = mock.Mock(in_s=lambda: waited_s)
     pulse.begin(1, 1, "usual")
     time.sleep(0.05)
     waited_s = 0.03

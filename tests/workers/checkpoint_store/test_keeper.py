@@ -92,7 +92,7 @@ def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> N
     sent = data()
     put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
     alter(keeper.stored(TASK)[0])
-    with pytest.raises(Failed, match="the copy was altered"):
+    with pytest.raises(Failed, match="checkpoint altered"):
         get(keeper.keeper.endpoint, WISH)
 
 
@@ -105,7 +105,7 @@ def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(
         protocol.receive(connection, Go)
         checksum = protocol.pour(connection, [memoryview(sent[:-1] + b"x")])
         protocol.send(connection, Sum(checksum=f"crc32:{zlib.crc32(sent):08x}"))
-        with pytest.raises(Failed, match=f"what came comes to {checksum}"):
+        with pytest.raises(Failed, match=f"checkpoint altered: received {checksum}"):
             protocol.receive(connection, protocol.Kept)
     assert steps(keeper.shelf) == [10]
     assert keeper.shelf.used_bytes == len(sent)
@@ -116,7 +116,8 @@ def test_who_sends_a_copy_that_comes_too_late_hears_so(keeper: LocalKeeper) -> N
         protocol.send(connection, offer(10))
         protocol.receive(connection, Go)
         put(keeper.keeper.endpoint, offer(8, generation=2), bytes(100))
-        protocol.send(connection, Sum(checksum=protocol.pour(connection, [memoryview(bytes(100))])))
+        checksum = protocol.pour(connection, [memoryview(bytes(100))])
+        protocol.send(connection, Sum(checksum=checksum))
         with pytest.raises(Failed, match="generation 1 of task 7 is over"):
             protocol.receive(connection, protocol.Kept)
     assert steps(keeper.shelf) == [8]
@@ -130,7 +131,7 @@ def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
         connection.sendall(sent[: len(sent) // 2])
         assert keeper.shelf.used_bytes == len(sent)
     wait(lambda: keeper.shelf.used_bytes == 0, "the half is gone")
-    with pytest.raises(Failed, match="no copy of task 7"):
+    with pytest.raises(Failed, match="no checkpoint of task 7"):
         get(keeper.keeper.endpoint, WISH)
 
 

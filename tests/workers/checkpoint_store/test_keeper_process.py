@@ -62,7 +62,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
             score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
             assert int(score) == 1000, "it goes before a rank does"
             assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
-            with pytest.raises(Failed, match="a copy of 1001 bytes does not fit into 1000"):
+            with pytest.raises(Failed, match="checkpoint of 1001 bytes does not fit into"):
                 await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
             os.kill(first, signal.SIGKILL)
             await until(lambda: told, "its end is heard of")
@@ -77,7 +77,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
         assert told == [(0, "the keeper has ended")], "its end on purpose is none to be told"
         with pytest.raises(ConnectionRefusedError):
             put(endpoint, offer(40), bytes(100))
-        assert "refused: a copy of 1001 bytes" in (tmp_path / "keeper.log").read_text()
+        assert "refused: checkpoint of 1001 bytes" in (tmp_path / "keeper.log").read_text()
 
     asyncio.run(live())
 
@@ -188,20 +188,20 @@ def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
     async def live() -> None:
         async with agents(tmp_path, Told(), UNICRON_COPIES_BYTES_MAX="1000") as keeper:
             for size in (1001, 1002, 1003):
-                with pytest.raises(Failed, match=f"a copy of {size} bytes does not fit"):
+                with pytest.raises(Failed, match=f"checkpoint of {size} bytes does not"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10, size=size), b"")
             for _ in range(3):
                 with pytest.raises(Failed, match="another cluster"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10), b"", "guessed")
             await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
-            await until(lambda: path.read_text().count("well again") == 2, "all of it is said")
+            await until(lambda: path.read_text().count("recovered") == 2, "all of it is said")
 
     asyncio.run(live())
     assert sorted(path.read_text().splitlines()) == [
-        "127.0.0.1: a conversation ended: somebody without the cluster's secret",
-        "127.0.0.1: all is well again", "copies may take 1000 bytes",
-        "task 7: all is well again",
-        "task 7: refused: a copy of 1001 bytes does not fit into 1000"]
+        "127.0.0.1: connection failed: client without the cluster's secret",
+        "127.0.0.1: recovered", "memory for checkpoints: 1000 bytes",
+        "task 7: recovered",
+        "task 7: refused: checkpoint of 1001 bytes does not fit into 1000"]
 
 
 def test_a_keeper_that_can_let_in_nobody_waits_and_goes_on(tmp_path: Path) -> None:

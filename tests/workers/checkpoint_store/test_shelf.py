@@ -49,7 +49,7 @@ def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
     assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
     with pytest.raises(NoRoom, match="does not fit beside the 450 of 450 in use"):
         shelf.reserve(offer(1, task=10))
-    with pytest.raises(NoRoom, match="a copy of 451 bytes does not fit into 450"):
+    with pytest.raises(NoRoom, match="checkpoint of 451 bytes does not fit into 450"):
         shelf.reserve(offer(40, size=451))
     assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
     assert lost == []
@@ -61,9 +61,9 @@ def test_none_goes_for_one_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
     for task in (TASK, 8):
         keep(shelf, offer(10, task=task))
         keep(shelf, offer(20, task=task))
-    with pytest.raises(NoRoom, match="a copy of 301 bytes does not fit beside the 400"):
+    with pytest.raises(NoRoom, match="checkpoint of 301 bytes does not fit beside the 400"):
         shelf.reserve(offer(1, task=9, size=301))
-    with pytest.raises(NoRoom, match="a copy of 350 bytes does not fit beside the 400"):
+    with pytest.raises(NoRoom, match="checkpoint of 350 bytes does not fit beside the 400"):
         shelf.reserve(offer(30, size=350))
     monkeypatch.setattr("unicron.workers.checkpoint_store.store.mmap.mmap", _no_memory)
     with pytest.raises(NoRoom, match="no memory for 100 bytes"):
@@ -116,7 +116,7 @@ def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
 
 @pytest.mark.parametrize(("newer", "why"), [
     (offer(8, generation=2), "generation 1 of task 7 is over"),
-    (offer(30), "there is a copy of task 7 that is newer than generation 1 step 20"),
+    (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
 ])
 def test_a_copy_that_comes_too_late_takes_nobodys_place(newer: Offer, why: str) -> None:
     shelf = Shelf(1000, lambda task: None)

@@ -7,7 +7,11 @@ import subprocess
 import sys
 
 from unicron.workers.ipc.pipe_protocol import Unpacker
-from unicron.workers.training.process.control_thread import EXIT_STUCK, LEFT_NUM_MAX, WORN_NUM
+from unicron.workers.training.process.control_thread import (
+    ABANDONED_NUM_MAX,
+    EXIT_STUCK,
+    REPLACE_ABANDONED_NUM,
+)
 
 PROGRAM = """
 import os, socket, threading, time
@@ -39,7 +43,7 @@ def stuck():
 def again(generation):
     body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=(0,))
     threading.Timer(0.3, lambda: theirs.sendall(pack(Frame(seq=3, epoch=1, body=body)))).start()
-    control.apart(generation, woken.set, stuck)
+    control.run_detached(generation, woken.set, stuck)
 
 def order():
     assert entered.wait(10)
@@ -48,13 +52,13 @@ def order():
 
 threading.Thread(target=order, daemon=True).start()
 began_s = time.monotonic()
-ends(Abandoned, lambda: control.apart(1, woken.set, stuck))
+ends(Abandoned, lambda: control.run_detached(1, woken.set, stuck))
 assert woken.is_set(), "it is woken first"
 assert STUCK_S_MAX <= time.monotonic() - began_s
-ends(Interrupted, lambda: control.apart(1, woken.set, lambda: 2))
-control.settle(1)
-assert control.apart(2, woken.set, lambda: 3) == 3, "another thread serves the next"
-ends(ZeroDivisionError, lambda: control.apart(2, woken.set, lambda: 1 // 0))
+ends(Interrupted, lambda: control.run_detached(1, woken.set, lambda: 2))
+control.discard_orders(1)
+assert control.run_detached(2, woken.set, lambda: 3) == 3, "another thread serves the next"
+ends(ZeroDivisionError, lambda: control.run_detached(2, woken.set, lambda: 1 // 0))
 
 # What was left behind disturbs no later wait: one in the main thread is still woken.
 def later():
@@ -63,7 +67,7 @@ def later():
     theirs.sendall(pack(Frame(seq=2, epoch=1, body=body)))
 
 ends(Abandoned, lambda: again(2))
-control.settle(2)
+control.discard_orders(2)
 entered.clear()
 threading.Thread(target=later, daemon=True).start()
 freed = threading.Event()
@@ -108,10 +112,10 @@ def waits(generation, *orders, **options):
         for ranks in orders:
             leave(generation, *ranks)
     threading.Thread(target=order, daemon=True).start()
-    return rank.apart(generation, woken.set, call, **options)
+    return rank.run_detached(generation, woken.set, call, **options)
 
 replica = frozenset((0, 1))
-print(waits(1, (0, 1, 2), replica=replica), rank.asked(1))
+print(waits(1, (0, 1, 2), replica=replica), rank.pending_quiesce(1))
 print(waits(2, (0, 2), replica=replica))
 print(waits(3, (0, 1, 2), (0, 2), replica=replica))
 print(waits(4, (0, 1, 2)))
@@ -140,20 +144,20 @@ control.STUCK_S_MAX = 0.05
 ours, theirs = socket.socketpair()
 rank = control.Control(ours, 0, Unpacker())
 rank.start([])
-ends = [threading.Event() for _ in range(2 + control.LEFT_NUM_MAX)]
+ends = [threading.Event() for _ in range(2 + control.ABANDONED_NUM_MAX)]
 for generation, end in enumerate(ends, 1):
     def stuck(end=end, generation=generation):
         body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=(0,))
         theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
         end.wait(60)
     try:
-        rank.apart(generation, lambda: None, stuck)
+        rank.run_detached(generation, lambda: None, stuck)
     except control.Abandoned:
-        print("worn" if rank.is_worn else "left", flush=True)
-    rank.settle(generation)
+        print("worn" if rank.has_too_many_abandoned else "left", flush=True)
+    rank.discard_orders(generation)
     if generation == 1:
         end.set()  # it has ended by itself, and counts no more
-        while rank._num_left():
+        while rank._num_abandoned():
             time.sleep(0.01)
 """
 
@@ -164,8 +168,9 @@ def test_no_more_is_left_behind_than_memory_bears() -> None:
                           timeout=60, check=False)
     assert done.returncode == EXIT_STUCK, done.stderr
     # Worn, it does not end by itself at once: its peers are as worn as it is.
-    assert done.stdout == "left\n" * WORN_NUM + "worn\n" * (1 + LEFT_NUM_MAX - WORN_NUM)
-    assert "13 collectives were left behind and wait on: this process ends" in done.stderr
+    assert done.stdout == "left\n" * REPLACE_ABANDONED_NUM + "worn\n" * (
+        1 + ABANDONED_NUM_MAX - REPLACE_ABANDONED_NUM)
+    assert "13 abandoned collectives still wait: this process ends" in done.stderr
 
 
 ENDED_LATE = """
@@ -193,7 +198,7 @@ def stuck():
     raise RuntimeError("the connection was closed")
 
 try:
-    rank.apart(1, lambda: None, stuck)
+    rank.run_detached(1, lambda: None, stuck)
 except control.Abandoned:
     pass
 gc.collect()

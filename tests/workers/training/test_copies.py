@@ -121,7 +121,7 @@ def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -
     log = driver.processes[0].log
     (came,) = driver.form([0], copies=copies).values()
     assert (came.origin, came.origin_node, came.step_version) == ("copy", "n2", 6)
-    assert "was altered" in log.read_text()
+    assert "checkpoint altered" in log.read_text()
     for stored in driver.keepers[1].stored(TASK):
         alter(stored)
     driver.kill(0)
@@ -160,7 +160,8 @@ def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> Non
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
     said = log.read_text()
     assert said.count("a copy does not serve") == 4
-    for why in ("another cluster", "refused", "another model", "no copy of task 7 generation 2"):
+    for why in ("another cluster", "refused", "another model",
+                "no checkpoint of task 7 generation 2"):
         assert why in said
 
 

@@ -41,7 +41,7 @@ def peer(tmp_path: Path) -> Any:
 
 
 def left_behind() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "left behind"]
+    return [thread for thread in threading.enumerate() if thread.name == "abandoned"]
 
 
 def test_what_nothing_ends_holds_nobody_up(peer: subprocess.Popen[bytes]) -> None:

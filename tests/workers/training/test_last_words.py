@@ -19,7 +19,7 @@ import os, socket, sys, threading
 from unicron.events.records.orders import Slot, StartRank
 from unicron.events.spec.job import parse
 from unicron.workers.training.process.control_thread import Control
-from unicron.workers.training.process.exit_report import LastWords
+from unicron.workers.training.process.exit_report import ExitReporter
 from unicron.workers.ipc.pipe_protocol import Unpacker
 
 spec = parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 1},
@@ -27,7 +27,7 @@ spec = parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "
 order = StartRank(nodes=("n1",), task=7, rank=2, attempt=1, slot=Slot("n1", 0), spec=spec,
                   num_seats=1, host="", port=0, checkpoint="")
 control = Control(socket.socket(fileno=int(sys.argv[1])), 2, Unpacker())
-threading.excepthook = LastWords(control, order).say_of_thread
+threading.excepthook = ExitReporter(control, order).report_thread
 
 def end(name, error):
     def fail():
@@ -55,7 +55,7 @@ def test_a_thread_that_is_not_ours_ends_no_rank() -> None:
         (frame,) = Unpacker().feed(ours.recv(1 << 16))
     assert done.stdout == "QueueFeederThread ended\ncheckpoint ended\n", done.stderr
     assert done.returncode == 1
-    assert "thread QueueFeederThread has ended, training goes on: Traceback" in done.stderr
+    assert "thread QueueFeederThread has ended, training continues: Traceback" in done.stderr
     assert "OSError: a library's" in done.stderr
     assert isinstance(frame.body, RankErrored)
     assert (frame.body.rank, frame.body.error) == (2, "ValueError")
@@ -67,7 +67,7 @@ def test_a_thread_that_is_not_ours_ends_no_rank() -> None:
 
 def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
     folder = Path(unicron.__file__).parent / "workers" / "training"
-    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    source = "".join(path.read_text() for path in folder.rglob("*.py"))
     starts = re.findall(r"threading\.Thread\(|ThreadPoolExecutor\(", source)
     names = re.findall(r"threading\.Thread\(.*?name=\"([^\"]+)\"", source, re.DOTALL)
     names += re.findall(r"ThreadPoolExecutor\(1, \"([^\"]+)\"", source)

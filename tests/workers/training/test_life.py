@@ -304,7 +304,7 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
 
 WORN = """
 from unicron.workers.training.process import control_thread as control
-control.WORN_NUM = 0
+control.REPLACE_ABANDONED_NUM = 0
 """
 
 

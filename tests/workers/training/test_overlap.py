@@ -109,7 +109,7 @@ def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twi
     three.form([0, 1, 2])
     for rank in (0, 1, 2):
         assert three.wait(CollectiveFailed, rank).iteration == STRUCK
-    assert "on purpose" in three.told(CollectiveFailed, 1)[0].error
+    assert "injected" in three.told(CollectiveFailed, 1)[0].error
     held = three.quiesced([0, 1, 2])
     assert held[1].micro_batches == (1, 4, 7, 10)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]

@@ -32,8 +32,8 @@ from unicron.workers.training.process.trace import Event
 
 WRITER = """
 import sys
-from unicron.workers.ipc.progress_page import OWN_CODE, Pulse
-pulse = Pulse(int(sys.argv[1]))
+from unicron.workers.ipc.progress_page import OWN_CODE, ProgressWriter
+pulse = ProgressWriter(int(sys.argv[1]))
 print("up", flush=True)
 number = 0
 while True:
@@ -41,7 +41,7 @@ while True:
     pulse.begin(number, number, "usual")
     for _ in range(3):
         pulse.enter(str(number % 10) * 16, OWN_CODE)
-        pulse.worked()
+        pulse.micro_batch_done()
     pulse.finish()
 """
 
@@ -63,7 +63,7 @@ def test_a_mark_is_read_as_it_was_written(page: Page) -> None:
     assert page.done(0) == []
     pulse.mark("start", OUTSIDE_CODE)
     pulse.begin(3, 7, "boundary")
-    pulse.worked()
+    pulse.micro_batch_done()
     pulse.enter("stats")
     before_s = time.monotonic()
     time.sleep(0.02)

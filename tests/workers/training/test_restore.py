@@ -98,7 +98,7 @@ def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
     with connection:
         driver.ask_to_leave([0, 1], "now")
         failed = driver.wait(ReconfigureFailed, 0)
-    assert failed.error == "told to stop; RuntimeError: while it looked for its state"
+    assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
     assert deaf.num_asked() == [0, 0, 0], "the others are not asked"
     driver.quiesced([0, 1])
     told = driver.form([0, 1])

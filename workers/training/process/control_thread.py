@@ -1,12 +1,11 @@
-"""The control thread: the agent's orders come in while the main thread trains, or hangs.
+"""The control thread: receives the agent's orders while the main thread trains, or hangs.
 
-The thread does four things only: it queues orders, it has the generation's connections closed
-(again and again, until that helped) when an order to stop at once finds the main thread waiting
-for other members, it has the flight recorder written (recorder.py), and it ends the process when
-the agent is gone.
+It does four things: it queues orders; it closes the generation's connections, repeatedly, until the
+main thread stops waiting for other members, when an immediate order to stop arrives; it has the
+flight recorder written (flight_recorder.py); and it ends the process when the agent is gone.
 
-An agent that does not read (it is stopped, or its machine swaps) holds nobody up: what the socket
-does not take at once waits in memory, and a thread that lives only as long hands it over.
+An agent that does not read (it is stopped, or its machine swaps) never blocks the rank: data that
+the socket does not take waits in memory, and a temporary thread sends it.
 """
 
 from __future__ import annotations
@@ -29,83 +28,83 @@ from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpoin
 from ....events.records.types import Body, QuiesceMode
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
 
-# --- A thread to wait in for others, which may have to be left behind. ---
+# --- A detached thread for waits that may never end ---
 #
-# An executor's would do, but that the interpreter waits for those before it ends: a script that has
-# trained all it had to would stand for as long as a collective of long ago.
+# An executor does not fit: the interpreter joins its threads at exit, so a script that is done
+# would block until an old collective ends.
 
 T = TypeVar("T")
 
 
-class Apart:
-    """Does one call after the other."""
+class DetachedThread:
+    """Runs calls one after the other in a daemon thread."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The future has what `call` returns, or raises."""
+        """A future of the result of `call`, or of its exception."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._asked,), name="collective",
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="collective",
                                             daemon=True)
             self._thread.start()
         future: Future[T] = Future()
-        self._asked.put((call, future))
+        self._calls.put((call, future))
         return future
 
-    def leave(self) -> None:
-        """Nobody asks any more: the thread ends with what it does now."""
-        self._asked.put(None)
+    def close(self) -> None:
+        """Accept no more calls: the thread ends after its current one."""
+        self._calls.put(None)
 
 
-def _serve(asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (found := asked.get()) is not None:
-        _do(*found)
-        del found  # or what it returned, or raised, would be kept until the next
+def _serve(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (found := calls.get()) is not None:
+        _run(*found)
+        del found  # otherwise its result or exception lives until the next call
 
 
-def _do(call: Callable[[], Any], future: Future[Any]) -> None:
+def _run(call: Callable[[], Any], future: Future[Any]) -> None:
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
         future.set_exception(error)
-        del future  # whose error has this frame
+        del future  # its exception holds this frame
     else:
         future.set_result(result)
 
 RECEIVE_BYTES = 1 << 16
 SEND_BYTES = 1 << 16
 WAKE_S = 0.02
-"""Between two attempts to wake the main thread."""
+"""Interval between two attempts to interrupt the main thread."""
 STUCK_S_MAX = 1.0
-"""A wait that cannot be ended in this time never will be: see `_insist`."""
+"""A wait that does not end in this time after an interrupt is taken as stuck for ever."""
 BUILDING_S_MAX = 10.0
-"""How much longer it may take where the building of a generation itself is to be ended."""
+"""Additional time if the interrupted wait is the building of a generation."""
 FINISH_S_MAX = 30.0
-"""For so long a replica of several members that all live may go on with what it is in, after an
-order to stop at once: less than the control plane waits for an answer (policy: quiesce_s_max)."""
+"""Time in which a replica whose members all live may finish its current work after an immediate
+order to stop. Less than the control plane waits for Quiesced (policy: quiesce_s_max)."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
-WORN_NUM = 5
-"""A rank with so many collectives left behind at one time is worn: each keeps its sums in memory
-until it ends, by its own limit (communicators.COLLECTIVE_S_MAX) where nothing else ends it."""
-LEFT_NUM_MAX = 12
-"""With more than these it ends at once, whatever its peers hold: no memory lasts for ever."""
+REPLACE_ABANDONED_NUM = 5
+"""Number of abandoned collectives at which the rank should be replaced. Each keeps its buffers in
+memory until it ends, at the latest by its own limit (communicators.COLLECTIVE_S_MAX)."""
+ABANDONED_NUM_MAX = 12
+"""With more abandoned collectives the rank exits in any case, to bound its memory."""
 EXIT_STUCK = 4
-"""Exit code of a rank that could not leave a generation's building, or has left too many behind."""
+"""Exit code of a rank stuck in building a generation, or with too many abandoned collectives."""
 
 
 class Interrupted(Exception):
-    """An order to stop came before the collective was entered."""
+    """An order to stop arrived before the collective was entered."""
 
 
 class Abandoned(Exception):
-    """The collective could not be ended; it waits on in a thread that nobody waits for."""
+    """The collective could not be interrupted; it still waits in a detached thread."""
 
 
 class Control:
-    """Orders in, reports out, over the socket to the agent. `rank` is this process's own."""
+    """Receives orders and sends reports over the socket to the agent, as rank `rank`."""
 
     def __init__(self, connection: socket.socket, rank: int, unpacker: Unpacker) -> None:
         self._connection = connection
@@ -119,27 +118,27 @@ class Control:
         self._replica: frozenset[int] = frozenset()
         self._num_waits = 0
         self._wake: Callable[[], None] | None = None
-        self._insisting = False
-        self._apart = False
+        self._is_interrupting = False
+        self._is_detached = False
         self._abandoned = False
-        self._left: list[Callable[[], bool]] = []
-        self._others = Apart()
+        self._abandoned_waits: list[Callable[[], bool]] = []
+        self._detached = DetachedThread()
         self.keep: SetCheckpointStores | None = None
-        """Who is to get copies from now on, as told last."""
+        """The newest SetCheckpointStores: the stores of in-memory checkpoints from now on."""
         self.write_dump: Callable[[str], None] | None = None
-        """Writes the flight recorder to this path, and does not wait until it has."""
+        """Writes the flight recorder to this path, without blocking."""
 
     def start(self, early: list[Frame]) -> None:
-        """Listen from now on; `early` are orders that came together with the first frame."""
+        """Start the control thread. `early`: orders that arrived with the first frame."""
         for frame in early:
             self._take(frame.body)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def tell(self, body: Body) -> None:
-        """Report; never waits. Ends the process when the agent is gone.
+        """Send a report; never blocks. Ends the process when the agent is gone.
 
-        What the socket takes is the agent's at once, whatever becomes of this process: a thread
-        that always hands over would come second to a busy main thread, by some 10 ms.
+        Data goes to the socket directly, so that the agent has it whatever happens to this process:
+        a thread that always sends would come some 10 ms after a busy main thread.
         """
         data = pack(Frame(body=body, at_s=time.time()))
         with self._sending:
@@ -152,47 +151,47 @@ class Control:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the agent has not taken all that was told: what can wait should."""
+        """Whether reports wait for the agent. Then optional reports should be skipped."""
         return bool(self._unsent)
 
     def tell_unless_behind(self, body: Body) -> bool:
-        """Report what can wait, if the agent takes it now; whether it was told."""
+        """Send an optional report unless reports already wait; whether it was sent."""
         if self.is_behind:
             return False
         self.tell(body)
         return True
 
     def flush(self) -> None:
-        """Wait until the agent has taken all that was told, or is gone."""
+        """Wait until the agent has taken all reports, or is gone."""
         with self._sending:
             self._sending.wait_for(lambda: not self._unsent)
 
     def next_order(self) -> Body:
-        """The next order; waits for ever: a rank that holds ends only with its agent."""
+        """The next order; blocks without limit: a waiting rank ends only with its agent."""
         with self._changed:
             self._changed.wait_for(lambda: self._orders)
             return self._orders.popleft()
 
-    def apart(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
+    def run_detached(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
               replica: frozenset[int] = frozenset()) -> T:
-        """Do `call` as in `waiting_for_others`, but in a thread of its own.
+        """Run `call` as in `waiting_for_others`, but in a detached thread.
 
-        So a wait that nothing can end costs STUCK_S_MAX and a sleeping thread, not the process.
-        What `call` does after its wait must not matter once it was abandoned. Raises Interrupted,
-        Abandoned, and whatever `call` raises.
+        A wait that cannot be interrupted then costs STUCK_S_MAX and a sleeping thread, not the
+        process. The effects of `call` after its wait must not matter once it was abandoned. Raises
+        Interrupted, Abandoned, and whatever `call` raises.
         """
         with self.waiting_for_others(generation, wake, replica):
             with self._changed:
-                self._apart = True
-            future = self._others.submit(call)
+                self._is_detached = True
+            future = self._detached.submit(call)
             future.add_done_callback(self._wait_ended)
             with self._changed:
                 self._changed.wait_for(lambda: future.done() or self._abandoned)
-                self._apart = False
+                self._is_detached = False
             if not future.done():
-                self._others.leave()
-                self._others = Apart()
-                self.leave_behind(_not_done(future))
+                self._detached.close()
+                self._detached = DetachedThread()
+                self.abandon(_is_running(future))
                 raise Abandoned
             error = future.exception()
             if isinstance(error, RuntimeError):
@@ -200,46 +199,47 @@ class Control:
                 raise error.with_traceback(None)
             return future.result()
 
-    def leave_behind(self, waits: Callable[[], bool]) -> None:
-        """A collective waits on, in a thread that nobody waits for, while `waits` says so.
+    def abandon(self, waits: Callable[[], bool]) -> None:
+        """Count an abandoned collective while `waits` returns True.
 
-        One order has all survivors leave one behind, so their numbers go in step: to end here, at
-        the same number, they would all end at once, and the state with them. See `end_worn`.
+        One order makes all survivors abandon one collective, so their counts are equal. If each
+        exited at the same count, all would exit together and the state would be lost. See
+        `exit_too_many_abandoned`.
         """
-        self._left.append(waits)
-        if self._num_left() > LEFT_NUM_MAX:
-            self.end_worn()
+        self._abandoned_waits.append(waits)
+        if self._num_abandoned() > ABANDONED_NUM_MAX:
+            self.exit_too_many_abandoned()
 
     @property
-    def is_worn(self) -> bool:
-        """Whether so much was left behind that a new process should take this one's place."""
-        return self._num_left() >= WORN_NUM
+    def has_too_many_abandoned(self) -> bool:
+        """Whether so many collectives were abandoned that a new process should replace this one."""
+        return self._num_abandoned() >= REPLACE_ABANDONED_NUM
 
-    def end_worn(self) -> NoReturn:
-        """End the process; for when others hold the state that it has."""
-        _end_stuck(f"{self._num_left()} collectives were left behind and wait on")
+    def exit_too_many_abandoned(self) -> NoReturn:
+        """End the process. Call it only when other members hold its state."""
+        _exit_stuck(f"{self._num_abandoned()} abandoned collectives still wait")
 
-    def _num_left(self) -> int:
-        self._left = [waits for waits in self._left if waits()]
-        return len(self._left)
+    def _num_abandoned(self) -> int:
+        self._abandoned_waits = [waits for waits in self._abandoned_waits if waits()]
+        return len(self._abandoned_waits)
 
     def _wait_ended(self, future: Future[T]) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def asked(self, generation: int) -> QuiesceMode | None:
-        """Whether an order waits that ends this generation, and how soon."""
+    def pending_quiesce(self, generation: int) -> QuiesceMode | None:
+        """Whether a queued order ends this generation, and its mode."""
         with self._changed:
-            return self._asked(generation)
+            return self._pending_quiesce(generation)
 
-    def saves(self, generation: int) -> bool:
-        """Whether an order waits that ends this generation, and has this rank save."""
+    def must_save(self, generation: int) -> bool:
+        """Whether a queued order ends this generation and requires this rank to save."""
         with self._changed:
             return any(isinstance(order, Quiesce) and order.generation >= generation and order.save
                        and order.ranks[:1] == (self._rank,) for order in self._orders)
 
-    def settle(self, generation: int) -> Quiesce | None:
-        """Forget the orders to leave `generation`: it has been left. The last of them, if any."""
+    def discard_orders(self, generation: int) -> Quiesce | None:
+        """Discard the orders to leave `generation`, which has been left; the last Quiesce."""
         with self._changed:
             last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
                          and order.generation <= generation), None)
@@ -252,30 +252,30 @@ class Control:
     @contextmanager
     def waiting_for_others(self, generation: int, wake: Callable[[], None],
                            replica: frozenset[int] = frozenset()) -> Generator[None]:
-        """While in here, the main thread may wait for other members of `generation`.
+        """In this context the main thread may wait for other members of `generation`.
 
-        An order to stop at once calls `wake` from a thread of its own. Raises Interrupted when
-        such an order is here already. With `replica` the ranks that it waits for are these alone:
-        an order that has all of them live on is left for later, by FINISH_S_MAX.
+        An immediate order to stop calls `wake` from another thread. Raises Interrupted if such an
+        order is already queued. `replica`: the only ranks that it waits for. An order that keeps
+        all of them alive then takes effect later, after at most FINISH_S_MAX.
         """
         with self._changed:
-            if self._asked(generation, replica) == "now":
+            if self._pending_quiesce(generation, replica) == "now":
                 raise Interrupted
             self._generation, self._wake, self._abandoned = generation, wake, False
             self._replica = replica
             self._num_waits += 1
-            if self._asked(generation) == "now":
-                self._be_patient()
+            if self._pending_quiesce(generation) == "now":
+                self._start_grace_period()
         try:
             yield
         finally:
             with self._changed:
                 self._wake = None
                 self._changed.notify_all()
-                # The next wait is not to be disturbed by who still insists on the end of this one.
-                self._changed.wait_for(lambda: not self._insisting)
+                # The next wait must not be interrupted by the thread that interrupts this one.
+                self._changed.wait_for(lambda: not self._is_interrupting)
 
-    def _asked(self, generation: int, replica: frozenset[int] = frozenset()
+    def _pending_quiesce(self, generation: int, replica: frozenset[int] = frozenset()
                ) -> QuiesceMode | None:
         found: QuiesceMode | None = None
         for order in self._orders:
@@ -299,54 +299,55 @@ class Control:
         with self._changed:
             self._orders.append(order)
             self._changed.notify_all()
-            self._insist_if_asked()
+            self._interrupt_if_ordered()
 
-    def _insist_if_asked(self) -> None:
-        if self._wake is None or self._insisting:
+    def _interrupt_if_ordered(self) -> None:
+        if self._wake is None or self._is_interrupting:
             return
-        if self._asked(self._generation, self._replica) == "now":
-            self._insisting = True
-            threading.Thread(target=self._insist, name="wake", daemon=True).start()
-        elif self._asked(self._generation) == "now":
-            self._be_patient()
+        if self._pending_quiesce(self._generation, self._replica) == "now":
+            self._is_interrupting = True
+            threading.Thread(target=self._interrupt_until_done, name="wake", daemon=True).start()
+        elif self._pending_quiesce(self._generation) == "now":
+            self._start_grace_period()
 
-    def _be_patient(self) -> None:
-        """The replica may finish what it is in; not for ever: its own connections may be cut."""
-        patience = threading.Timer(FINISH_S_MAX, self._lose_patience, (self._num_waits,))
-        patience.daemon = True
-        patience.start()
+    def _start_grace_period(self) -> None:
+        """Give the replica time to finish, but not for ever: its own connections may be cut."""
+        timer = threading.Timer(FINISH_S_MAX, self._end_grace_period, (self._num_waits,))
+        timer.daemon = True
+        timer.start()
 
-    def _lose_patience(self, wait: int) -> None:
+    def _end_grace_period(self, wait: int) -> None:
         with self._changed:
             if self._num_waits == wait:
                 self._replica = frozenset()
-                self._insist_if_asked()
+                self._interrupt_if_ordered()
 
-    def _insist(self) -> None:
-        """Wake whoever waits until it is awake: it may be about to open another connection.
+    def _interrupt_until_done(self) -> None:
+        """Interrupt the main thread until its wait ends: it may open another connection.
 
-        gloo tells a closed connection to the sends and receives that have not begun, but to none
-        that is half done (its Pair::signalException passes over them): those wait for the full
-        timeout. Such a wait is abandoned; where it is not apart from the main thread, the process
-        ends: its peers hold the same state, and a new one takes it from them.
+
+        gloo reports a closed connection to the sends and receives that have not begun, but not to
+        one that is half done (Pair::signalException skips those): such a wait lasts for the full
+        timeout. It is abandoned if it runs in a detached thread. Otherwise the process ends: its
+        peers hold the same state, and a new process receives it from them.
         """
-        last_s = time.monotonic() + STUCK_S_MAX
+        deadline_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
             while self._wake is not None and not self._abandoned:
-                if time.monotonic() > last_s:
-                    if self._apart:
-                        Talk(sys.stderr).write("a collective cannot be ended: it is left behind\n")
+                if time.monotonic() > deadline_s:
+                    if self._is_detached:
+                        Talk(sys.stderr).write("abandoned: a collective that does not end\n")
                         self._abandoned = True
                         break
-                    if time.monotonic() > last_s + BUILDING_S_MAX:
-                        _end_stuck("stuck in a generation that was closed")
+                    if time.monotonic() > deadline_s + BUILDING_S_MAX:
+                        _exit_stuck("stuck in a generation that was closed")
                 self._wake()
                 self._changed.wait(WAKE_S)
-            self._insisting = False
+            self._is_interrupting = False
             self._changed.notify_all()
 
     def _send(self, data: bytes, flags: int = 0) -> int:
-        """How many bytes of `data` the socket took."""
+        """Number of bytes of `data` that the socket took."""
         try:
             return self._connection.send(data, flags)
         except BlockingIOError:
@@ -355,7 +356,7 @@ class Control:
             os._exit(EXIT_AGENT_GONE)
 
     def _send_rest(self) -> None:
-        """Hand over what waits, at the agent's pace."""
+        """Send the unsent bytes at the agent's pace."""
         with self._sending:
             data = bytes(self._unsent[:SEND_BYTES])
         while data:
@@ -377,11 +378,11 @@ class Control:
                 self._take(frame.body)
 
 
-def _not_done(future: Future[T]) -> Callable[[], bool]:
-    """Whether it still runs, asked without keeping what its end leaves in memory.
+def _is_running(future: Future[T]) -> Callable[[], bool]:
+    """A function that says whether `future` still runs, without a reference to its result.
 
-    The thread that runs it keeps the future for so long. A failed one holds its error, whose
-    traceback holds every frame, and the gradients in them.
+    The thread that runs the call keeps the future until then. A failed future holds its exception,
+    whose traceback holds every frame, and the gradients in them.
     """
     alive = weakref.ref(future)
 
@@ -392,7 +393,7 @@ def _not_done(future: Future[T]) -> Callable[[], bool]:
     return waits
 
 
-def _end_stuck(why: str) -> NoReturn:
+def _exit_stuck(why: str) -> NoReturn:
     Talk(sys.stderr).write(f"{why}: this process ends\n")
     Talk(sys.stderr).flush()
     os._exit(EXIT_STUCK)

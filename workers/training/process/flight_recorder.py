@@ -1,10 +1,10 @@
-"""torch's flight recorder: kept on in every rank, written to a file when the agent asks.
+"""torch's flight recorder: always on in a rank, written to a file when the agent asks for it.
 
-torch notes each collective as it is entered, in a ring in memory; of gloo's too (measured in a
-world of one: 31 us an all-reduce of one number, with it and without it). The control thread takes
-the agent's word, and a thread of its own writes: so a rank that hangs in a collective answers, and
-one that holds the GIL or is stopped does not, which tells as much. Nothing here waits for a device,
-a peer or the one that trains, and what goes wrong is a line in the log.
+torch records each collective as it is entered in a ring in memory, gloo's too (measured in a world
+of one: 31 us per all-reduce of one number, with and without it). The control thread receives the
+request and a temporary thread writes the dump. A rank that hangs in a collective therefore writes
+one; a rank that holds the GIL or is stopped does not, which is evidence too. Nothing here waits for
+a device, a peer or the main thread; errors are logged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch._C._distributed_c10d as c10d
 from ....events.process_io import Talk
 
 DUMP_BYTES_MAX = 8 << 20
-"""A longer dump is cut to what has not ended; if that is longer still, none is written."""
+"""A longer dump is reduced to the unfinished collectives; if still longer, it is not written."""
 
 
 class Recorder:
@@ -34,17 +34,17 @@ class Recorder:
         self._rank = rank
         self._began: tuple[int, int, tuple[int, ...]] = (0, 0, ())
         self._changing = threading.Lock()
-        self._wanted: str | None = None
+        self._next_path: str | None = None
         self._is_writing = False
 
     def begin(self, generation: int, ranks: Sequence[int]) -> None:
-        """A generation of these ranks begins: what was entered before counts no more."""
+        """A generation of these ranks begins: earlier entries are ignored."""
         self._began = generation, time.time_ns(), tuple(ranks)
 
-    def write_soon(self, path: str) -> None:
-        """Write to `path`, in a thread of its own; of those asked for meanwhile only the last."""
+    def start_write(self, path: str) -> None:
+        """Write to `path` in a temporary thread. Of several pending paths, the last is used."""
         with self._changing:
-            self._wanted = path
+            self._next_path = path
             if self._is_writing:
                 return
             self._is_writing = True
@@ -58,16 +58,16 @@ class Recorder:
                     partial.write_text(text)
                     os.replace(partial, path)
             except (OSError, RuntimeError, ValueError) as error:
-                Talk(sys.stderr).write(f"no dump of the flight recorder: {error}\n")
+                Talk(sys.stderr).write(f"flight recorder dump failed: {error}\n")
 
     def _next(self) -> Path | None:
         with self._changing:
-            wanted, self._wanted = self._wanted, None
-            self._is_writing = wanted is not None
-        return Path(wanted) if wanted is not None else None
+            path, self._next_path = self._next_path, None
+            self._is_writing = path is not None
+        return Path(path) if path is not None else None
 
     def _text(self) -> str:
-        """The dump, the task's ranks in place of the generation's."""
+        """The dump, with the task's ranks in place of the generation's."""
         generation, began_ns, ranks = self._began
         for only_active in (False, True):
             data = _dump(only_active)
@@ -85,7 +85,7 @@ class Recorder:
 
 
 def _dump(only_active: bool) -> bytes:
-    """torch's own JSON: of NCCL, where this torch has it and it was used, else of gloo."""
+    """torch's own JSON: of NCCL if this torch has it and used it, else of gloo."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         data: bytes = (dump(includeCollectives=True, onlyActive=only_active)

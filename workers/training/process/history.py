@@ -1,4 +1,4 @@
-"""What every member remembers of finished iterations, and what of it has been told."""
+"""Loss and step time of finished iterations, kept by every member."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from ....events.records.reports import LossNotFinite, TaskProgressed
 from ....events.records.types import Body
 
-TOLD_ITERATIONS_MAX = 4096
+REPORT_ITERATIONS_MAX = 4096
 """Iterations in one TaskProgressed."""
 
 
 class History:
     """Losses and step times from iteration `first` on.
 
-    Every member keeps all of them, so that any can become the one that tells.
+    Every member keeps all of them, so that any member can take over the reports.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class History:
 
     @property
     def end(self) -> int:
-        """The first iteration that is not in it."""
+        """The first iteration after the recorded ones."""
         return self.first + len(self.losses)
 
     @property
     def last(self) -> tuple[float, float]:
-        """The loss and the seconds of the newest iteration in it; zeros where there is none."""
+        """Loss and step time of the newest iteration; zeros if there is none."""
         return (self.losses[-1], self.step_s[-1]) if self.losses else (0.0, 0.0)
 
     def add(self, iteration: int, loss: float, step_s: float) -> None:
-        """Iteration `iteration` is done; whatever was known of it and later ones is void."""
+        """Record iteration `iteration`; discard what was recorded of it and of later ones."""
         if not self.first <= iteration <= self.end:
             self.replace(iteration, [], [])
         del self.losses[iteration - self.first :], self.step_s[iteration - self.first :]
@@ -46,15 +46,15 @@ class History:
 
     def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
              flops: float, skipped: int) -> Iterator[Body]:
-        """Reports of all iterations from `begin` on; `flops` are those of one iteration, `skipped`
-        the iterations until now, of all, that took no step.
+        """Reports of all iterations from `begin` on. `flops` is per iteration; `skipped` is the
+        number of all iterations so far that took no step.
 
-        A loss that is no finite number ends a run of losses and is a report of its own.
+        A loss that is not finite ends a run of losses and is a report of its own.
         """
         begin = max(begin, self.first)
         while begin < self.end:
             end = begin
-            while (end < self.end and end - begin < TOLD_ITERATIONS_MAX
+            while (end < self.end and end - begin < REPORT_ITERATIONS_MAX
                    and math.isfinite(self.losses[end - self.first])):
                 end += 1
             if end > begin:

@@ -1,29 +1,32 @@
-"""A trace of every phase of every micro-batch, for those who want to watch or to strike in one.
+"""A trace of every phase of every micro-batch, for observation and for fault injection in tests.
 
-Off unless UNICRON_TRACE_DIR names a folder. One line of JSON per event, one write each, in
-`<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation, iteration,
-micro_batch and bucket (-1 where they mean nothing), event, each written when the phase begins.
+Off unless UNICRON_TRACE_DIR names a folder. One line of JSON per event, written as the phase
+begins, in `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
+iteration, micro_batch and bucket (-1 if meaningless), event.
 
-Where the reduction is overlapped with the last backward (`train.overlap`), `reduce` and `stats`
-come between the forward and the backward of a rank's last micro-batch, and `bucket` as each bucket
-is launched: in the middle of that backward, with its micro-batch's number, or after it, in a rank's
-first iteration and where nothing was left to run. `bucket_done` comes after the backward, as each
-is seen whole, in order, and `reduced` when all are. Without overlap there is one bucket.
+If the reduction overlaps with the last backward (`train.overlap`), `reduce` and `stats` come
+between the forward and the backward of a rank's last micro-batch, and `bucket` as each bucket is
+launched: during that backward, with its micro-batch's number, or after it, in a rank's first
+iteration and if no backward remained. `bucket_done` comes after the backward, as each bucket
+completes, in order, and `reduced` when all have. Without overlap there is one bucket.
 
-Where a replica is several ranks: `tensor` comes before a layer's last part is computed, which its
-tensor-parallel ranks then add up, `stage` before a stage sends to another or waits for what it
-sends, `embedding` before the gradients of a tied embedding's two copies are added up. All that a
-rank in the `gate` has come out of it is `passed`. A rank that has its part of another layout says
-`staged`, and `commit` before it puts that in force.
+If a replica is several ranks: `tensor` comes before the last part of a layer, which its
+tensor-parallel ranks then add up, `stage` before a stage sends to another or waits for one,
+`embedding` before the gradients of the two copies of a tied embedding are added up. `gate` is the
+entry of the step barrier, `passed` its exit. A rank that has received its part of another layout
+writes `staged`, and `commit` before it activates that part.
 
-A rank can be held at an event, to strike it there and nowhere else. Before each event it looks for
-`hold/<task>-<rank>` in the folder, JSON of event and iteration, and micro_batch or bucket where
-they matter. Where that is what is about to begin, it writes `held`, and goes on when the file is
-gone or names something else. With `"then": "raise"` it takes the file away and raises Struck
-instead; with `"fail"` a RuntimeError, as a collective does whose connection is cut. With `"gil"`
-it takes the file away and sleeps for ever in C code that keeps the interpreter's lock, so that
-nothing of the process runs any more; with `"loop"` it takes the file away and loops for ever. With
-`"slow"` and `slow_s` it sleeps for so long at each such event for as long as the file is there.
+Tests can hold a rank at an event to inject a fault there. Before each event the rank reads
+`hold/<task>-<rank>` in the folder: JSON of event and iteration, and micro_batch or bucket if they
+matter. If it matches the event, the rank writes `held` and continues when the file is gone or names
+something else. `"then"` selects another action:
+
+- `"raise"`: remove the file and raise InjectedFault;
+- `"fail"`: the same with a RuntimeError, like a collective whose connection is cut;
+- `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock, so that
+  the whole process stands still;
+- `"loop"`: remove the file and loop for ever;
+- `"slow"` with `slow_s`: sleep for that time at each such event while the file exists.
 """
 
 from __future__ import annotations
@@ -54,20 +57,20 @@ HOLD_S = 0.002
 
 
 class Note(Protocol):
-    """Tells that a phase begins."""
+    """Called when a phase begins."""
 
     def __call__(self, event: Event, bucket: int = -1) -> None: ...
 
 
 class Struck(Exception):
-    """Raised on purpose, where it was asked for: no fault of a collective, whatever it is in."""
+    """An injected fault: never treated as the failure of a collective."""
 
 
-THEN: dict[str, type[Exception]] = {"raise": Struck, "fail": RuntimeError}
+RAISED: dict[str, type[Exception]] = {"raise": Struck, "fail": RuntimeError}
 
 
-def _keep_lock() -> NoReturn:
-    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the lock in every call
+def _hold_gil() -> NoReturn:
+    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock in every call
     while True:
         library.sleep(1 << 20)
 
@@ -77,11 +80,11 @@ def _loop() -> NoReturn:
         pass
 
 
-FOR_EVER: dict[str, Callable[[], NoReturn]] = {"gil": _keep_lock, "loop": _loop}
+BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
 
 
 class Trace:
-    """Writes nothing, and holds nobody, when `folder` is empty."""
+    """Writes nothing and never holds the rank if `folder` is empty."""
 
     def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
         self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
@@ -98,35 +101,35 @@ class Trace:
 
     def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
              bucket: int = -1) -> None:
-        """Tell that a phase begins; return when it may. Raises Struck where that was asked for."""
+        """Record a phase; return when the rank may continue. Raises an injected fault."""
         if not self.is_on:
             return
         where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
                  "bucket": bucket, "event": event}
         self._write(where)
         is_held = False
-        while (asked := self._asked()) is not None and all(
-                where[name] == asked[name] for name in where if name in asked):
-            then = asked.get("then", "")
+        while (hold := self._read_hold()) is not None and all(
+                where[name] == hold[name] for name in where if name in hold):
+            then = hold.get("then", "")
             if then == "slow":
-                time.sleep(float(asked["slow_s"]))
+                time.sleep(float(hold["slow_s"]))
                 return
-            if error := THEN.get(then):
+            if error := RAISED.get(then):
                 self._hold.unlink()
-                raise error(f"on purpose: {event} of iteration {iteration}")
-            if stand := FOR_EVER.get(then):
+                raise error(f"injected: {event} of iteration {iteration}")
+            if block := BLOCKING.get(then):
                 self._hold.unlink()
                 self._write(where | {"event": "held"})
-                stand()
+                block()
             if not is_held:
                 self._write(where | {"event": "held"})
                 is_held = True
             time.sleep(HOLD_S)
 
-    def _asked(self) -> dict[str, Any] | None:
+    def _read_hold(self) -> dict[str, Any] | None:
         try:
             return dict(json.loads(self._hold.read_bytes()))
-        except (FileNotFoundError, ValueError):  # none, or one that is still being written
+        except (FileNotFoundError, ValueError):  # no file, or an incomplete one
             return None
 
     def _write(self, where: dict[str, Any]) -> None:
@@ -134,35 +137,34 @@ class Trace:
         os.write(self._file, line.encode() + b"\n")
 
 
-# --- Which events of an iteration are marks of the rank's pulse, and what it is in from there on.
-# ---
+# --- Trace events as progress marks, and the phase that each one starts ---
 #
-# Without overlap a member waits in each collective that it enters. With overlap it only starts them
-# in its last backward, and waits for all of them together when that is over. Where its replica is
-# more than one member, it may wait for them anywhere in its passes: nothing there is its own alone.
+# Without overlap, a member waits in each collective that it enters. With overlap, it only starts
+# them in its last backward and waits for all of them after it. If its replica has several members,
+# it may wait for them anywhere in its passes: no phase there is its own work alone.
 
 _ENTERS = {"stats", "bucket", "embedding", "gate", "gather"}
 _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage"}
 
 
 class Marks:
-    """Marks of one member's iterations; `pulse` takes them."""
+    """Writes the progress marks of one member's iterations to `pulse`."""
 
     def __init__(self, pulse: Pulse, *, overlap: bool) -> None:
         self.pulse = pulse
         self.passes: Phase = OWN_CODE
-        """What it is in during its passes."""
+        """The phase during its passes."""
         self._on_entry: Phase = OWN_CODE if overlap else COLLECTIVE_CODE
         self._between: Phase = COLLECTIVE_CODE if overlap else OWN_CODE
         self._mine = threading.get_ident()
-        self._are_together = False
+        self._is_in_collective = False
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         self.pulse.begin(generation, iteration, kind)
 
     def note(self, event: Event) -> None:
-        """The phase has begun."""
-        if not self._is_ours():
+        """The phase of `event` has begun."""
+        if not self._counts():
             return
         if event in _ENTERS:
             self.pulse.enter(event, self._on_entry)
@@ -173,25 +175,25 @@ class Marks:
         else:
             self.pulse.mark(event, OWN_CODE)
 
-    def told(self) -> None:
-        """The stats are here: what comes next is this member's own turn."""
-        if self._is_ours():
+    def stats_received(self) -> None:
+        """The stats have arrived: the member's own work follows."""
+        if self._counts():
             self.pulse.mark("stats_done", OWN_CODE)
 
-    def lands(self) -> None:
-        """From now on it waits for all that it has started."""
-        if self._is_ours():
+    def wait_begins(self) -> None:
+        """From now on the member waits for all collectives that it has started."""
+        if self._counts():
             self.pulse.mark("land", COLLECTIVE_CODE)
 
-    def _is_ours(self) -> bool:
-        """A thread that was left behind in another reduction (control.py) counts nowhere."""
-        return self._are_together or threading.get_ident() == self._mine
+    def _counts(self) -> bool:
+        """False in the thread of an abandoned reduction, whose events do not count."""
+        return self._is_in_collective or threading.get_ident() == self._mine
 
     @contextmanager
-    def together(self) -> Generator[None]:
-        """Within this, another thread may be the one that passes marks."""
-        self._are_together = True
+    def in_collective(self) -> Generator[None]:
+        """In this context, another thread may pass marks."""
+        self._is_in_collective = True
         try:
             yield
         finally:
-            self._are_together = False
+            self._is_in_collective = False

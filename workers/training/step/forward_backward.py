@@ -1,7 +1,7 @@
-"""Forward and backward of a replica that is several members, into each one's local sum.
+"""Forward and backward of a replica of several members, into each member's local gradients.
 
-Tensor-parallel members pass each micro-batch together, pipeline stages all of them in Megatron's
-own schedule. All of it waits for the other members of the replica; the sum meets nobody here.
+Tensor-parallel members run each micro-batch together; pipeline stages run all of them in Megatron's
+own schedule. Everything here waits for the other members of the replica only.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from torch import Tensor
 from ..model.trainee import Trainee
 
 PADDING = -1
-"""A micro-batch of no tokens: it adds zeros."""
+"""A micro-batch without tokens: it adds zeros."""
 Sample = Callable[[int], Any]
-"""A micro-batch by its number: tokens [rows, sequence + 1], or what a script's `forward` takes."""
+"""A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
 Note = Callable[[Literal["forward", "backward", "stage"], int], None]
-"""Tells that a pass of a micro-batch begins, or that a stage turns to another."""
+"""Called when a pass of a micro-batch begins, or when a stage communicates with another."""
 
 
 def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, forward_only: bool = False) -> tuple[float, int]:
-    """Pass these micro-batches of an iteration: the loss that they add, and their tokens.
+    """Run these micro-batches of an iteration; returns the sum of their losses, and their tokens.
 
-    All members of the replica call it with the same items; only one of them, on the last stage,
-    tells, the others tell 0. Raises RuntimeError where another is gone: what has been added to the
-    local sum by then is worth nothing.
+    All members of the replica call it with the same items. Only one of them, on the last stage,
+    returns the values; the others return 0. Raises RuntimeError if another member is gone: the
+    local gradients are then worthless.
     """
     axes = trainee.axes
     if axes.pp > 1:
-        told = _schedule(trainee, groups, iteration, padded(items, axes.pp, axes.chunks), sample,
-                         note, forward_only=forward_only) if items else []
+        results = _schedule(trainee, groups, iteration, padded(items, axes.pp, axes.chunks), sample,
+                            note, forward_only=forward_only) if items else []
     else:
-        told = [_whole(trainee, iteration, item, sample, note, forward_only=forward_only)
-                for item in items]
+        results = [_whole(trainee, iteration, item, sample, note, forward_only=forward_only)
+                   for item in items]
     if trainee.at.tp:
         return 0.0, 0
-    return sum(loss for loss, _ in told), sum(num_tokens for _, num_tokens in told)
+    return sum(loss for loss, _ in results), sum(num_tokens for _, num_tokens in results)
 
 
 def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
-    """With what Megatron's interleaved schedule needs more: it goes by groups of `num_stages`."""
+    """The items, padded for Megatron's interleaved schedule: it runs groups of `num_stages`."""
     num_more = -len(items) % num_stages if num_chunks > 1 else 0
     return [*items, *[PADDING] * num_more]
 
 
 def evaluate(trainee: Trainee, groups: Any, items: Sequence[int], sample: Sample
              ) -> tuple[float, int]:
-    """The same of batches that nothing is learnt from, as the model is when it is used."""
+    """Run batches for evaluation: no gradients, the model in evaluation mode."""
     for ddp in trainee.ddps:
         ddp.eval()
     try:
         with torch.no_grad():
-            return run(trainee, groups, PADDING, items, sample, _untold, forward_only=True)
+            return run(trainee, groups, PADDING, items, sample, _ignore, forward_only=True)
     finally:
         for ddp in trainee.ddps:
             ddp.train()
 
 
-def _untold(event: str, item: int) -> None:
+def _ignore(event: str, item: int) -> None:
     pass
 
 
@@ -82,39 +82,39 @@ def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: No
 
 def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], sample: Sample,
               note: Note, *, forward_only: bool) -> list[tuple[float, int]]:
-    """Megatron's 1F1B, interleaved where there are chunks; told of on the last stage alone."""
+    """Megatron's 1F1B schedule, interleaved with chunks. The last stage alone returns values."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
-    several = axes.chunks > 1
-    told: list[tuple[float, int]] = get_forward_backward_func(
-        pp_size=axes.pp, vp_size=axes.chunks if several else None)(
+    is_chunked = axes.chunks > 1
+    results: list[tuple[float, int]] = get_forward_backward_func(
+        pp_size=axes.pp, vp_size=axes.chunks if is_chunked else None)(
         forward_step_func=partial(_forward, trainee, iteration, sample, note),
-        data_iterator=[iter(items) for _ in trainee.ddps] if several else iter(items),
+        data_iterator=[iter(items) for _ in trainee.ddps] if is_chunked else iter(items),
         model=trainee.ddps, num_microbatches=len(items), seq_length=train.model.sequence,
         micro_batch_size=train.batch.micro, forward_only=forward_only,
         p2p_communicator=_Stages(groups.pp, config, note), pg_collection=groups,
     )
-    return told
+    return results
 
 
 class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
-    """Megatron's sends and receives between stages, told of as each begins."""
+    """Megatron's sends and receives between stages; each is noted as it begins."""
 
     def __init__(self, group: Any, config: Any, note: Note) -> None:
         super().__init__(group, config)
         self._note = note
 
-    def _communicate(self, **asked: Any) -> Any:
+    def _communicate(self, **options: Any) -> Any:
         self._note("stage", PADDING)
-        return super()._communicate(**asked)
+        return super()._communicate(**options)
 
 
 def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items: Iterator[int],
              ddp: Any) -> tuple[Tensor, Any]:
-    """One micro-batch in one chunk, as Megatron's schedule wants it: what it makes, and its loss.
+    """One micro-batch in one chunk, for Megatron's schedule: its output, and its loss function.
 
-    Dropout is drawn as if the micro-batch were alone, whichever others are on their way.
+    Dropout is drawn as if the micro-batch ran alone, whichever others are in the pipeline.
     """
     item = next(items)
     trainee.draw.at(iteration, item)
@@ -125,14 +125,14 @@ def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items
         note("forward", item)
     batch = trainee.given(batch)
 
-    def summed(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+    def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
         loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
         return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
 
-    def begins(gradient: Tensor) -> None:
+    def backward_begins(gradient: Tensor) -> None:
         note("backward", item)
 
     out = trainee.forward(ddp, batch)
     if item != PADDING and out.requires_grad:
-        out.register_hook(begins)  # type: ignore[no-untyped-call, unused-ignore]
-    return out, summed
+        out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
+    return out, loss_of_output

@@ -1,7 +1,7 @@
-"""The reduction: the local sums of all members added up, in place, over a copy that is put back.
+"""The gradient reduction: the local gradients of all members added up in place, with a backup.
 
-Its result counts only if the whole of it is known to be good, and nobody had begun to abort it.
-Overlapped with the last backward (flight.py), or after it.
+Its result counts only if all of it is known to be good and no member had begun to abort it. It
+overlaps with the last backward (overlapped_reduction.py), or follows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .phase_hooks import Watched
 
 T = TypeVar("T")
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
-"""`boundary`: stepped, and all members stop here. `quiesced`: told to stop. `failed`: see why."""
+"""`boundary`: stepped, all members stop here. `quiesced`: ordered to stop. `failed`: see `why`."""
 
 
 class Stats(NamedTuple):
@@ -37,13 +37,13 @@ class Stats(NamedTuple):
     loss_sum: float
     num_tokens: float
     num_stopping: float = 0.0
-    """How many were told to stop at this boundary."""
-    saver: float = 0.0
-    """Place + 1 of who was told to save before it leaves, at this boundary; 0: nobody."""
+    """Number of members with an order to stop at this boundary."""
+    saver_position: float = 0.0
+    """Position + 1 of the member ordered to save at this boundary before it leaves; 0: none."""
 
 
 class Gate(NamedTuple):
-    """What a step has to know of all gradients, where a member has but a part: see `gate`."""
+    """What a step needs of all gradients if each member has only a part: see `step_barrier`."""
 
     norm_square: float
     num_not_finite: float = 0.0
@@ -52,10 +52,9 @@ class Gate(NamedTuple):
 class Reduction:
     """Adds up the gradients in Megatron's buffers.
 
-    `why` says what made the last one fail, `verdict` what that means.
+    `why` is the error of the last failed reduction, `verdict` its classification.
 
-    `num_complete` is how many buckets of the iteration were seen whole, in order, in a reduction
-    that came to nothing all the same.
+    `num_complete` is the number of buckets completed, in order, in a reduction that failed.
     """
 
     def __init__(self, trainee: Trainee, note: Note, marks: Marks, *, closely: bool) -> None:
@@ -63,46 +62,46 @@ class Reduction:
         self.verdict = NOTHING
         self.num_complete = 0
         self.was_abandoned = False
-        """Whether what waited last waits on, in a thread that may still hold the trainee."""
+        """Whether the last wait was abandoned: its thread may still hold the model."""
         self._trainee = trainee
         self._note = note
         self._marks = marks
-        self._watched = Watched(trainee, note, closely=closely)
-        self._kept = Kept(trainee)
-        self._buckets = (Buckets(trainee.bucket_groups, self._kept, note)
+        self._hooks = Watched(trainee, note, closely=closely)
+        self._backup = Kept(trainee)
+        self._buckets = (Buckets(trainee.bucket_groups, self._backup, note)
                          if trainee.train.overlap else None)
 
     def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
-        """Before the last backward, which then launches buckets: launch the stats.
+        """Launch the stats before the last backward, which then launches buckets.
 
-        They are those of the whole local sum, that of the last micro-batch included, and go before
-        the first bucket: they die with whoever dies. Does nothing without overlap, or where this
-        member is told to stop at once: its last backward is then as any other.
+        The stats are those of all local gradients, including the last micro-batch, and go before
+        the first bucket: if a member dies, both are lost. Does nothing without overlap, or if this
+        member has an immediate order to stop: its last backward is then like any other.
         """
         if self._buckets is None:
             return
         generation = communicators.generation
 
-        def leaves() -> bool:
-            return control.asked(generation) == "now"
+        def must_stop() -> bool:
+            return control.pending_quiesce(generation) == "now"
 
-        if leaves():
+        if must_stop():
             return
         self._note("reduce")
-        if leaves():  # told so meanwhile
+        if must_stop():  # the order arrived meanwhile
             return
         self._note("stats")
-        self._buckets.begin(self._told(control, communicators, mine), leaves)
+        self._buckets.begin(self._own_stats(control, communicators, mine), must_stop)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around every backward: only one that a reduction was begun for launches buckets."""
-        if self._buckets is None or self._buckets.flight is not None:
+        """Context of every backward: it launches buckets only if a reduction was begun for it."""
+        if self._buckets is None or self._buckets.current is not None:
             return nullcontext()
         nothing: AbstractContextManager[None] = self._trainee.ddps[0].no_sync()
         return nothing
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """The stats and gradients of all members; or why not, with the local sum as it was."""
+        """Reduce; the stats of all members, or a failure with the local gradients unchanged."""
         if self._buckets is None:
             found = self._run_at_once(control, communicators, mine)
         else:
@@ -114,104 +113,108 @@ class Reduction:
         return found
 
     def undo(self) -> None:
-        """The reduction comes to nothing: the local sum is what it was before."""
-        self._kept.put_back()
+        """The reduction failed: restore the local gradients."""
+        self._backup.put_back()
 
     def done(self) -> None:
-        """Its result counts: the local sum before it is of no use any more."""
-        self._kept.drop()
+        """The result counts: drop the backup of the local gradients."""
+        self._backup.drop()
         self.num_complete = 0
 
-    def gate(self, control: Control, communicators: Communicators, mine: Gate) -> Gate | Outcome:
-        """What all members, of which each has a part of the gradients, have to know before a step.
+    def step_barrier(self, control: Control, communicators: Communicators, mine: Gate
+                     ) -> Gate | Outcome:
+        """The step barrier: exchange the global values that a step needs.
 
-        Who comes out of it steps, whatever becomes of the others: it ends for nobody before all
-        have entered it, with their parts reduced.
+        A member that leaves the barrier steps, whatever happens to the others: the barrier ends for
+        no member before all have entered it, with their parts reduced.
         """
-        def through() -> Gate:
-            told = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
-            dist.all_reduce(told)
+        def exchange() -> Gate:
+            values = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
+            dist.all_reduce(values)
             self._note("passed")
-            return Gate(*told.tolist())
+            return Gate(*values.tolist())
 
         self._note("gate")
-        return self.together(control, communicators, through)
+        return self.together(control, communicators, exchange)
 
     def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
                      ) -> Stats | Outcome:
         self._note("reduce")
         for group in self._trainee.bucket_groups:
-            self._kept.keep(group)
+            self._backup.keep(group)
         complete: list[bool] = []
         found = self.together(control, communicators, partial(
-            self._reduce, self._told(control, communicators, mine), communicators.groups,
-            dist.group.WORLD, complete, _going_on(communicators)))
+            self._reduce, self._own_stats(control, communicators, mine), communicators.groups,
+            dist.group.WORLD, complete, _check_of(communicators)))
         self.num_complete = sum(complete)
         return found
 
-    def _run_overlapped(self, buckets: Buckets, control: Control, communicators: Communicators,
-                        mine: Stats) -> Stats | Outcome:
-        """What was begun in the last backward; all of it, if no backward was left to run."""
-        if buckets.flight is None:
+    def _run_overlapped(self, buckets: Buckets, control: Control,
+                        communicators: Communicators, mine: Stats) -> Stats | Outcome:
+        """Finish the reduction begun in the last backward, or run all of it."""
+        if buckets.current is None:
             self.begin(control, communicators, mine)
-        flight = buckets.flight
-        if flight is None:
+        reduction = buckets.current
+        if reduction is None:
             return "quiesced"
         buckets.launch_rest()
-        goes_on = _going_on(communicators)
+        check_active = _check_of(communicators)
 
-        def land() -> Stats:
+        def wait_all() -> Stats:
             self._until_computed()
-            self._marks.lands()
-            return Stats(*flight.land(self._note, goes_on))
+            self._marks.wait_begins()
+            return Stats(*reduction.land(self._note, check_active))
 
-        found = self.together(control, communicators, land)
-        self.num_complete = flight.num_complete
+        found = self.together(control, communicators, wait_all)
+        self.num_complete = reduction.num_complete
         if isinstance(found, str):
-            if buckets.flight is not None and (left := flight.end(communicators.wake)) is not None:
-                control.leave_behind(left.is_alive)
+            if buckets.current is not None:
+                waiter = reduction.end(communicators.wake)
+                if waiter is not None:
+                    control.abandon(waiter.is_alive)
             buckets.reset()
         else:
-            # Nothing of this waits any more: Megatron takes note of what has ended.
+            # Nothing here waits any more: Megatron records what has ended.
             finalize_model_grads(self._trainee.ddps, None, pg_collection=communicators.groups)
-            buckets.flight = None
+            buckets.current = None
             self._note("reduced")
         return found
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """The stats alone: every member has come this far."""
+        """Exchange the stats alone: every member has reached this point."""
         return self.together(control, communicators, partial(
-            self._stats, self._told(control, communicators, mine), dist.group.WORLD))
+            self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
 
     def together(self, control: Control, communicators: Communicators,
                  collective: Callable[[], T], replica: frozenset[int] = frozenset()
                  ) -> T | Outcome:
-        """Run what needs all members, or all of `replica`: its answer, or why there is none."""
+        """Run a collective of all members, or of `replica`; returns its result, or the outcome."""
         found: T | Outcome = "failed"
         self.was_abandoned = False
         self.why, self.verdict = "", NOTHING
         try:
-            with self._marks.together():
+            with self._marks.in_collective():
                 found = self._call(control, communicators, collective, replica)
         except Interrupted:
             return "quiesced"
         except Abandoned:
             self.was_abandoned = True
             if self._buckets is not None:
-                self._buckets.flight = None  # the thread that waits for it sees to its end
+                self._buckets.current = None  # its waiting thread cleans up
             return "quiesced"
         except (RuntimeError, *ABORTED) as error:
             if poisoned(error) or (isinstance(error, ABORTED) and not communicators.woken):
                 raise
             self.why = f"{type(error).__name__}: {error}".strip()
             self.verdict = verdict_of(error)
-        if communicators.woken or (self.why and control.asked(communicators.generation) == "now"):
+        if communicators.woken or (
+                self.why and control.pending_quiesce(communicators.generation) == "now"):
             return "quiesced"
         return found
 
     def _call(self, control: Control, communicators: Communicators,
               collective: Callable[[], T], replica: frozenset[int]) -> T:
-        """gloo has waits that nothing ends, so it waits in a thread of its own; NCCL is aborted."""
+        """Run detached with gloo, which has waits that nothing interrupts; NCCL is aborted."""
         if communicators.backend == "nccl":
             with control.waiting_for_others(communicators.generation, communicators.wake,
                                             replica):
@@ -221,58 +224,59 @@ class Reduction:
             with cpu_device.stand_in_here():
                 return collective()
 
-        return control.apart(communicators.generation, communicators.wake, call, replica)
+        return control.run_detached(communicators.generation, communicators.wake, call, replica)
 
-    def _told(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
-        """What this member has to say: its stats, whether it was told to stop, and to save."""
+    def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
+        """This member's stats, its order to stop, and its order to save."""
         generation = communicators.generation
-        mine = mine._replace(num_stopping=float(control.asked(generation) is not None),
-                             saver=(communicators.place + 1.0) * control.saves(generation))
+        mine = mine._replace(
+            num_stopping=float(control.pending_quiesce(generation) is not None),
+            saver_position=(communicators.place + 1.0) * control.must_save(generation))
         return torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
 
-    def _stats(self, told: Tensor, world: Any) -> Stats:
-        dist.all_reduce(told, group=world)
-        return Stats(*told.tolist())
+    def _stats(self, values: Tensor, world: Any) -> Stats:
+        dist.all_reduce(values, group=world)
+        return Stats(*values.tolist())
 
-    def _reduce(self, told: Tensor, groups: Any, world: Any, complete: list[bool],
-                goes_on: Callable[[], None]) -> Stats:
-        """The loss sum, the token count and the wish to stop; then Megatron's own reduction.
+    def _reduce(self, own_stats: Tensor, groups: Any, world: Any, complete: list[bool],
+                check_active: Callable[[], None]) -> Stats:
+        """Exchange the stats, then run Megatron's own reduction.
 
-        Without Megatron's division by the token count: what this does beside waiting, it could do
-        after it was abandoned, to a sum that counts. For the same reason it is given the groups of
-        its own generation, and asks before it begins anything.
+        Without Megatron's division by the token count: after an abandoned wait that could still run
+        on gradients that count. For the same reason it uses the groups of its own generation, and
+        checks before each phase that the generation is active.
         """
         self._until_computed()
         self._note("stats")
-        goes_on()
-        stats = self._stats(told, world)
-        self._marks.told()
-        goes_on()
-        with self._watched.reduction(complete, goes_on):
-            # Who mirrors a shard needs the gradients of two.
+        check_active()
+        stats = self._stats(own_stats, world)
+        self._marks.stats_received()
+        check_active()
+        with self._hooks.reduction(complete, check_active):
+            # A member that mirrors a shard needs the gradients of two shards.
             finalize_model_grads(self._trainee.ddps, None, pg_collection=groups,
                                  force_all_reduce=self._trainee.mirror is not None)
         if self._trainee.device.type == "cuda":
-            self._marks.lands()  # there a collective's wait holds the stream, not the host
+            self._marks.wait_begins()  # on CUDA, a wait blocks the stream, not the host
             torch.cuda.synchronize()
         self._note("reduced")
         return stats
 
     def _until_computed(self) -> None:
-        """Before it waits for others, the device has done this member's own work."""
+        """Wait until the device has done this member's own work."""
         if self._trainee.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
 
-def _going_on(communicators: Communicators) -> Callable[[], None]:
-    """What raises RuntimeError as soon as the generation that is up now is being left."""
+def _check_of(communicators: Communicators) -> Callable[[], None]:
+    """A function that raises RuntimeError as soon as the current generation is being left."""
     groups = communicators.groups
 
-    def goes_on() -> None:
+    def check_active() -> None:
         if communicators.woken or communicators.groups is not groups:
             raise RuntimeError("the generation ended meanwhile")
 
-    return goes_on
+    return check_active
 
 
 def poisoned(error: BaseException) -> bool:

@@ -1,9 +1,9 @@
-"""An iteration: micro-batches into the local sum, the sum reduced over all members, one step.
+"""One iteration: micro-batches into local gradients, their reduction over all members, one step.
 
-Every phase can be left and taken up again. Up to the reduction the local sum only grows, by whole
-micro-batches; a reduction that fails leaves it as it was (reduction.py). Nothing that belongs to
-the step (stepping.py) is touched before the whole reduction is known to be good: for a member that
-has but a part of the gradients, before it has come through the gate.
+Every phase can be interrupted and repeated. Until the reduction, the local gradients only grow, by
+whole micro-batches; a failed reduction leaves them unchanged (gradient_reduction.py). The step
+(optimizer_step.py) starts only when the whole reduction is known to be good. For a member that has
+only a part of the gradients, that is after the step barrier.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from .optimizer_step import gather, has_inf, norm_square, step
 
 
 class Iteration:
-    """The iteration that this member is in, and what it has of it.
+    """The current iteration of this member, and its progress in it.
 
-    `step_version` is the number of steps taken; NO_STATE until the member has settled once.
-    `history` gets the loss of each step, and what it took from the iteration's first micro-batch
-    on: a recovery in between counts, so that a rate told from it is never flattered.
-    `after_boundary`: a checkpoint or a copy was due since the last one, on whichever member.
+    `step_version` is the number of steps taken; NO_STATE until the first settlement. `history`
+    receives the loss and the time of each step, the time counted from the iteration's first
+    micro-batch: it includes a recovery, so that a rate computed from it is never too high.
+    `after_boundary`: a checkpoint, persistent or in memory, was due after the last iteration, on
+    any member.
     """
 
     def __init__(self, trainee: Trainee, text: Samples, trace: Trace, pulse: Pulse,
@@ -56,31 +57,31 @@ class Iteration:
         self.num_tokens = 0
         self.forward_calls = 0
         self.after_boundary = False
-        self.saver = NO_STATE
-        """The place of who saves after the last step, for then all leave; NO_STATE: nobody."""
+        self.saver_position = NO_STATE
+        """Position of the member that saves when all leave after the last step; NO_STATE: none."""
         self.is_ready = False
-        """Whether it has entered the gate, and not come out of it: its reduced sum waits."""
+        """Whether it is between the step barrier and its step: the reduced gradients wait."""
         self.is_stuck = False
-        """Whether a pass waits on in a thread that nobody waits for, and holds the trainee."""
+        """Whether an abandoned pass still waits in a detached thread and holds the model."""
         self._reduced = Stats(0.0, 0.0)
         self._gate: Gate | None = None
-        """With what it took its last step, in the generation that it has trained in since."""
+        """The step barrier's values of its last step in the current generation."""
         self.marks = Marks(pulse, overlap=trainee.train.overlap)
         self._began_s: float | None = None
         self._item = -1
         self.trainee = trainee
-        self.train_with(trainee)
+        self.set_model(trainee)
 
-    def train_with(self, trainee: Trainee) -> None:
-        """From now on with this one, of which nothing has been summed up."""
-        self._change(trainee)
+    def set_model(self, trainee: Trainee) -> None:
+        """Train `trainee` from now on, with no local gradients."""
+        self._use_model(trainee)
         self._clear()
 
-    def carry_on_with(self, trainee: Trainee) -> None:
-        """From now on with this one, of the same state; the sum goes with it, if it is of the same
-        part of the model."""
+    def replace_model(self, trainee: Trainee) -> None:
+        """Train `trainee`, which has the same state, from now on. The local gradients move along if
+        it is the same part of the model."""
         before, is_stuck = self.trainee, self.is_stuck
-        self._change(trainee)
+        self._use_model(trainee)
         if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
             self._clear()
             return
@@ -88,32 +89,32 @@ class Iteration:
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
 
-    def forget(self) -> None:
-        """It stays beside the layout: what it has is left behind by the others' next step."""
-        self.replaced(NO_STATE)
+    def discard_state(self) -> None:
+        """Discard the state of a standby: it is outdated after the others' next step."""
+        self.reset_to(NO_STATE)
 
-    def _change(self, trainee: Trainee) -> None:
+    def _use_model(self, trainee: Trainee) -> None:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.num_parts > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
 
     def claim(self) -> Claim:
-        """What this member brings into a settlement."""
+        """This member's claim to a settlement."""
         return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
                      owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
                      held=held_by(self.trainee), stale=not self.trainee.is_gathered)
 
-    def replaced(self, step_version: int) -> None:
-        """The member's state is another's now, `step_version` steps old; no sum is of it."""
+    def reset_to(self, step_version: int) -> None:
+        """The member's state was replaced by one of `step_version` steps, without gradients."""
         self._undo()
         self._clear()
         self.step_version = step_version
         self.owned, self.begun, self._gate = (), False, None
 
-    def go_through(self, settlement: Settlement, share: Share) -> None:
-        """Step as others have that came through the gate, where the settlement says so."""
+    def finish_step(self, settlement: Settlement, share: Share) -> None:
+        """Take the step that others took after the step barrier, if the settlement says so."""
         if share.steps:
             self._step(Gate(*settlement.gate))
             self.marks.pulse.finish()
@@ -121,18 +122,18 @@ class Iteration:
             self._undo()
 
     def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
-        """Go on from a settlement: keep the sum only if the settlement keeps it."""
+        """Resume from a settlement; keep the local gradients only if the settlement keeps them."""
         if step_version != self.step_version or sorted(self.done) != list(share.kept):
             assert not share.kept
             self._clear()
         self.step_version = step_version
         self.owned = tuple(sorted((*share.kept, *share.todo)))
         self.dealt_in = generation
-        # Whoever is given a part of what others have begun has begun it too.
+        # A member that is assigned a part of a begun iteration has begun it too.
         self.begun = begun
 
     def run(self, control: Control, communicators: Communicators) -> Outcome:
-        """Finish this iteration with the members of the generation that is up."""
+        """Run this iteration to its end with the members of the current generation."""
         generation = communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
@@ -146,21 +147,22 @@ class Iteration:
                    self._pass_together(control, communicators, todo))
         return outcome or self._reduce_and_step(control, communicators)
 
-    def attend(self, control: Control, communicators: Communicators, iteration: int) -> Outcome:
-        """Beside the layout: this iteration is the others', up to what needs everybody."""
+    def run_as_standby(self, control: Control, communicators: Communicators, iteration: int
+                       ) -> Outcome:
+        """Run the iteration as a standby: take part only in the collectives of all members."""
         self.marks.begin(communicators.generation, iteration, "first")
         stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
         if isinstance(stats, str):
             return stats
         if not whole_on_each(communicators.axes, self.trainee.train.parallel):
-            gate = self.reduction.gate(control, communicators, Gate(0.0))
+            gate = self.reduction.step_barrier(control, communicators, Gate(0.0))
             if isinstance(gate, str):
                 return gate
         self.marks.pulse.finish()
         return self._boundary(stats)
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
-        """After the last iteration: wait until every member has come this far."""
+        """After the last iteration: wait until every member is done."""
         stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
         if isinstance(stats, str):
             return stats
@@ -168,17 +170,17 @@ class Iteration:
 
     def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
                ) -> Outcome | None:
-        """Between two iterations: do what needs all members; None when all is done."""
+        """Run `call`, which needs all members, between two iterations. None if it succeeded."""
         found = self.reduction.together(control, communicators, call)
         self.is_stuck = self.is_stuck or self.reduction.was_abandoned
         return found
 
-    # --- passes -----------------------------------------------------------------------------------
+    # --- passes ---
     def _pass(self, control: Control, communicators: Communicators, todo: Sequence[int]
               ) -> Outcome | None:
-        """As a whole replica: nobody is waited for. None when all is done."""
+        """Run the passes of a whole replica; waits for no other member. None when all are done."""
         for item in todo:
-            if control.asked(communicators.generation) == "now":
+            if control.pending_quiesce(communicators.generation) == "now":
                 return "quiesced"
             self._micro_batch(item, partial(self.reduction.begin, control, communicators)
                               if item == todo[-1] else None)
@@ -186,10 +188,10 @@ class Iteration:
 
     def _pass_together(self, control: Control, communicators: Communicators, todo: Sequence[int]
                        ) -> Outcome | None:
-        """With the other members of this replica; None when all is done.
+        """Run the passes with the other members of this replica. None when all are done.
 
-        They agree before each unit whether they go on, so that all stop after the same one. A
-        unit is a micro-batch, or with a pipeline all of them: its schedule is one.
+        Before each unit the members agree to continue, so that all stop after the same one. A unit
+        is a micro-batch, or with a pipeline all of them: it has one schedule.
         """
         items = tuple(todo)
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
@@ -213,11 +215,11 @@ class Iteration:
 
     def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
               ) -> tuple[float, float] | None:
-        """None: a member was told to stop, and all see it. Raises RuntimeError."""
-        leaves = control.asked(communicators.generation) == "now"
-        told = torch.tensor(float(leaves), device=self.trainee.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=communicators.groups.mp)
-        if told.item():
+        """None if a member has an order to stop; all members see it. Raises RuntimeError."""
+        must_stop = control.pending_quiesce(communicators.generation) == "now"
+        flag = torch.tensor(float(must_stop), device=self.trainee.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
+        if flag.item():
             return None
         self.forward_calls += len(unit)
         return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
@@ -237,7 +239,7 @@ class Iteration:
         self._item = -1
 
     def _micro_batch(self, item: int, begin: Callable[[Stats], None] | None) -> None:
-        """Forward and backward; `begin` is to be called between those of the last one."""
+        """Forward and backward. `begin` is called between those of the last micro-batch."""
         trainee = self.trainee
         self._item = item
         self._note("micro_batch")
@@ -258,12 +260,12 @@ class Iteration:
         self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
-        # The step that the gathering belongs to has been counted.
+        # The step that the gather belongs to has already been counted.
         iteration = self.step_version - (event == "gather")
         self.trace.note(event, self.trained_in, iteration, micro_batch=self._item, bucket=bucket)
         self.marks.note(event)
 
-    # --- the end of it ----------------------------------------------------------------------------
+    # --- reduction and step ---
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
         stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
         if isinstance(stats, str):
@@ -271,12 +273,12 @@ class Iteration:
         self._reduced = stats
         gate = None
         if not self.trainee.is_plain:
-            found = self._go_to_gate(control, communicators)
+            found = self._enter_step_barrier(control, communicators)
             if isinstance(found, str):
                 return found
             gate = found
         self._step(gate)
-        self.owned = self._dealt(communicators)
+        self.owned = self._next_micro_batches(communicators)
         self.dealt_in = communicators.generation
         if not self.trainee.is_gathered:
             failed = self._gather(control, communicators)
@@ -286,25 +288,27 @@ class Iteration:
         return self._boundary(stats)
 
     def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
-        """The parameters that the other replicas have stepped; None when all are there.
+        """Gather the parameters that the other replicas have stepped. None if all arrived.
 
-        Else the step is taken all the same: the next settlement has them brought (supply.py).
+        Otherwise the step still counts: the next settlement recovers them (state_recovery.py).
         """
         self._note("gather")
-        found = self.reduction.together(control, communicators, partial(gather, self.trainee))
+        found = self.reduction.together(control, communicators,
+                                        partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
             return found
         self.trainee.is_gathered = True
         return None
 
-    def _go_to_gate(self, control: Control, communicators: Communicators) -> Gate | Outcome:
+    def _enter_step_barrier(self, control: Control, communicators: Communicators
+                            ) -> Gate | Outcome:
         mine = Gate(norm_square(self.trainee), float(has_inf(self.trainee)))
         self.is_ready = True
-        return self.reduction.gate(control, communicators, mine)
+        return self.reduction.step_barrier(control, communicators, mine)
 
     def _step(self, gate: Gate | None) -> None:
-        """From the reduced sum to the next state; nobody is waited for."""
+        """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
         if gate is None:
             step(self.trainee, stats.num_tokens, self._note)
@@ -322,19 +326,19 @@ class Iteration:
         self.owned, self.begun = (), False
 
     def _undo(self) -> None:
-        """Whoever was ready has not stepped, and nobody else has."""
+        """Undo a reduction whose step was not taken, by this member or any other."""
         if self.is_ready:
             self.is_ready = False
             self.reduction.undo()
 
-    def _dealt(self, communicators: Communicators) -> tuple[int, ...]:
-        """Of a new iteration, for the replica that this member is one of."""
+    def _next_micro_batches(self, communicators: Communicators) -> tuple[int, ...]:
+        """The micro-batches of a new iteration for this member's replica."""
         axes: Axes = communicators.axes
         return deal(self.trainee.train.num_micro_batches, axes.dp,
                     coordinates(axes, communicators.place).dp)
 
     def _boundary(self, stats: Stats) -> Outcome:
-        self.saver = round(stats.saver) - 1
+        self.saver_position = round(stats.saver_position) - 1
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
@@ -350,11 +354,11 @@ class Iteration:
 
 
 def held_by(trainee: Trainee) -> Held:
-    """What part of the model it is."""
+    """The part of the model that `trainee` is."""
     return Held(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                 place=trainee.place)
 
 
 def clock() -> float:
-    """Seconds, never going back; for step times only."""
+    """Seconds of the monotonic clock; for step times only."""
     return time.monotonic()

@@ -1,10 +1,10 @@
-"""The step: from the reduced sum of gradients to the next state, the same on every member.
+"""The step: from the reduced gradients to the next state, the same on every member.
 
-Megatron's own chain of in-place phases, none of which may be done twice. So nothing here waits for
-anybody, and nothing here is interrupted: it is begun when the whole sum is known to be good, and
-it ends. What one member cannot know of the sum, where it has only a part, all tell each other
-before: `norm_square`, added up, and `has_inf`, of any. Where the optimizer is sharded, `gather`
-comes after: that waits for others, and may be done again.
+Megatron's own chain of in-place phases, none of which may run twice. Nothing here therefore waits
+for another member or is interrupted: the step starts when the whole reduction is known to be good,
+and it ends. A member that has only a part of the gradients needs global values first: the sum of
+`norm_square` and any `has_inf` of all members. With a sharded optimizer, `gather` follows: it waits
+for other members and can be repeated.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ log = structlog.get_logger()
 
 
 def norm_square(trainee: Trainee) -> float:
-    """This member's part of the squared norm of the reduced sum as it lies in the buffers.
+    """This member's part of the squared norm of the reduced gradients.
 
-    Over all members every element of the model counts once.
+    Over all members, every element of the model counts once.
     """
     return math.fsum(torch.linalg.vector_norm(own, dtype=torch.float64).item() ** 2
                      for own in _counted(trainee))
 
 
 def has_inf(trainee: Trainee) -> bool:
-    """Whether anything in this member's buffers is not finite."""
+    """Whether any gradient of this member is not finite."""
     return not all(bool(gradient.isfinite().all()) for gradient in trainee.gradients)
 
 
 def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False) -> bool:
-    """Divide as the loss asks for, step the optimizer, then its schedule; whether it stepped.
+    """Divide by the loss's divisor, step the optimizer, then its schedule; whether it stepped.
 
-    Where a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
-    and the schedule stands still; the iteration counts. All members see the same sum, so all
-    decide alike; where they see parts of it, `norm_square` and `found_inf` are those of all.
+    If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
+    and the schedule does not advance; the iteration counts. All members see the same gradients and
+    decide the same; if they see parts, `norm_square` and `found_inf` are those of all members.
     """
     note("scale")
     divisor = trainee.divisor(num_tokens)
@@ -51,11 +51,11 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
         count = torch.tensor(divisor, dtype=torch.int, device=trainee.device)
         for ddp in trainee.ddps:
             ddp.scale_gradients(1.0 / count)
-    if found_inf:  # elsewhere: Megatron is to see it here too
+    if found_inf:  # on another member: Megatron must see it here too
         for gradient in trainee.gradients:
             gradient.fill_(math.inf)
     if norm_square is not None:
-        _hand_over(trainee, math.sqrt(norm_square) / divisor)
+        _set_norm(trainee, math.sqrt(norm_square) / divisor)
     if trainee.mirror is not None:
         follow(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
@@ -72,16 +72,16 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
 
 
 def gather(trainee: Trainee) -> None:
-    """Where the optimizer is sharded: the parameters that the other replicas have stepped.
+    """Gather the parameters that the other replicas have stepped, with a sharded optimizer.
 
-    Waits for them. Raises RuntimeError; each has stepped its own by then, and it can be repeated.
+    Waits for those replicas. Raises RuntimeError; the gather can then be repeated.
     """
     for ddp in trainee.ddps:
         ddp.start_param_sync(force_dispatch=True)
 
 
-def _hand_over(trainee: Trainee, scaled_norm: float) -> None:
-    """Have Megatron clip by this norm, of gradients that still have the loss scale in them."""
+def _set_norm(trainee: Trainee, scaled_norm: float) -> None:
+    """Make Megatron clip by this norm, of gradients that still contain the loss scale."""
     norm = scaled_norm / trainee.optimizer.get_loss_scale().item()
     for optimizer in trainee.optimizers:
         (part,) = optimizer.chained_optimizers
@@ -89,17 +89,17 @@ def _hand_over(trainee: Trainee, scaled_norm: float) -> None:
 
 
 def _counted(trainee: Trainee) -> Iterator[Tensor]:
-    """The gradients that are this member's to count, as Megatron chooses them for its norm."""
+    """The gradients that this member counts, as Megatron chooses them for its norm."""
     owned = ranges(trainee.optimizer)
-    shards = trainee.is_sharded
-    if trainee.at.dp and not shards:
+    is_sharded = trainee.is_sharded
+    if trainee.at.dp and not is_sharded:
         return
     for _, param in trainee.named_parameters():
-        if getattr(param, "shared", False):  # with the first stage, which counts it
+        if getattr(param, "shared", False):  # the first stage counts it
             continue
         if trainee.at.tp and not getattr(param, "tensor_model_parallel", False):
             continue
-        if not shards:
+        if not is_sharded:
             yield param.main_grad
         elif id(param) in owned:
             yield param.main_grad.view(-1)[owned[id(param)]]

@@ -1,12 +1,12 @@
-"""A reduction in flight: launched bucket by bucket while the last backward makes the gradients.
+"""The overlapped reduction: launched bucket by bucket during the last backward.
 
-Megatron launches a bucket as soon as its gradients are there. In which order that happens follows
-from the graph of the backward, and a member in its first iteration, or with nothing left to run,
-goes by none: so a bucket waits here for its turn, the same on all members, as in torch's own DDP
-(reducer.cpp, mark_bucket_ready).
+Megatron launches a bucket as soon as its gradients are complete. That order follows from the graph
+of the backward, which a member in its first iteration, or without a remaining micro-batch, does not
+have. A bucket therefore waits here for its turn, which is the same on all members, as in torch's
+DDP (reducer.cpp, mark_bucket_ready).
 
-Nothing that goes wrong at a launch is raised through a backward: it is remembered, nothing more is
-launched, and the backward ends, so that its micro-batch is whole.
+An error at a launch is not raised through the backward: it is stored, nothing more is launched, and
+the backward ends, so that its micro-batch is complete.
 """
 
 from __future__ import annotations
@@ -26,88 +26,88 @@ from torch import Tensor
 from ..model.trainee import Trainee
 from ..process.trace import Note
 
-# --- The local sum of gradients, kept while Megatron reduces its buffers in place. ---
+# --- Backup of the local gradients while Megatron reduces its buffers in place ---
 #
-# What is reduced is copied first, bucket by bucket. If the reduction comes to nothing, the copy
-# takes the place of Megatron's buffer: nothing is copied back, because a reduction that was left
-# behind may still write into the old memory, at any time. That memory goes when its last user does.
+# Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
+# buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
+# at any time. That memory is freed with its last user.
 
 
 class Kept:
-    """Copies of what is being reduced. They cost as much memory as the gradients themselves."""
+    """Copies of the gradients under reduction. They need as much memory as the gradients."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._buffers = trainee.buffers
         self._groups = trainee.bucket_groups
-        self._home = {id(bucket): number for number, buffer in enumerate(self._buffers)
-                      for bucket in buffer.buckets}
+        self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
+                           for bucket in buffer.buckets}
         self._copies: list[Tensor] = []
-        self._kept: set[int] = set()
+        self._saved: set[int] = set()
 
     def keep(self, group: Any) -> None:
-        """Copy the local sums of a bucket group that is about to be reduced."""
+        """Copy the local gradients of a bucket group that is about to be reduced."""
         if not self._copies:
             self._copies = [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
         for bucket in group.buckets:
-            _part(bucket, self._copies[self._home[id(bucket)]]).copy_(bucket.grad_data)
-            self._kept.add(id(bucket))
+            _part(bucket, self._copies[self._buffer_of[id(bucket)]]).copy_(bucket.grad_data)
+            self._saved.add(id(bucket))
 
     def drop(self) -> None:
-        """The reduction is whole: its result is what counts."""
-        self._kept.clear()
+        """The reduction is complete: drop the copies."""
+        self._saved.clear()
 
     def put_back(self) -> None:
-        """The reduction came to nothing: what was kept is the local sum again."""
-        if not self._kept:
+        """The reduction failed: make the copies the local gradients again."""
+        if not self._saved:
             return
         for buffer, copy in zip(self._buffers, self._copies, strict=True):
             for bucket in buffer.buckets:
-                if id(bucket) not in self._kept:
+                if id(bucket) not in self._saved:
                     _part(bucket, copy).copy_(bucket.grad_data)
                 bucket.grad_data = _part(bucket, copy)
             buffer.grad_data = copy
             for param in buffer.params:
                 start, _, _ = buffer.param_index_map[param]
                 param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
-        for group in self._groups:  # where Megatron keeps views of the old memory
+        for group in self._groups:  # Megatron keeps views of the old memory here
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
         self._copies = []
-        self._kept.clear()
+        self._saved.clear()
 
 
 def _part(bucket: Any, buffer: Tensor) -> Tensor:
     return buffer[bucket.offset: bucket.offset + bucket.grad_data.numel()]
 
 END_S_MAX = 1.0
-"""What was launched has this long to end, once the connections of its generation are closed."""
+"""Time for launched collectives to end once the connections of their generation are closed."""
 END_S = 0.001
 
 Works = list[Any]
-"""torch's handles of what was launched."""
+"""torch's handles of launched collectives."""
 
 
 class Flight:
-    """What was launched of one reduction: the stats of all members first, then each bucket.
+    """The launched collectives of one reduction: the stats of all members, then each bucket.
 
-    Only `land` may be called from another thread than the one that launches. `is_over` says that
-    the reduction is to be left. `why` is what went wrong at a launch.
+    Only `wait_all` may run outside the launching thread. `is_over` says whether the reduction must
+    be left. `why` is the error at a launch.
     """
 
     def __init__(self, stats: Tensor, num_buckets: int, is_over: Callable[[], bool]) -> None:
         self.why = ""
         self.num_complete = 0
-        """How many buckets were seen whole before anybody here began to abort anything."""
+        """Number of buckets completed before this member began to abort anything."""
         self._stats = stats
         self._is_over = is_over
         self._ready = [False] * num_buckets
         self._works: list[Works] = []
-        # gloo's group waits for its works before it goes. So it must not be the main thread that
-        # drops it while a work is stuck, but who waits for that work.
+        # gloo's group waits for its works before it is destroyed. If a work is stuck, the thread
+        # that waits for it must drop the group, not the main thread.
         self._group = dist.group.WORLD
         self._try(lambda: [dist.all_reduce(stats, async_op=True)])
 
     def ready(self, bucket: int, launch: Callable[[int], Works]) -> None:
-        """The gradients of this bucket are whole: launch it, and those that waited for it."""
+        """This bucket's gradients are complete: launch it, and the buckets that waited for it."""
         self._ready[bucket] = True
         while (turn := len(self._works) - 1) < len(self._ready) and self._ready[turn]:
             if self.why or self._is_over():
@@ -120,21 +120,21 @@ class Flight:
         except RuntimeError as error:
             self.why = f"{type(error).__name__}: {error}".strip()
 
-    def land(self, note: Note, goes_on: Callable[[], None]) -> list[float]:
-        """Wait for all that was launched, which is all; the stats. Raises RuntimeError.
+    def land(self, note: Note, check_active: Callable[[], None]) -> list[float]:
+        """Wait for all collectives; returns the stats. Raises RuntimeError.
 
-        `goes_on` raises it as soon as the reduction is to be left: what was aborted looks
-        finished too.
+        `check_active` raises it as soon as the reduction must be left: an aborted collective also
+        looks complete.
         """
         if self.why:
             raise RuntimeError(self.why)
         assert len(self._works) == 1 + len(self._ready), "all is launched"
         self._wait(self._works[0])
-        goes_on()
+        check_active()
         for bucket, works in enumerate(self._works[1:]):
             self._wait(works)
             note("bucket_done", bucket)
-            goes_on()
+            check_active()
             self.num_complete += 1
         stats: list[float] = self._stats.tolist()
         return stats
@@ -142,34 +142,35 @@ class Flight:
     def _wait(self, works: Works) -> None:
         for work in works:
             work.wait()
-        if self._stats.is_cuda:  # there `wait` holds the stream, not the host
+        if self._stats.is_cuda:  # on CUDA, `wait` blocks the stream, not the host
             torch.cuda.current_stream().synchronize()
 
     def end(self, wake: Callable[[], None]) -> threading.Thread | None:
-        """See all that was launched end; what does not is left behind in the thread returned."""
-        last_s = time.monotonic() + END_S_MAX
+        """Wait until all collectives end; returns the thread of an abandoned wait, if any."""
+        deadline_s = time.monotonic() + END_S_MAX
         while not all(work.is_completed() for works in self._works for work in works):
             wake()
-            if time.monotonic() > last_s:
-                left = threading.Thread(target=self._outlive, name="left behind", daemon=True)
-                left.start()
-                return left
+            if time.monotonic() > deadline_s:
+                waiter = threading.Thread(target=self._wait_abandoned, name="abandoned",
+                                          daemon=True)
+                waiter.start()
+                return waiter
             time.sleep(END_S)
         return None
 
-    def _outlive(self) -> None:
+    def _wait_abandoned(self) -> None:
         for works in self._works:
             with suppress(RuntimeError):
                 self._wait(works)
 
 
 class Buckets:
-    """Megatron's bucket groups: they are launched as it is their turn in the flight under way."""
+    """Launches Megatron's bucket groups when it is their turn in the current reduction."""
 
-    def __init__(self, groups: Sequence[Any], kept: Kept, note: Note) -> None:
-        self.flight: Flight | None = None
+    def __init__(self, groups: Sequence[Any], backup: Kept, note: Note) -> None:
+        self.current: Flight | None = None
         self._groups = groups
-        self._kept = kept
+        self._backup = backup
         self._note = note
         self._starts = [group.start_grad_sync for group in groups]
         for index, group in enumerate(groups):
@@ -177,28 +178,28 @@ class Buckets:
 
     def begin(self, stats: Tensor, is_over: Callable[[], bool]) -> None:
         """Launch the stats. From now on a backward launches buckets."""
-        self.flight = Flight(stats, len(self._groups), is_over)
+        self.current = Flight(stats, len(self._groups), is_over)
 
     def launch_rest(self) -> None:
-        """Launch what no backward has launched."""
+        """Launch the buckets that no backward has launched."""
         for index in range(len(self._groups)):
             self._ready(index)
 
     def _ready(self, bucket: int, force_all_reduce: bool = False) -> None:
-        assert self.flight is not None, "only the last backward makes whole buckets"
-        self.flight.ready(bucket, self._launch)
+        assert self.current is not None, "only the last backward completes buckets"
+        self.current.ready(bucket, self._launch)
 
     def _launch(self, bucket: int) -> Works:
         self._note("bucket", bucket)
         group = self._groups[bucket]
-        self._kept.keep(group)
+        self._backup.keep(group)
         self._starts[bucket]()
         works: Works = group.grad_reduce_handle.works
         return works
 
     def reset(self) -> None:
-        """Have Megatron's groups forget what came to nothing: it expects none of that."""
-        self.flight = None
+        """Clear a failed reduction from Megatron's groups, which do not expect one."""
+        self.current = None
         for group in self._groups:
             group.grad_reduce_handle = None
             group.per_param_grad_ready_counts = {}
