@@ -88,7 +88,7 @@ FAULTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES,
 
 
 def drawn(faults: list[tuple[int, int, str, int]]) -> list[Happening]:
-    """No two within the moments that it takes to stop processes, none at the end of an iteration."""
+    """No two within the time that it takes to stop processes; none at the end of an iteration."""
     return sorted((one for number, (at, node, cause, away) in enumerate(faults)
                    for one in lost(f"n{node}", 20 * at + 1.7 + 2.3 * number,
                                    20 * (at + away) + 13.0 + 2.3 * number, cause)),
