@@ -1,4 +1,4 @@
-"""One node's agent between the log and its ranks: one TaskGroup, eight loops."""
+"""The agent of one node: eight loops in one TaskGroup connect the log and the ranks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from .processes.launcher import MARK, Node
 BEAT_S = 0.5
 ORDERS_WAIT_S = 5.0
 FLUSH_S_MAX = 5.0
-"""How long a stopping agent waits for its last reports to be acknowledged."""
+"""How long a stopping agent waits for the log to acknowledge its last reports."""
 SWEEP_S = 1.0
 LOOK_S = 0.2
-"""Between two looks at the ranks: so late at most it is told that one was stopped."""
+"""Between two looks at the ranks: a stopped rank is reported at most this much later."""
 LOOK_S_MIN = 0.01
 
 _log = structlog.get_logger("agent")
 
 
 class Agent:
-    """`clock` gives seconds since 1970. `sweeps`: every child of this process is the agent's.
+    """Serves one node. `clock` gives seconds since 1970.
 
-    `sources` is what the node's health is read from; None: nothing.
+    `sweeps`: the agent owns every child of this process, and reaps orphans among them. `sources`
+    configures the health checks; None disables them.
     """
 
     def __init__(self, node: Node, port: AgentPort, clock: Callable[[], float], pid: int, *,
@@ -62,13 +63,13 @@ class Agent:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
 
-        Start: NodeJoined is spooled behind what predecessors left; then, beside each other,
-        reports, beats, orders and health begin. No rank starts before NodeJoined is in the log.
-        Stop: no more orders, no more health; NodeLeft; ranks end (SIGTERM, after STOP_GRACE_S
-        SIGKILL) and are reaped; reports are flushed for at most FLUSH_S_MAX; reports and beats end.
-        What was not acknowledged stays in the spool's file.
-        Cancel, or an error in a loop: ranks are killed at once, nothing is told or flushed.
-        Raises Forgotten when the log is another one than before.
+        Start: the agent spools NodeJoined behind the reports of earlier incarnations. Then the
+        loops run concurrently. No rank starts before NodeJoined is in the log.
+        Stop: orders and health end; the agent reports NodeLeft, stops and reaps the ranks (SIGTERM,
+        SIGKILL after STOP_GRACE_S) and flushes reports for at most FLUSH_S_MAX; reports and beats
+        end. The spool's file keeps unacknowledged reports.
+        Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
+        Raises LogReplaced if the log was replaced by another one.
         """
         try:
             await self._serve(stop)
@@ -79,14 +80,15 @@ class Agent:
 
     async def _serve(self, stop: asyncio.Event) -> None:
         node = self._node
-        keeper = self._keeper()
+        store = self._make_store()
         self._outbox.put(NodeJoined(
             node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
             num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-            keeper=keeper.endpoint, labels=node.labels))
+            keeper=store.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
             health = Health(node, self._sources, self._outbox.put) if self._sources else None
-            ranks = Ranks(node, self._report, group, keeper, health.killed if health else None)
+            ranks = Ranks(node, self._report, group, store,
+                          health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="beats"),
@@ -100,56 +102,62 @@ class Agent:
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
-                # First, or the ends of its ranks would look like faults.
+                # NodeLeft comes first: without it the exits of the ranks would count as faults.
                 self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
                                           reason="stopped"))
                 await ranks.stop_all(STOP_GRACE_S)
                 if not await self._outbox.flush(FLUSH_S_MAX):
-                    _log.warning("stopped with reports that nobody acknowledged",
+                    _log.warning("stopped with reports that the log has not acknowledged",
                                  num_reports=self._outbox.num_unacked)
                 for loop in loops:
                     loop.cancel()
             finally:
                 ranks.kill_all()
-                keeper.close()
+                store.close()
 
-    def _keeper(self) -> Keeper:
+    def _make_store(self) -> Keeper:
         node = self._node
 
         def lost(task: int, why: str) -> None:
-            self._outbox.put(MemoryCheckpointsLost(
-                node=node.name, incarnation=node.incarnation, task=task, why=why,
-                keeper_start=keeper.start))
+            self._outbox.put(
+                MemoryCheckpointsLost(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    task=task,
+                    why=why,
+                    keeper_start=store.start,
+                )
+            )
 
-        keeper = Keeper(node.host, node.secret, os.environ,
+        store = Keeper(node.host, node.secret, os.environ,
                         (MARK, f"{node.mark}{node.incarnation}:keeper"),
                         node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
                         first_keeper(node.incarnation))
-        return keeper
+        return store
 
     def _report(self, body: Body, occurred_s: float | None) -> None:
         self._outbox.put(body, occurred_s)
 
     async def _follow(self, ranks: Ranks) -> None:
-        """Read this node's orders from the beginning, each once, in order of seq."""
+        """Execute this node's orders from the first one on, each once, in order of seq."""
         cursor, last = "0-0", 0
         while True:
-            sent = await self._link.insist(
+            sent = await self._link.retry(
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
                 ORDERS_WAIT_S + CALL_S_MAX)
             if sent and not self._has_joined:
-                # Asked after the read: if NodeJoined is not in the log now, it was not then.
-                acked = await self._link.insist(lambda: self._port.acked(self._node.source))
+                # Check after the read: if NodeJoined is not in the log now, it was not then.
+                acked = await self._link.retry(lambda: self._port.acked(self._node.source))
                 self._has_joined = acked >= 1
             again = cursor == "0-0" or not self._has_joined
             for order in sent:
                 cursor = order.cursor
                 if order.record.seq > last:
                     last = order.record.seq
-                    ranks.obey(order.record, stale=not self._has_joined, again=again)
+                    ranks.execute(order.record, stale=not self._has_joined, again=again)
 
     async def _beat(self) -> None:
-        """A sign of life every BEAT_S; a failed one is not sent again."""
+        """Send a heartbeat every BEAT_S; a failed one is not retried."""
         while True:
             try:
                 await self._link.call(
@@ -159,41 +167,41 @@ class Agent:
             await asyncio.sleep(BEAT_S)
 
     async def _look(self, ranks: Ranks) -> None:
-        """A process that is stopped says nothing, and its peers wait for it in their collective.
+        """Find ranks that were stopped or continued; their peers wait for them in a collective.
 
-        The kernel tells at once that some child was stopped, goes on or ended. A signal that is
-        missed, or a child that is not ours to be told of, is seen with the next look.
+        SIGCHLD triggers a look. Every LOOK_S a look finds changes without a signal: a lost signal,
+        or a process that is not a direct child.
         """
-        told = asyncio.Event()
+        child_changed = asyncio.Event()
         loop = asyncio.get_running_loop()
         if self._sweeps:
-            loop.add_signal_handler(signal.SIGCHLD, told.set)
+            loop.add_signal_handler(signal.SIGCHLD, child_changed.set)
         try:
             while True:
-                told.clear()
+                child_changed.clear()
                 ranks.look()
-                await asyncio.sleep(LOOK_S_MIN)  # a shower of signals is one look
+                await asyncio.sleep(LOOK_S_MIN)  # a burst of signals causes one look
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
-                        await told.wait()
+                        await child_changed.wait()
         finally:
             if self._sweeps:
                 loop.remove_signal_handler(signal.SIGCHLD)
 
     async def _read(self, ranks: Ranks) -> None:
-        """What commands print, every READ_S."""
+        """Read the output of commands every READ_S."""
         while True:
             ranks.readers.look(time.monotonic())
             await asyncio.sleep(READ_S)
 
     async def _watch(self, ranks: Ranks) -> None:
-        """The pulse of training ranks, every WATCH_S."""
+        """Read the progress pages of training ranks every WATCH_S."""
         while self._node.watch:
             ranks.watch.look(time.monotonic())
             await asyncio.sleep(WATCH_S)
 
     async def _sweep(self, ranks: Ranks, health: Health | None) -> None:
-        """Reap orphans that ended by themselves while their rank lives on."""
+        """Reap orphans that exited while their rank still runs."""
         while self._sweeps:
             for pid in linux.dead_children():
                 if pid not in ranks.pids and not (health and pid in health.pids):

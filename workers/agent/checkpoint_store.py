@@ -1,9 +1,9 @@
-"""The agent's keeper: a process that holds copies of ranks' state in its memory (workers/keeper).
+"""Runs the node's checkpoint store: the process that holds in-memory checkpoints of ranks.
 
-The agent holds the listening socket and starts the keeper at the first connection, and anew when it
-has ended: so a node that keeps nothing has no such process, and a new keeper is found where the
-last one was. One that ends before it had a copy is left alone for longer each time, and is nothing
-that was lost.
+The agent owns the listening socket. It starts the store (workers/checkpoint_store) at the first
+connection and restarts it at the next connection after an exit: a node without checkpoints has no
+such process, and the address never changes. If the store exits before it held a checkpoint, nothing
+was lost, and the agent waits longer before each restart.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .delivery.log_link import backoff_s
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.checkpoint_store.server")
 BACKLOG_NUM = 64
-AGAIN_S_MAX = 60.0
-"""How long at most it is left alone after its end, where it ends each time before it is of use."""
+RESTART_S_MAX = 60.0
+"""Longest wait before a restart if the store keeps exiting before it holds a checkpoint."""
 END_S_MAX = 1.0
-"""How long its end is waited for; what takes longer the agent reaps with its other children."""
+"""How long `close` waits for the exit; a later one is reaped with the agent's other children."""
 
 _log = structlog.get_logger("agent")
 
 
 class Keeper:
-    """Listens on `host`; `lost` hears which task has no copies any more (0: none has), and why.
+    """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
-    `start` is the number of the process that runs, or runs next; it is one more after each that had
-    a copy. There are no more than KEEPERS_NUM_MAX: their numbers would be the next agent's.
+    `start` is the number of the current or next process; it grows by one after each process that
+    held a checkpoint. At most KEEPERS_NUM_MAX run: further numbers belong to the next agent.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
@@ -51,38 +51,38 @@ class Keeper:
         self._listener = socket.create_server((host, 0), backlog=BACKLOG_NUM)
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._again: asyncio.TimerHandle | None = None
-        self._has_kept = False
-        """Whether the one that runs has had a copy."""
-        self._num_vain = 0
-        """How many ended one after the other without having had any."""
+        self._restart_timer: asyncio.TimerHandle | None = None
+        self._has_stored = False
+        """The running process has held a checkpoint."""
+        self._num_failures = 0
+        """Consecutive exits before a first checkpoint."""
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
         self._loop.add_reader(self._listener, self._start)
 
     @property
     def pid(self) -> int:
-        """Of the process; 0: there is none now."""
+        """The pid of the store's process; 0: none runs."""
         return self._popen.pid if self._popen is not None else 0
 
     def forget(self, task: int) -> None:
-        """The task has ended: its copies may go."""
+        """Drop the checkpoints of a task that has ended."""
         if self._socket is not None:
             try:
                 self._socket.send(task.to_bytes(protocol.TASK_BYTES, "big"))
             except OSError:
-                pass  # it has ended, or hears nothing: its memory is bounded
+                pass  # it has exited or does not read; its memory is bounded anyway
 
     def close(self) -> None:
-        """End it, and listen no more; twice is harmless."""
+        """Kill the process and stop listening. A second call does nothing."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
-        if self._again is not None:
-            self._again.cancel()
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
         self._end()
 
     def _start(self) -> None:
-        """Somebody wants a keeper."""
+        """Start the process for a waiting connection."""
         self._loop.remove_reader(self._listener)
         parent = os.getpid()
         ours: socket.socket | None = None
@@ -102,13 +102,13 @@ class Keeper:
         except OSError as error:
             if ours is not None:
                 ours.close()
-            self._listen_again("no keeper", why=str(error))
+            self._listen_again("the checkpoint store cannot start", why=str(error))
             return
-        self._socket, self._has_kept = ours, False
-        self._loop.add_reader(ours, self._hear)
-        _log.info("keeps copies", pid=self._popen.pid, endpoint=self.endpoint)
+        self._socket, self._has_stored = ours, False
+        self._loop.add_reader(ours, self._on_message)
+        _log.info("started the checkpoint store", pid=self._popen.pid, endpoint=self.endpoint)
 
-    def _hear(self) -> None:
+    def _on_message(self) -> None:
         assert self._socket is not None
         try:
             data = self._socket.recv(protocol.TASK_BYTES)
@@ -118,28 +118,29 @@ class Keeper:
             data = b""
         task = int.from_bytes(data, "big")
         if data and task == protocol.FIRST_CODE:
-            self._has_kept, self._num_vain = True, 0
+            self._has_stored, self._num_failures = True, 0
         elif data:
-            self._lost(task, "they made room for one that did not come")
+            self._lost(task, "evicted for a checkpoint that did not arrive")
         else:
             self._end()
-            if self._has_kept:
-                self._lost(0, "the keeper has ended")
+            if self._has_stored:
+                self._lost(0, "the checkpoint store has exited")
                 self.start += 1
             if self.start > self._last:
-                _log.error("no keeper any more before the agent starts anew", num=KEEPERS_NUM_MAX,
+                _log.error("no more checkpoint store until the agent restarts", num=KEEPERS_NUM_MAX,
                            see=str(self._log_path))
-                self._listener.close()  # who wants one is refused at once
+                self._listener.close()  # new connections are refused
                 return
-            self._listen_again("the keeper has ended, and with it its copies" if self._has_kept
-                               else "the keeper has ended before it had a copy",
+            self._listen_again("the checkpoint store has exited; its checkpoints are lost"
+                               if self._has_stored else
+                               "the checkpoint store has exited before it held a checkpoint",
                                see=str(self._log_path))
 
     def _listen_again(self, what: str, **more: str) -> None:
-        pause_s = backoff_s(self._num_vain, AGAIN_S_MAX)
-        self._num_vain += 1
+        pause_s = backoff_s(self._num_failures, RESTART_S_MAX)
+        self._num_failures += 1
         _log.warning(what, again_s=round(pause_s, 3), **more)
-        self._again = self._loop.call_later(
+        self._restart_timer = self._loop.call_later(
             pause_s, lambda: self._loop.add_reader(self._listener, self._start))
 
     def _end(self) -> None:
@@ -151,5 +152,5 @@ class Keeper:
             try:
                 self._popen.wait(END_S_MAX)
             except subprocess.TimeoutExpired:
-                _log.warning("the keeper does not die", pid=self._popen.pid)
+                _log.warning("the checkpoint store survives SIGKILL", pid=self._popen.pid)
         self._socket = self._popen = None

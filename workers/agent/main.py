@@ -1,4 +1,4 @@
-"""The agent's process: its place, its way in, its signals, its exit code."""
+"""Runs the agent process: PID file, join, signals, exit code."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .health.custom_checks import Checks, check_folder
 from .health.health_monitor import Sources
 from .processes.launcher import MARK, RANK_ARGV, Node, mark
 
-# --- The agent's note of itself, `agents/NODE.json`: one agent per node and state directory. ---
+# --- The PID file `agents/NODE.json`: one agent per node and state directory. ---
 
 
 class AgentNote(Struct, frozen=True, kw_only=True):
-    """Who runs. `start_time` is field 22 of /proc/PID/stat: it tells the pid from a later one."""
+    """The running agent. `start_time` (field 22 of /proc/PID/stat) detects a reused pid."""
 
     node: str
     pid: int
@@ -45,7 +45,7 @@ class AgentNote(Struct, frozen=True, kw_only=True):
 
 
 class PidFile:
-    """Held by a lock for as long as the agent lives; removed when it stops on purpose."""
+    """A locked file for as long as the agent runs; removed when the agent stops on request."""
 
     def __init__(self, state_dir: Path, node: str) -> None:
         self._folder = state_dir / "agents"
@@ -53,10 +53,10 @@ class PidFile:
         self._lock = -1
 
     def take(self, now_s: float) -> int:
-        """Lock, write, and give the incarnation: `now_s` in ms, above every one before.
+        """Lock and write the file; return the incarnation: `now_s` in ms, above all earlier ones.
 
-        The lock file keeps it, so that a clock that was set back does no harm. Raises UsageError
-        if another agent has the lock.
+        The lock file stores the last incarnation, so a clock set back does no harm. Raises
+        UsageError if another agent holds the lock.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder / f"{self._node}.lock",
@@ -82,29 +82,29 @@ class PidFile:
         return incarnation
 
     def drop(self) -> None:
-        """Remove the note, free the lock; twice is harmless."""
+        """Remove the file and release the lock. A second call does nothing."""
         if self._lock >= 0:
             (self._folder / f"{self._node}.json").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
 
 CONNECT_S_MAX = 60.0
-"""How long the log's server is tried at the start; later, for ever."""
+"""How long the agent retries the log's server at startup. Later it retries without limit."""
 EXIT_S_MAX = 1.0
-"""How long a second signal waits for a tidy end."""
+"""How long a second signal waits for a clean exit."""
 HEALTH = "UNICRON_HEALTH"
-"""In the environment; "off": the node's health is not read, and a site's checks are not run."""
-LEFT_NUM_MAX = 8
-"""Spools of predecessors that are kept for delivery; older ones are given up."""
+"""Environment variable. "off" disables the health checks, a site's custom checks included."""
+OLD_SPOOLS_NUM_MAX = 8
+"""Spools of earlier incarnations that are still delivered; older spools are deleted."""
 
 _log = structlog.get_logger("agent")
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What `unicron agent` is asked for.
+    """The options of `unicron agent`.
 
-    `host` is where this node's ranks can be reached. `redis_url` empty takes what the control
-    plane tells. `devices` None takes CUDA_VISIBLE_DEVICES: one entry per slot, else CPU.
+    `host` is the address of this node's ranks. An empty `redis_url` takes the URL that the
+    control plane returns. `devices` None takes CUDA_VISIBLE_DEVICES: one entry per slot, else CPU.
     """
 
     node: str
@@ -123,23 +123,23 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 def run(options: Options) -> int:
-    """Run the node's agent until SIGTERM or SIGINT; the exit code. Raises UsageError.
+    """Run the node's agent until SIGTERM or SIGINT; return the exit code. Raises UsageError.
 
-    0: stopped on purpose. 1: the log is another one than before, or a second signal.
+    0: stopped on request. 1: the log was replaced by another one, or a second signal came.
     """
-    _configure_talk()
+    _configure_logging()
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")
     if options.checks is not None:
         check_folder(options.checks.folder)
-    bytes_max(os.environ)  # here it is told; in the keeper it would be an end without end
+    bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     pid_file = PidFile(options.state_dir.absolute(), options.node)
     incarnation = pid_file.take(time.time())
     try:
         return asyncio.run(_run(options, incarnation))
     except Forgotten as error:
-        _log.error("stopped: the log is another one than before; start the agent again",
+        _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
         return 1
     finally:
@@ -147,16 +147,16 @@ def run(options: Options) -> int:
 
 
 async def _run(options: Options, incarnation: int) -> int:
-    """Start order: signals, an end to what predecessors left running, join, log, agent.
+    """Start in this order: signals, kill of orphaned processes, join, log, agent.
 
-    Stop order: agent, log. A signal before the agent runs ends at once; the first one after lets
-    it stop by itself; the second cancels it, which kills the ranks.
+    Stop in this order: agent, log. A signal before the agent serves cancels the start. Later the
+    first signal stops the agent cleanly; the second cancels it, which kills the ranks.
     """
     stop = asyncio.Event()
     signals = _Signals(stop)
     state_dir = options.state_dir.absolute()
     for proc in linux.end_marked(f"{MARK}={mark(state_dir, options.node)}".encode()):
-        _log.warning("ended what a predecessor's rank left running", pid=proc.pid)
+        _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
     try:
         joined = await join(options.url, options.token, node=options.node, host=options.host,
@@ -180,17 +180,17 @@ async def _run(options: Options, incarnation: int) -> int:
         finally:
             await log.close()
     except asyncio.CancelledError:
-        if not signals.num_heard:
+        if not signals.num_received:
             raise
         return 1 if signals.is_serving else 0
     return 0
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first asks, the second insists."""
+    """SIGTERM and SIGINT: the first requests a clean stop, the second cancels."""
 
     def __init__(self, stop: asyncio.Event) -> None:
-        self.num_heard = 0
+        self.num_received = 0
         self.is_serving = False
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -198,29 +198,29 @@ class _Signals:
         assert task is not None
         self._task = task
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._hear)
+            self._loop.add_signal_handler(number, self._on_signal)
 
-    def _hear(self) -> None:
-        self.num_heard += 1
+    def _on_signal(self) -> None:
+        self.num_received += 1
         self._stop.set()
-        if not self.is_serving or self.num_heard > 1:
+        if not self.is_serving or self.num_received > 1:
             self._task.cancel()
             self._loop.call_later(EXIT_S_MAX, os._exit, 1)
 
 
 def spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
-    """This agent's spool, and those that predecessors left undelivered, oldest first."""
+    """Open this agent's spool and the undelivered spools of earlier incarnations, oldest first."""
     folder.mkdir(parents=True, exist_ok=True)
     mine = f"{node}.{source.rpartition('/')[2]}.spool"
-    # The name ends in the incarnation; sorted by it. A node's name may hold dots.
+    # The file name ends in the incarnation, which is the sort key. A node's name may hold dots.
     found = sorted((int(number), path) for path in folder.glob(f"{node}.*.spool")
                    if (number := path.name.removeprefix(f"{node}.").removesuffix(".spool"))
                    .isdecimal() and path.name != mine)
-    for _, path in found[:-LEFT_NUM_MAX]:
-        _log.warning("a predecessor's reports are given up", file=path.name)
+    for _, path in found[:-OLD_SPOOLS_NUM_MAX]:
+        _log.warning("deleted the undelivered reports of an earlier agent", file=path.name)
         path.unlink()
     left: list[Spool] = []
-    for _, path in found[-LEFT_NUM_MAX:]:
+    for _, path in found[-OLD_SPOOLS_NUM_MAX:]:
         spool = load(path, node, time.time)
         if spool is None:
             path.unlink()
@@ -230,7 +230,7 @@ def spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
 
 
 async def _connect(url: str, cluster: str) -> RedisLog:
-    """Raises UsageError when the server is unfit, or not reached within CONNECT_S_MAX."""
+    """Raises UsageError if the server is unfit, or unreachable for CONNECT_S_MAX."""
     deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
     while True:
         try:
@@ -244,7 +244,7 @@ async def _connect(url: str, cluster: str) -> RedisLog:
 
 
 def _devices(options: Options, env: Mapping[str, str]) -> tuple[str, ...]:
-    """One GPU for each slot, or none. Raises UsageError when there are fewer than slots."""
+    """One GPU for each slot, or none. Raises UsageError if there are fewer GPUs than slots."""
     if options.devices is not None:
         given = options.devices
     else:
@@ -256,7 +256,7 @@ def _devices(options: Options, env: Mapping[str, str]) -> tuple[str, ...]:
     return given[: options.num_slots]
 
 
-def _configure_talk() -> None:
+def _configure_logging() -> None:
     if not structlog.is_configured():
         shown = (structlog.dev.ConsoleRenderer() if sys.stderr.isatty()
                  else structlog.processors.JSONRenderer())

@@ -1,4 +1,4 @@
-"""The ranks of one node: orders become processes, and what processes do becomes reports."""
+"""Executes the node's orders: starts, stops and signals ranks, and reports what they do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .monitoring.flight_recorder_dumps import Asker, Dumps, ask
 from .monitoring.output_monitor import USUAL
 from .monitoring.output_reader import Readers
 from .monitoring.rank_monitor import Watch
-from .processes.exit_report import Ends, Killed
+from .processes.exit_report import ExitReporter, Killed
 from .processes.launcher import MARK, Node, Starter
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
@@ -51,49 +51,51 @@ from .processes.rank_process import Attempt
 from .publish import Overtaken, Publisher, Refused
 
 STOP_GRACE_S = 5.0
-"""Given to each rank when its agent stops."""
+"""Grace period of each rank when the agent stops."""
 REAP_S_MAX = 5.0
-"""Until the end is told of a rank of which something lives all the same; its slot stays taken."""
+"""After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
+stays occupied."""
 
-RANK_SAYS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
+RANK_REPORTS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
              reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
              reports.LossNotFinite, reports.MemoryCheckpointStored, reports.CheckpointSaved,
              RankFinished, InMemoryRecoveryDeclined)
-"""The kinds that a rank may send through its pipe; the agent forwards them unchanged."""
+"""The record kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
 
 class Ranks:
-    """All ranks of the node. `report` spools a body; `group` owns one task per rank."""
+    """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank."""
 
     def __init__(self, node: Node, report: Callable[[Body, float | None], None],
-                 group: asyncio.TaskGroup, keeper: Keeper, killed: Killed | None = None) -> None:
+                 group: asyncio.TaskGroup, store: Keeper,
+                 killed: Killed | None = None) -> None:
         self._node = node
-        self._keeper = keeper
+        self._store = store
         self._starter = Starter(node)
         self._report = report
         self.readers = Readers(report, USUAL if node.watch else None)
-        self._asker = Asker(self.dump)
-        self.watch = Watch(self._noticed, is_on=node.watch)
+        self._dump_trigger = Asker(self.dump)
+        self.watch = Watch(self._on_monitor_report, is_on=node.watch)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
         self._ranks: dict[tuple[int, int, int], Attempt] = {}
         self._publisher = Publisher(node.cluster)
-        self._ends = Ends(killed)
+        self._exit_reporter = ExitReporter(killed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     @property
     def pids(self) -> set[int]:
-        """The processes that this room reaps itself."""
+        """The processes that the executor reaps itself."""
         return {rank.process.pid for rank in self._ranks.values() if rank.process is not None}
 
-    def obey(self, record: Record, *, stale: bool = False, again: bool = False) -> None:
-        """Carry out one order.
+    def execute(self, record: Record, *, stale: bool = False, again: bool = False) -> None:
+        """Execute one order.
 
-        `stale`: it was given before this agent had joined. `again`: it may have been, and then a
-        predecessor may have answered it.
+        `stale`: the order is older than this agent's NodeJoined. `again`: it may be older; an
+        earlier incarnation may have answered it.
         """
         match record.body:
             case StartRank() as order:
@@ -104,7 +106,7 @@ class Ranks:
                 if rank is not None:
                     self._stop(rank, order.grace_s)
                 elif not stale:
-                    # Its StartRank never came here (cut off, then withdrawn), or its end is told.
+                    # Its StartRank never arrived (unreachable, then withdrawn), or it has exited.
                     self._refuse(record.seq, "there is no such rank")
             case Quiesce() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
@@ -121,26 +123,26 @@ class Ranks:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
             case DropMemoryCheckpoints() as order:
-                self._keeper.forget(order.task)
+                self._store.forget(order.task)
                 self._report(MemoryCheckpointsLost(
                     node=self._node.name, incarnation=self._node.incarnation, task=order.task,
-                    why="the task has ended", keeper_start=self._keeper.start,
+                    why="the task has ended", keeper_start=self._store.start,
                     order=record.seq), None)
             case PublishCheckpoint() as order:
-                self._do(self._publish(order, record, again), f"publish {record.seq}")
+                self._spawn_task(self._publish(order, record, again), f"publish {record.seq}")
             case InjectFault() as order:
-                # Who reads it again is another one: this order is not to break it anew.
+                # A later incarnation reads the order too; it must not inject the fault again.
                 if order.incarnation == self._node.incarnation:
-                    self._break(order, record.seq)
+                    self._inject_fault(order, record.seq)
             case other:
-                self._refuse(record.seq, f"{type(other).__name__} is no order")
+                self._refuse(record.seq, f"{type(other).__name__} is not an order")
 
     def look(self) -> None:
-        """Tell of each rank whose process was stopped, or goes on, since the last look.
+        """Report each rank that was stopped or continued since the last look.
 
-        About 25 us for each of them (measured).
+        About 25 us for each rank (measured).
         """
-        self._ends.look()
+        self._exit_reporter.look()
         for rank in self._ranks.values():
             process, order = rank.process, rank.order
             is_stopped = process.is_stopped() if process is not None else None
@@ -151,25 +153,25 @@ class Ranks:
             self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
                               pid=process.pid), None)
 
-    def _noticed(self, body: Body, occurred_s: float | None) -> None:
+    def _on_monitor_report(self, body: Body, occurred_s: float | None) -> None:
         self._report(body, occurred_s)
-        self._asker.heed(body)
+        self._dump_trigger.on_report(body)
 
     def dump(self, task: int) -> Dumps:
-        """Ask the task's training ranks here for their flight recorders (dumps.py)."""
+        """Request flight recorder dumps from the task's training ranks on this node."""
         return ask((rank.order.rank, rank.process, rank.pipe) for rank in self._of(task))
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End every rank and publication; returns when all is done, or after their limits."""
+        """Stop every rank and publication; returns when all have ended, or after their limits."""
         self._stopping = True
         for rank in list(self._ranks.values()):
-            self._go_on(rank)  # or it would hear of its end by SIGKILL alone
+            self._continue(rank)  # a stopped process would not handle SIGTERM
             self._stop(rank, grace_s)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s + REAP_S_MAX)
 
     def kill_all(self) -> None:
-        """SIGKILL every group and give up all that is under way; waits for nothing."""
+        """Send SIGKILL to every process group and cancel all tasks; does not wait."""
         self._stopping = True
         self._starter.close()
         for rank in self._ranks.values():
@@ -179,7 +181,7 @@ class Ranks:
             task.cancel()
 
     # --- orders ---------------------------------------------------------------------------------
-    def _do(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn_task(self, work: Coroutine[None, None, None], name: str) -> None:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -198,17 +200,18 @@ class Ranks:
         for other in self._of(order.task):
             if other.order.rank == order.rank:
                 if other.order.attempt >= order.attempt:
-                    return  # told twice, or overtaken
+                    return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
         rank = Attempt(order, record.seq, record.epoch)
         self._ranks[order.task, order.rank, order.attempt] = rank
-        self._do(self._live(rank), f"task {order.task} rank {order.rank}.{order.attempt}")
+        self._spawn_task(self._run_rank(rank),
+                         f"task {order.task} rank {order.rank}.{order.attempt}")
 
     def _stop(self, rank: Attempt, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s
         if rank.process is None:
-            if not rank.never:
-                rank.never = True
+            if not rank.is_withdrawn:
+                rank.is_withdrawn = True
                 order = rank.order
                 self._report(RankExited(
                     task=order.task, rank=order.rank, attempt=order.attempt, pid=0, exit_code=None,
@@ -230,53 +233,53 @@ class Ranks:
         _log.warning("order refused", order=seq, why=why)
         self._report(OrderRefused(node=self._node.name, order=seq, why=why), None)
 
-    # --- broken on purpose ----------------------------------------------------------------------
-    def _break(self, order: InjectFault, seq: int) -> None:
-        _log.warning("broken on purpose", what=order.what, task=order.task, rank=order.rank)
+    # --- fault injection ------------------------------------------------------------------------
+    def _inject_fault(self, order: InjectFault, seq: int) -> None:
+        _log.warning("injects a fault", what=order.what, task=order.task, rank=order.rank)
         if order.what == "node":
-            self._die()
+            self._crash_node()
         rank = self._ranks.get((order.task, order.rank, order.attempt))
         if rank is None or rank.process is None or rank.process.has_ended:
             self._refuse(seq, "there is no such rank")
         elif order.what == "rank":
             rank.process.signal_group(signal.SIGKILL)
         else:
-            self._go_on(rank)  # the last order says for how long
+            self._continue(rank)  # the last order sets the duration
             rank.process.signal_group(signal.SIGSTOP)
             if order.stop_s > 0:
-                rank.going_on = self._loop.call_later(order.stop_s, self._go_on, rank)
+                rank.continue_timer = self._loop.call_later(order.stop_s, self._continue, rank)
 
-    def _go_on(self, rank: Attempt) -> None:
-        """Continue a rank that was stopped on purpose for some time; nothing for another."""
-        if rank.going_on is not None and rank.process is not None:
-            rank.going_on.cancel()
-            rank.going_on = None
+    def _continue(self, rank: Attempt) -> None:
+        """Continue a rank that an injected fault has stopped; does nothing for other ranks."""
+        if rank.continue_timer is not None and rank.process is not None:
+            rank.continue_timer.cancel()
+            rank.continue_timer = None
             rank.process.signal_group(signal.SIGCONT)
 
-    def _die(self) -> NoReturn:
-        """As a node that is lost: everything at once, and nothing is told."""
+    def _crash_node(self) -> NoReturn:
+        """Simulate a lost node: kill all ranks and the agent without a report."""
         linux.end_marked(f"{MARK}={self._node.mark}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("it lives after SIGKILL")
+        raise AssertionError("alive after SIGKILL")
 
-    # --- a rank's life --------------------------------------------------------------------------
-    async def _live(self, rank: Attempt) -> None:
+    # --- life cycle of a rank -------------------------------------------------------------------
+    async def _run_rank(self, rank: Attempt) -> None:
         order = rank.order
         try:
             async with self._slots[order.slot.index]:
                 await self._starter.prepare(order)
-                if not rank.never and self._spawn(rank):
+                if not rank.is_withdrawn and self._spawn(rank):
                     await self._watch(rank)
         finally:
             del self._ranks[order.task, order.rank, order.attempt]
 
     def _spawn(self, rank: Attempt) -> bool:
-        """Start the process; False, and OrderRefused, if the system does not let us."""
+        """Start the process. False, after an OrderRefused, if the system refuses."""
         order = rank.order
         pipe: Pipe | None = None
         if order.spec.training is not None:
-            pipe = Pipe(lambda frame: self._heard(rank, frame),
-                        lambda why: self._broken(rank, why))
+            pipe = Pipe(lambda frame: self._on_frame(rank, frame),
+                        lambda why: self._end_faulty(rank, why))
         page = self.watch.open(order)
         try:
             process = self._starter.start(order, pipe, page)
@@ -289,7 +292,7 @@ class Ranks:
             return False
         rank.process, rank.pipe = process, pipe
         self.watch.begin(order, page, process.pid)
-        rank.memory = self._ends.watch(process.pid)
+        rank.memory = self._exit_reporter.watch(process.pid)
         if order.spec.command:
             self.readers.begin(order, process.log_path, process.log_start, process.pid)
         self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
@@ -305,23 +308,23 @@ class Ranks:
         assert process is not None
         try:
             how = await rank.until_end()
-            # A training rank whose end nobody expected is told at once: others wait for that word,
-            # and to look for what it left takes the longer the more processes there are.
-            is_told = rank.pipe is not None and rank.stop_at is None
-            if is_told:
+            # An unexpected exit of a training rank is reported before its children are cleaned up:
+            # other ranks wait for the report, and the search takes longer on a busy node.
+            is_reported = rank.pipe is not None and rank.stop_at is None
+            if is_reported:
                 process.signal_group(signal.SIGKILL)
-                await self._ended(rank, process, how)
-            elif rank.stop_at is not None:  # told to stop: the rest of its group has its grace too
+                await self._report_exit(rank, process, how)
+            elif rank.stop_at is not None:  # the grace period covers the whole process group
                 await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
             is_gone = await process.end_group(REAP_S_MAX)
-            if not is_told:
-                await self._ended(rank, process, how)
+            if not is_reported:
+                await self._report_exit(rank, process, how)
             while not is_gone:
-                _log.error("a process does not die; its slot stays taken", pid=process.pid)
+                _log.error("a process survives SIGKILL; its slot stays occupied", pid=process.pid)
                 is_gone = await process.end_group(60.0)
         finally:
-            if rank.going_on is not None:
-                rank.going_on.cancel()
+            if rank.continue_timer is not None:
+                rank.continue_timer.cancel()
             process.signal_group(signal.SIGKILL)
             process.close()
             self.readers.drop(rank.order)
@@ -329,37 +332,39 @@ class Ranks:
             if rank.pipe is not None:
                 rank.pipe.close()
 
-    async def _ended(self, rank: Attempt, process: Process, how: Exit) -> None:
+    async def _report_exit(self, rank: Attempt, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
-            rank.pipe.drain()  # what it said last comes before its end
+            rank.pipe.drain()  # its last reports come before its exit
         self.readers.end(rank.order)
         known = rank.fault or ("" if rank.stop_at is not None else None)
-        self._report(await self._ends.exited(rank.order, process, how, rank.memory,
-                                             said=rank.said, known=known), None)
+        self._report(await self._exit_reporter.report(
+            rank.order, process, how, rank.memory, error=rank.error, known=known), None)
 
-    # --- what ranks say -------------------------------------------------------------------------
-    def _heard(self, rank: Attempt, frame: Frame) -> None:
+    # --- reports of ranks -----------------------------------------------------------------------
+    def _on_frame(self, rank: Attempt, frame: Frame) -> None:
         if isinstance(frame.body, Adopted):
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
             return
-        if not isinstance(frame.body, RANK_SAYS):
-            self._broken(rank, f"{type(frame.body).__name__} is not for a rank to say")
+        if not isinstance(frame.body, RANK_REPORTS):
+            self._end_faulty(rank, f"a rank must not send {type(frame.body).__name__}")
             return
         if isinstance(frame.body, RankErrored):
-            rank.said = frame.body
-        if (isinstance(frame.body, (RankFinished, InMemoryRecoveryDeclined))
-                and rank.process is not None):
-            rank.process.unfollow()  # from here on it ends as the command around it does
+            rank.error = frame.body
+        if (
+            isinstance(frame.body, (RankFinished, InMemoryRecoveryDeclined))
+            and rank.process is not None
+        ):
+            rank.process.unfollow()  # from here on the exit of its command counts
         try:
             self._report(frame.body, frame.at_s or None)
         except ValueError as error:
-            self._broken(rank, f"a report that cannot be written: {error}")
+            self._end_faulty(rank, f"a report that cannot be encoded: {error}")
 
-    def _broken(self, rank: Attempt, why: str) -> None:
-        """A rank that speaks nonsense cannot be led: it ends, and is restarted like any other."""
-        _log.error("a rank broke its pipe's protocol", rank=rank.order.rank, why=why)
-        rank.fault = f"ended by its agent, whose pipe it broke: {why}"
+    def _end_faulty(self, rank: Attempt, why: str) -> None:
+        """Kill a rank that violates the pipe protocol; it is restarted like any failed rank."""
+        _log.error("a rank violated the pipe protocol", rank=rank.order.rank, why=why)
+        rank.fault = f"killed by its agent: it violated the pipe protocol: {why}"
         if rank.process is not None:
             rank.process.signal_group(signal.SIGKILL)
 
@@ -368,7 +373,7 @@ class Ranks:
         try:
             await self._publisher.publish(order, record)
         except Overtaken as error:
-            if not again:  # else whoever carried out the later one answers for both
+            if not again:  # else the incarnation that executed the later order answers for both
                 self._refuse(record.seq, f"checkpoint not published: {error}")
         except Refused as error:
             self._refuse(record.seq, f"checkpoint not published: {error}")

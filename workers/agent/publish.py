@@ -1,9 +1,9 @@
-"""Publication of a checkpoint: `<output>/latest` moves only forward.
+"""Publishes a checkpoint: moves `<output>/latest` forward, never back.
 
-In a folder it is a link, moved atomically under a lock. At an fsspec URL, which has neither links
-nor locks, it is a small object that names the checkpoint, written in one request. There two agents
-that publish at the same moment may leave the older; what a restart reads is what the log has
-published, not this.
+In a folder, `latest` is a symbolic link that is replaced atomically under a lock. An fsspec URL has
+neither links nor locks: there `latest` is a small object that names the checkpoint, written in one
+request. If two agents publish to a URL at the same moment, the older checkpoint may remain. A
+restart is not affected: it reads the published checkpoint from the log.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LOCK = ".published.lock"
 
 
 class Refused(UnicronError):
-    """The checkpoint is not published; `str()` says why."""
+    """The checkpoint was not published; `str()` gives the reason."""
 
 
 class Overtaken(Refused):
-    """A later order has published since."""
+    """A later order has already published."""
 
 
 class Publisher:
-    """Publishes what orders name, one after another."""
+    """Publishes the checkpoints that orders name, one at a time."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._publishing = asyncio.Lock()
 
     async def publish(self, order: PublishCheckpoint, record: Record) -> None:
-        """As `publish`, in a thread, in the order of the calls. Raises Refused, Overtaken."""
+        """Run `publish` in a thread, in call order. Raises PublishRefused, Superseded."""
         async with self._publishing:
             try:
                 async with asyncio.timeout(PUBLISH_S_MAX):
@@ -57,10 +57,10 @@ class Publisher:
 
 
 class _Note(Struct, frozen=True, kw_only=True):
-    """Which order moved `latest` last, and when it was given, by its record's `at_s`.
+    """The order that moved `latest` last, with its record's `at_s`.
 
-    Within one log `at_s` never decreases. A log that is begun anew counts its orders from 1 again
-    under the same cluster's name: its time tells that they are later.
+    Within one log `at_s` never decreases. A new log of the same cluster numbers its orders from 1
+    again; `at_s` shows that they are later.
     """
 
     cluster: str
@@ -75,10 +75,10 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
             path: str) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`.
 
-    In a folder, one compare-and-set under a lock there. An order older than the last that was
-    carried out is refused; the same one twice is harmless. `at_s` is when it was given. Blocks on
-    the disk: call it in a thread.
-    Raises Refused, Overtaken, OSError.
+    In a folder this is one compare-and-set under a lock file. An order older than the last executed
+    one is refused; a repeated order does no harm. `at_s` is the time of the order. Blocks on the
+    disk: call it in a thread.
+    Raises PublishRefused, Superseded, OSError.
     """
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
@@ -90,12 +90,12 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
         return
     folder = Path(output)
     if not (folder / relative).is_dir():
-        raise Refused(f"{folder / relative} is not there")
+        raise Refused(f"{folder / relative} does not exist")
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _refuse_older(note, _read(folder / _NOTE))
-        _move(folder, relative)
+        _move_link(folder, relative)
         _replace(folder / _NOTE, msgspec.json.encode(note))
     finally:
         os.close(lock)
@@ -107,35 +107,35 @@ def _publish_url(output: str, note: _Note) -> None:
     except UsageError as error:
         raise Refused(f"{error} ({error.hint})") from None
     if not store.has(f"{note.path}/{object_storage.WHOLE}"):
-        raise Refused(f"{output}/{note.path} is not there, or not whole")
-    _refuse_older(note, _understood(store.read(_LATEST)))
+        raise Refused(f"{output}/{note.path} is missing or incomplete")
+    _refuse_older(note, _decode(store.read(_LATEST)))
     store.write(_LATEST, msgspec.json.encode(note) + b"\n")
 
 
 def _refuse_older(note: _Note, last: _Note | None) -> None:
     if (last is not None and last.cluster == note.cluster
             and (last.at_s, last.order) > (note.at_s, note.order)):
-        raise Overtaken(f"order {last.order} has published {last.path} since")
+        raise Overtaken(f"the later order {last.order} has already published {last.path}")
 
 
-def _move(folder: Path, relative: PurePosixPath) -> None:
+def _move_link(folder: Path, relative: PurePosixPath) -> None:
     latest, new = folder / _LATEST, folder / ".latest.new"
     if latest.exists() and not latest.is_symlink():
         raise Refused(f"{latest} is not a link: move it away")
     new.unlink(missing_ok=True)
     new.symlink_to(relative, target_is_directory=True)
     new.replace(latest)
-    _sync(folder)
+    _fsync(folder)
 
 
 def _read(path: Path) -> _Note | None:
     try:
-        return _understood(path.read_bytes())
+        return _decode(path.read_bytes())
     except FileNotFoundError:
         return None
 
 
-def _understood(data: bytes | None) -> _Note | None:
+def _decode(data: bytes | None) -> _Note | None:
     try:
         return msgspec.json.decode(data, type=_Note) if data is not None else None
     except msgspec.MsgspecError:
@@ -148,7 +148,7 @@ def _replace(path: Path, data: bytes) -> None:
     new.replace(path)
 
 
-def _sync(folder: Path) -> None:
+def _fsync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -175,7 +175,8 @@ def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path) -> No
                 path="gen-1/iter-9")
         late = await one.leader.order(order("gen-1/iter-5"))
         refused = (await one.leader.wait(OrderRefused, 5))[4:]
-        assert [(r.order, "order 10000 has published" in r.why) for r in refused] == [(late, True)]
+        assert [(r.order, "order 10000 has already published" in r.why)
+                for r in refused] == [(late, True)]
         two.stop.set()
         await serving
         leading.cancel()
@@ -196,7 +197,7 @@ def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) 
     give(40, 2000.0, 2)
     assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
     give(40, 2000.0, 2)
-    with pytest.raises(Refused, match="order 40 has published gen-2"):
+    with pytest.raises(Refused, match="order 40 has already published gen-2"):
         give(39, 2000.0, 1)
     with pytest.raises(Refused):
         give(91, 1000.0, 1)

@@ -64,7 +64,7 @@ def test_the_kernel_before_the_file_before_the_output_before_the_signal(tmp_path
     assert why(ONE, RESET, path=path).status == CONNECTION_REFUSED
     assert why(ONE, RESET).status == CONNECTION_RESET
     assert why(Exit(None, signal.SIGSEGV)) == Cause(
-        line="signal 11 (SIGSEGV): it used memory that is not its own (segmentation fault)")
+        line="signal 11 (SIGSEGV): it accessed invalid memory (segmentation fault)")
     assert why(Exit(None, signal.SIGABRT, dumped=True)).line.endswith(", core dumped")
 
 

@@ -24,12 +24,14 @@ def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -
         return {0: tmp_path / "flight-rank-0.json"}
 
     asker = Asker(dump, lambda: now_s[0])
-    asker.heed(RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0))
+    asker.on_report(
+        RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0)
+    )
     assert asked == []
     for rank in range(3):
-        asker.heed(stalled(7, rank))
-    asker.heed(stalled(8))
+        asker.on_report(stalled(7, rank))
+    asker.on_report(stalled(8))
     assert asked == [7, 8]
     now_s[0] += AGAIN_S
-    asker.heed(stalled(7))
+    asker.on_report(stalled(7))
     assert asked == [7, 8, 7]

@@ -174,7 +174,7 @@ def test_a_log_that_forgot_its_end_is_told_of_the_hole() -> None:
     for body in (JOINED, exited(0), exited(1), exited(2)):
         spool.put(body)
     spool.trim(3)
-    spool.lose(1)
+    spool.mark_lost(1)
     lost, rest = spool.behind(spool.acked, 10)
     assert lost.source_seq == 3
     assert lost.body == ReportsLost(node="n1", num_lost=2)

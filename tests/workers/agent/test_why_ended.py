@@ -255,7 +255,7 @@ def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return f"Out of memory: Killed process {pid} (python)"
 
-    monkeypatch.setattr(order_executor, "Ends", lambda _: exit_report.Ends(killed))
+    monkeypatch.setattr(order_executor, "ExitReporter", lambda _: exit_report.ExitReporter(killed))
 
     async def test() -> None:
         async with house(memory, tmp_path) as one:
@@ -286,7 +286,7 @@ def test_who_was_told_to_stop_has_no_cause(memory: MemoryLog, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("seed", "cause"), [
-    (1, "last words"), (2, "ended by its agent, whose pipe it broke: NodeLeft is not for a rank")])
+    (1, "last words"), (2, "killed by its agent: it violated the pipe protocol: a rank must not")])
 def test_a_training_ranks_own_words_are_its_cause(memory: MemoryLog, tmp_path: Path, seed: int,
                                                   cause: str) -> None:
     async def test() -> None:
@@ -316,7 +316,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_end(
             await one.start(python("import os; os.abort()"))
             (told,) = await one.leader.wait(RankExited)
             assert told.cause.startswith("signal 6 (SIGABRT)")
-            assert told.tail == "(no output: it takes too long to read)"
+            assert told.tail == "(no output: reading it took too long)"
 
     go(test)
 

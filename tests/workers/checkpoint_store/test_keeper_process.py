@@ -66,7 +66,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
                 await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
             os.kill(first, signal.SIGKILL)
             await until(lambda: told, "its end is heard of")
-            assert told == [(0, "the keeper has ended")]
+            assert told == [(0, "the checkpoint store has exited")]
             assert (await asyncio.to_thread(put, endpoint, offer(30), bytes(100)))[1] == 6
             assert keeper.pid not in (0, first)
             assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
@@ -74,7 +74,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
             await until(lambda: _nothing(endpoint), "the task is forgotten")
             last = keeper.pid
         assert linux.read(last) is None or linux.read(last).state == "Z"  # type: ignore[union-attr]
-        assert told == [(0, "the keeper has ended")], "its end on purpose is none to be told"
+        assert told == [(0, "the checkpoint store has exited")], "close reports no loss"
         with pytest.raises(ConnectionRefusedError):
             put(endpoint, offer(40), bytes(100))
         assert "refused: checkpoint of 1001 bytes" in (tmp_path / "keeper.log").read_text()
@@ -105,7 +105,7 @@ def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path
         assert told == []
         assert keeper.start == 5, "no number is spent on it"
         for num, one in enumerate([one for one in said if "again_s" in one][:5]):
-            assert one["event"] == "the keeper has ended before it had a copy"
+            assert one["event"] == "the checkpoint store has exited before it held a checkpoint"
             assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
 
     asyncio.run(live())
@@ -144,7 +144,8 @@ def test_an_agent_that_cannot_start_one_tries_again(
             with capture_logs() as said:
                 monkeypatch.setattr(socket, "socketpair", none_is_left)
                 await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
-        assert [one["event"] for one in said] == ["no keeper", "keeps copies"]
+        assert [one["event"] for one in said] == [
+            "the checkpoint store cannot start", "started the checkpoint store"]
 
     asyncio.run(live())
 
@@ -162,7 +163,7 @@ def test_one_that_does_not_die_is_not_waited_for(
             monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
             with capture_logs() as said:
                 keeper.close()
-            assert [one["event"] for one in said] == ["the keeper does not die"]
+            assert [one["event"] for one in said] == ["the checkpoint store survives SIGKILL"]
 
     asyncio.run(live())
 

@@ -97,7 +97,7 @@ def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
         at_s += BURST_QUIET_S / 2
         again = bursts.take(error, at_s)
     assert again is not None
-    assert again.text == "line (and 13 equal ones before)"
+    assert again.text == "line (and 13 equal errors before)"
     later = bursts.take(error, at_s + 2 * BURST_QUIET_S)
     assert later is not None
     assert later.text == "line", "it had ended, and nothing was untold"
@@ -109,7 +109,7 @@ def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
     assert sum(one is not None for one in told) == ERRED_NUM_MAX
     after = bursts.take(Erred("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
     assert after is not None
-    assert after.text == f"line ({5000 - ERRED_NUM_MAX} other errors were not told)"
+    assert after.text == f"line ({5000 - ERRED_NUM_MAX} other errors were not reported)"
 
 
 # --- calls that hang ----------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_memory_of_the_machine_of_the_container_and_the_pressure(tmp_path: Path)
     assert (low.health, low.why) == ("degraded", "2.0% of memory is available")
     stalled = "some avg10=60.00 avg60=9 avg300=1 total=9\nfull avg10=31.40 avg60=4 avg300=0 total=9"
     write(tmp_path, {"proc/pressure/memory": stalled})
-    assert _memory(tmp_path).why == "everything waited for memory 31 % of 10 s"
+    assert _memory(tmp_path).why == "all processes stalled on memory for 31 % of 10 s"
     write(tmp_path, {"proc/pressure/memory": stalled.replace("31.40", "0.00"),
                      "proc/self/cgroup": "0::/pod/main"})
     group = tmp_path / "sys/fs/cgroup/pod/main"
@@ -298,7 +298,7 @@ def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> 
 
     assert [look(15.0, n).health for n in (1, 2, 3, 4)] == ["healthy"] * 4, "it reads, slowly"
     assert [look(15.0, 4).health for _ in range(2)] == ["healthy", "degraded"]
-    assert look(15.0, 4).why == ("python (pid 41) cannot be ended: in rpc_wait_bit_killable for "
+    assert look(15.0, 4).why == ("python (pid 41) cannot be killed: in rpc_wait_bit_killable for "
                                  "45 s")
     assert look(1.0, 5).health == "healthy"
     ppid = 2

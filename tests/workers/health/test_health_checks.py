@@ -93,7 +93,7 @@ NICE_NUM_MAX = 19
 def test_what_a_check_is_told_and_is_not(tmp_path: Path) -> None:
     told = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
                                      ' $(nice) $(cat | wc -c)"'))
-    assert told.said.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
+    assert told.output.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
 
 
 def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
 def test_what_a_check_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     answer = ask(script(tmp_path / "checks", "c", f"sleep 300 & echo $! > {note}; echo well"))
-    assert (answer.code, answer.said) == (0, "well\n")
+    assert (answer.code, answer.output) == (0, "well\n")
     assert not alive(int(note.read_text()))
 
 
@@ -124,7 +124,7 @@ def test_a_flood_of_output_is_cut_and_holds_up_nobody(tmp_path: Path) -> None:
     answer = ask(script(tmp_path, "c", r"""printf 'bad\033[31m\007 %0900d' 7
         head -c 20000000 /dev/zero | tr '\0' x; exit 2"""))
     assert answer.code == 2
-    assert len(answer.said) == CHECK_READ_BYTES
+    assert len(answer.output) == CHECK_READ_BYTES
     found = finding("c", answer, 1)
     assert found.why.startswith("bad [31m  000")
     assert len(found.why) == REASON_CHARS_MAX

@@ -47,7 +47,7 @@ def test_slots_are_told_apart_by_index_and_uuid(node: Node) -> None:
     assert slots.is_known
     assert (slots.find("PCI:0000:9b:00"), slots.find("0000:1b:00.0")) == (0, 1)
     node.b.fields[230] = 1
-    assert node.slot(0) == Finding("gpu/0", BAD, "the driver asks to reset the GPU", (0,),
+    assert node.slot(0) == Finding("gpu/0", BAD, "the driver requests: reset the GPU", (0,),
                                    GPU_DRIVER_ERRORS, "nvml-recovery-action", True)
 
 
@@ -56,8 +56,8 @@ def test_slots_are_told_apart_by_index_and_uuid(node: Node) -> None:
     ({"rows": (3, 9, 1, 1)}, BAD, ECC_ERRORS, "a memory row could not be remapped (9 are)"),
     ({"rows": None, "pages": [0] * 64}, BAD, ECC_ERRORS, "64 memory pages are retired"),
     ({"rows": None, "pages_pending": 1}, SLOW, ECC_ERRORS, "a memory page waits"),
-    ({"fields": {230: 2}}, BAD, GPU_DRIVER_ERRORS, "the driver asks to reboot the node"),
-    ({"fields": {230: 4}}, SLOW, GPU_DRIVER_ERRORS, "the driver asks to drain it, then reset it"),
+    ({"fields": {230: 2}}, BAD, GPU_DRIVER_ERRORS, "the driver requests: reboot the node"),
+    ({"fields": {230: 4}}, SLOW, GPU_DRIVER_ERRORS, "the driver requests: drain it, then reset it"),
     ({"links": [1] * 16 + [0, 0]}, BAD, NVLINK_ERRORS, "NVLink down: link 16, 17"),
     ({"reasons": 0x48, "clock_mhz": 1140}, SLOW, "", "thermal slowdown, 1980 -> 1140 MHz"),
     ({"reasons": 0x88, "clock_mhz": 345}, SLOW, "", "power brake, 1980 -> 345 MHz"),
@@ -101,7 +101,8 @@ def test_new_uncorrectable_errors_are_told_and_old_ones_are_not(node: Node) -> N
     look = node.look()
     assert look.erred == [Erred(
         "nvml", ECC_ERRORS, "nvml-ecc-uncorrectable",
-        "gpu 1: 2 uncorrectable ECC errors more, 2 since the driver was loaded, 1002 ever", (1,))]
+        "gpu 1: 2 new uncorrectable ECC errors, 2 since the driver was loaded, 1002 in total",
+        (1,))]
     assert look.findings[1].health == "healthy", "whether it is worn out, remapped rows say"
     assert node.look().erred == []
 
@@ -137,7 +138,7 @@ def test_a_driver_that_does_not_answer_is_said_once_and_asked_again(
         assert not gpus.read().findings
         clock.now_s += RETRY_S / 3
     assert library.num_inits == 4
-    assert capsys.readouterr().out.count("NVML does not answer") == 1
+    assert capsys.readouterr().out.count("NVML cannot open") == 1
     library.init_error = 0
     clock.now_s += RETRY_S
     assert gpus.read().findings[0].health == "healthy"
@@ -161,14 +162,14 @@ def test_no_gpu_no_library() -> None:
 # --- XIDs ---------------------------------------------------------------------------------------
 def test_an_xid_is_heard_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_code(text: str) -> Verdict:
-        assert text == "NVRM: Xid (PCI:00000000:1B:00.0): 79, told by NVML"
+        assert text == "NVRM: Xid (PCI:00000000:1B:00.0): 79, reported by NVML"
         return Verdict(GPU_DRIVER_ERRORS, "xid-79", code=79, device="00000000:1B:00.0")
 
     monkeypatch.setattr(gpus_file, "classify", by_code)
 
     async def test() -> None:
         node.library.xids.put((79, node.a))
-        (heard,) = await until(lambda: node.gpus.take_heard() or None)
+        (heard,) = await until(lambda: node.gpus.take_xids() or None)
         assert (heard.origin, heard.status, heard.devices, heard.code) == (
             "nvml", GPU_DRIVER_ERRORS, (1,), 79)
 

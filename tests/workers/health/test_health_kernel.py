@@ -183,7 +183,7 @@ def test_by_the_classifier_itself(tmp_path: Path) -> None:
         (GPU_DRIVER_ERRORS, (0,), 79), (GPU_DRIVER_ERRORS, (1,), 154),
         (ILLEGAL_MEMORY_ACCESS, (2,), 31), (TASK_HANG, (), 0)]
     reader.close()
-    line = "NVRM: Xid (PCI:00000000:05:00.0): 79, told by NVML"
+    line = "NVRM: Xid (PCI:00000000:05:00.0): 79, reported by NVML"
     told = kernel_log.erred_of("nvml", classify(line), line, Slots({0: "0:05:00"}, 1))
     assert told is not None
     assert (told.origin, told.devices, told.code) == ("nvml", (0,), 79)

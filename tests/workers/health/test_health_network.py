@@ -54,7 +54,7 @@ def test_a_link_that_goes_down_and_comes_back(machine: Machine) -> None:
                                                     OTHER_NETWORK)
     assert one(machine.look(PORT)).health == "healthy"
     slow = one(machine.look({"rate": "200 Gb/sec (4X HDR)"}))
-    assert (slow.health, slow.why) == ("degraded", "mlx5_0/1: 200 Gb/s, it was 400 Gb/s")
+    assert (slow.health, slow.why) == ("degraded", "mlx5_0/1: 200 Gb/s, was 400 Gb/s")
 
 
 def test_a_port_that_never_was_up_is_nobodys_business(machine: Machine) -> None:
@@ -130,4 +130,4 @@ def test_physical_interfaces_only_and_never_unhealthy(machine: Machine) -> None:
     up = machine.look({"operstate": "up", "carrier_changes": "6", "speed": "25000"},
                       folder=net / "eth0")
     assert up.erred == [], "the same fall"
-    assert up.findings[1].why == "eth0: 25 Gb/s, it was 100 Gb/s"
+    assert up.findings[1].why == "eth0: 25 Gb/s, was 100 Gb/s"

@@ -71,7 +71,7 @@ def test_a_task_comes_back_from_a_url_and_its_final_checkpoint_is_the_twins(
     assert published(output, told)["path"] == "gen-1/iter-3"
     half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
                            ckpt_bytes=1, final=False)
-    with pytest.raises(Refused, match="gen-1/iter-6 is not there, or not whole"):
+    with pytest.raises(Refused, match="gen-1/iter-6 is missing or incomplete"):
         published(output, half)
     driver.kill(0)
     driver.kill(1)
@@ -99,7 +99,7 @@ def test_latest_moves_only_forward(output: str, alone: Any) -> None:
         object_storage.Store(f"{output}/{one.path}").check_writable()
         store.write(f"{one.path}/.metadata", b"whole")
     assert published(output, told[1], order=40)["path"] == "gen-2/iter-3"
-    with pytest.raises(Overtaken, match="order 40 has published gen-2/iter-3 since"):
+    with pytest.raises(Overtaken, match="order 40 has already published gen-2/iter-3 since"):
         published(output, told[0], order=30)
     assert published(output, told[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
 

@@ -1,4 +1,4 @@
-"""Reports on their way to the log: joined, spooled, sent at least once.
+"""Joins the control plane, and delivers reports to the log: spooled, sent at least once.
 
 Read `join`, `spool`, `outbox`, `log_link`. Imports `events` alone.
 """

@@ -1,4 +1,4 @@
-"""An agent's way in: POST /v1/join with the token, answered with where the log is."""
+"""Joins the control plane: POST /v1/join with the token returns the address of the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....events.records.types import Labels
 from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
-"""How long an unreachable or leaderless server is tried."""
+"""How long an unreachable or leaderless server is retried."""
 ANSWER_S_MAX = 5.0
 RETRY_S_MAX = 1.0
 
@@ -36,10 +36,9 @@ class _Error(Struct, frozen=True):
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
                labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
-    """Ask until answered, at most `s_max` seconds.
+    """Send the join request until the server answers, for at most `s_max` seconds.
 
-    Raises UsageError at once when the token or the request is refused, and at the end when the
-    server could not be reached.
+    Raises UsageError if the server rejects the token or the request, or stays unreachable.
     """
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
@@ -51,7 +50,7 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
             timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
         while True:
             try:
-                return await _ask(session, url, headers, body)
+                return await _post(session, url, headers, body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             wait_s = backoff_s(num_tries, RETRY_S_MAX)
@@ -62,9 +61,9 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
             await asyncio.sleep(wait_s)
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
+async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
                body: Mapping[str, object]) -> Joined:
-    """One try. Raises UsageError (do not try again), ClientError or TimeoutError (do)."""
+    """One try. Raises UsageError (final), or ClientError or TimeoutError (retry)."""
     try:
         reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
     except aiohttp.InvalidURL:
@@ -74,20 +73,20 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
         raise UsageError(f"{url} does not accept the token",
                          "set UNICRON_TOKEN to what is in that cluster's token file")
     if reply.status >= 500:
-        raise aiohttp.ClientError(f"{reply.status} {_told(data).error}".strip())
+        raise aiohttp.ClientError(f"{reply.status} {_error(data).error}".strip())
     if reply.status != 200:
-        told = _told(data)
-        raise UsageError(f"{url} refuses to let {body['node']} join: {told.error}",
-                         told.hint or "does --url name a unicron control plane?")
+        error = _error(data)
+        raise UsageError(f"{url} refuses to let {body['node']} join: {error.error}",
+                         error.hint or "does --url name a unicron control plane?")
     try:
         return msgspec.json.decode(data, type=Joined)
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{url} gives an answer that is not understood: {error}",
+        raise UsageError(f"{url} sends an invalid answer: {error}",
                          "is it a unicron control plane of this version?") from None
 
 
-def _told(data: bytes) -> _Error:
-    """The body of an error, or the first line of what else was sent."""
+def _error(data: bytes) -> _Error:
+    """The decoded error body; else the first line of the text."""
     try:
         return msgspec.json.decode(data, type=_Error)
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""Whether the log can be reached: limits and retries for calls to it, said on change."""
+"""Calls to the log with time limits and retries; logs when the log becomes (un)reachable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ....events.errors import Ambiguous, LogError, Unavailable, UsageError
 
 T = TypeVar("T")
 CALL_S_MAX = 10.0
-"""A call that has not answered by then counts as Unavailable."""
+"""A call without an answer after this long counts as Ambiguous."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 2.0
 
 _log = structlog.get_logger("agent")
 
 
 def backoff_s(num_tries: int, s_max: float = BACKOFF_S_MAX) -> float:
-    """How long to wait before try `num_tries` + 1: doubled each time, half of it by chance."""
+    """Wait before try `num_tries` + 1: exponential backoff with jitter (50 to 100 %)."""
     full = min(s_max, BACKOFF_S_MIN * 2.0 ** min(num_tries, 16))
     return full * random.uniform(0.5, 1.0)
 
@@ -32,25 +32,25 @@ class Link:
         self._up = True
 
     async def call(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
-        """One try. Raises Unavailable or Ambiguous, also when the limit `s_max` passes."""
+        """One try. Raises Unavailable, or Ambiguous (also after `s_max`)."""
         try:
             async with asyncio.timeout(s_max):
                 value = await make()
         except TimeoutError:
-            self._say(False, f"no answer within {s_max:g} s")
+            self._log_change(False, f"no answer within {s_max:g} s")
             raise Ambiguous(f"no answer within {s_max:g} s") from None
         except (Unavailable, Ambiguous) as error:
-            self._say(False, str(error))
+            self._log_change(False, str(error))
             raise
         except (LogError, UsageError) as error:
-            # A server that refuses (a password changed, a stream damaged) stops no rank either.
-            self._say(False, str(error))
+            # A refusing server (changed password, damaged stream) must not stop a rank either.
+            self._log_change(False, str(error))
             raise Unavailable(str(error)) from None
-        self._say(True, "")
+        self._log_change(True, "")
         return value
 
-    async def insist(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
-        """Try for ever, with a backoff of at most BACKOFF_S_MAX; for calls safe to repeat."""
+    async def retry(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
+        """Retry without limit, backoff at most BACKOFF_S_MAX; for idempotent calls only."""
         num_tries = 0
         while True:
             try:
@@ -59,10 +59,10 @@ class Link:
                 await asyncio.sleep(backoff_s(num_tries))
                 num_tries += 1
 
-    def _say(self, up: bool, why: str) -> None:
+    def _log_change(self, up: bool, why: str) -> None:
         if up != self._up:
             self._up = up
             if up:
-                _log.info("the log is reached again")
+                _log.info("the log is reachable again")
             else:
-                _log.warning("the log cannot be reached; ranks go on, reports are kept", why=why)
+                _log.warning("the log is unreachable; ranks continue, reports are spooled", why=why)

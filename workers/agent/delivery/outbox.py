@@ -1,4 +1,4 @@
-"""Delivers what is spooled: in order, at least once, a predecessor's before one's own."""
+"""Delivers spooled reports in order, at least once, those of earlier incarnations first."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .spool import Spool
 
 NUM_BATCH = 256
 NUM_WINDOW = 1024
-"""Reports handed over and not acknowledged: a dead leader must not fill the server's memory."""
+"""Reports sent and not acknowledged: without a leader they must not fill the server's memory."""
 ACK_POLL_S = 0.1
 IDLE_POLL_S = 5.0
-"""Between looks at the cursor when all is acknowledged: a log that was replaced is noticed."""
+"""Between two polls of the cursor if all is acknowledged: this finds a replaced log."""
 RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
-"""Reports that nobody acknowledges are sent again after this long, doubled each time."""
+"""Unacknowledged reports are sent again after this long, doubled each time."""
 
 
 class Forgotten(LogError):
-    """The log has no trace of an agent that it had acknowledged: it is another log."""
+    """The log no longer knows reports that it had acknowledged: another log replaced it."""
 
 
 class _Channel:
-    """One spool on its way. `sent` is the last number handed over since the last doubt."""
+    """The delivery state of one spool. `sent`: the last number sent since the last reset."""
 
     def __init__(self, spool: Spool, num_window: int) -> None:
         self.spool = spool
@@ -37,41 +37,41 @@ class _Channel:
         self.resend_at = 0.0
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_sent(self) -> bool:
         return self.sent >= self.spool.last
 
 
 class Outbox:
-    """`left` are the spools of predecessors; `spool` is this agent's own."""
+    """Delivers `left`, the spools of earlier incarnations, then `spool`, this agent's own."""
 
     def __init__(self, port: AgentPort, link: Link, spool: Spool,
                  left: Sequence[Spool] = ()) -> None:
         self._port = port
         self._link = link
         self._spool = spool
-        # A predecessor's reports go out whole, window or not: they must precede NodeJoined.
+        # Earlier reports are sent whole, without a window: they must precede NodeJoined.
         self._channels = [_Channel(one, one.last) for one in left]
         self._channels.append(_Channel(spool, NUM_WINDOW))
-        self._bell = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     def put(self, body: Body, occurred_s: float | None = None) -> None:
-        """Spool a report and ring. Raises ValueError for a float that is not finite."""
+        """Spool a report and wake `run`. Raises ValueError for a float that is not finite."""
         self._spool.put(body, occurred_s)
-        self._bell.set()
+        self._wakeup.set()
 
     @property
     def num_unacked(self) -> int:
         return self._spool.num_unacked
 
     async def run(self) -> None:
-        """Deliver for ever; ends by cancellation, or by Forgotten."""
+        """Deliver until cancelled. Raises LogReplaced."""
         num_tries = 0
         while True:
-            self._bell.clear()
+            self._wakeup.clear()
             try:
                 for channel in self._channels:
                     await self._pump(channel)
-                    if not channel.is_handed_over and channel.spool is not self._spool:
+                    if not channel.is_sent and channel.spool is not self._spool:
                         break
                 num_tries = 0
             except (Unavailable, Ambiguous):
@@ -84,7 +84,7 @@ class Outbox:
             await self._wait()
 
     async def flush(self, s_max: float) -> bool:
-        """Wait until all of one's own reports are acknowledged; False after `s_max`."""
+        """Wait until the log has acknowledged all own reports; False after `s_max`."""
         deadline = asyncio.get_running_loop().time() + s_max
         while self._spool.num_unacked:
             if asyncio.get_running_loop().time() > deadline:
@@ -93,35 +93,35 @@ class Outbox:
         return True
 
     async def _wait(self) -> None:
-        """For a new report, or for the next look at the cursor."""
+        """Wait for a new report, or for the next poll of the cursor."""
         waits = any(channel.spool.num_unacked for channel in self._channels)
         try:
             async with asyncio.timeout(ACK_POLL_S if waits else IDLE_POLL_S):
-                await self._bell.wait()
+                await self._wakeup.wait()
         except TimeoutError:
             pass
 
     async def _pump(self, channel: _Channel) -> None:
         spool = channel.spool
-        await self._look(channel)
-        while not channel.is_handed_over:
-            room = channel.num_window - (channel.sent - spool.acked)
-            batch = spool.behind(channel.sent, min(NUM_BATCH, room)) if room > 0 else []
+        await self._poll_cursor(channel)
+        while not channel.is_sent:
+            num_free = channel.num_window - (channel.sent - spool.acked)
+            batch = spool.behind(channel.sent, min(NUM_BATCH, num_free)) if num_free > 0 else []
             if not batch:
                 break
             await self._link.call(partial(self._port.send, batch))
             channel.sent = max(channel.sent, batch[-1].source_seq)
 
-    async def _look(self, channel: _Channel) -> None:
-        """Ask for the cursor: trim, or begin again behind it."""
+    async def _poll_cursor(self, channel: _Channel) -> None:
+        """Poll the log's cursor; trim up to it, or send again from there."""
         spool, now = channel.spool, asyncio.get_running_loop().time()
         acked = await self._link.call(lambda: self._port.acked(spool.source))
         if acked < spool.acked:
             if acked == 0:
-                raise Forgotten(f"the log does not know {spool.source} any more")
-            spool.lose(acked)
+                raise Forgotten(f"the log no longer knows {spool.source}")
+            spool.mark_lost(acked)
             channel.sent = acked
-        # Nothing under way, or progress: no reason to send again.
+        # Nothing unacknowledged, or progress: no reason to send again.
         moved = acked > spool.acked or channel.sent <= spool.acked
         if acked > spool.acked:
             spool.trim(acked)

@@ -1,19 +1,18 @@
-"""What an agent has told and nobody has acknowledged: numbered, bounded, kept in a file.
+"""The spool: the agent's unacknowledged reports, numbered, bounded, stored in a file.
 
     put ──▶ [ acked ............ sent ............ last ]
-             trimmed by the      handed over,      waits for its turn
-             log's cursor        may be sent again
+             trimmed by the      sent, may be      not sent yet
+             log's cursor        sent again
 
-A report gets its number when it is put and keeps it. When the spool is full, each
-MemoryCheckpointStored goes first that has a newer one behind it, of the same rank and keeper; then
-the oldest TaskProgressed or IterationsLogged (a loss curve with a hole), then the oldest of all but
-NodeJoined, without which the log would know no node. What went leaves a ReportsLost in its place
-with the number of the last one that it stands for; neighbours become one. Reports that were handed
-over already may still reach the log from the intake: then their ReportsLost comes too late and is a
-duplicate.
+`put` numbers a report for good. A full spool drops reports in this order: a MemoryCheckpointStored
+if a newer one of the same rank and store follows; then the oldest TaskProgressed or
+IterationsLogged (the loss curve gets a gap); then the oldest of all but NodeJoined, without which
+the log would not know the node. A ReportsLost with the number of the last dropped report replaces
+them; adjacent ones are merged. If a dropped report was already sent, it may still reach the log;
+its ReportsLost then counts as a duplicate.
 
-The file is for the agent that comes after this one: it outlives SIGKILL, not a power cut. A disk
-that is full, or gone, ends no agent: reports are kept in memory alone until it can be written.
+The next incarnation delivers the file. It survives SIGKILL, not a power cut. If the disk is full or
+gone, the agent continues and holds reports in memory until it can write the file again.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from ....events.records.types import Body
 
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
-_ROOM_RATIO = 0.9
-"""A full spool is emptied down to this share, so that not every report has to make room."""
+_SHRINK_RATIO = 0.9
+"""A full spool is emptied down to this share, so that not every new report has to drop others."""
 _FILE_SLACK_BYTES = 64 << 10
 _HEAD = struct.Struct(">I")
 _log = structlog.get_logger("agent")
 
 
 class _Entry:
-    """A report and its bytes."""
+    """A report and its encoding."""
 
     __slots__ = ("num_lost", "report", "wire")
 
@@ -63,8 +62,8 @@ class _Entry:
 class Spool:
     """The reports of one source. `clock` gives seconds since 1970; `file` may be None.
 
-    The file is rewritten when it is twice as long as what it must hold, so that it is never longer
-    than twice `bytes_max` and a little.
+    The file is rewritten when it is twice as long as its live reports, so it never gets much longer
+    than twice `bytes_max`.
     """
 
     def __init__(self, source: str, node: str, clock: Callable[[], float], *,
@@ -87,11 +86,11 @@ class Spool:
 
     @property
     def num_unacked(self) -> int:
-        """Reports that the log has not acknowledged, a ReportsLost counted as one."""
+        """Number of unacknowledged reports; a ReportsLost counts as one."""
         return len(self._entries)
 
     def put(self, body: Body, occurred_s: float | None = None) -> Report:
-        """Number a report and keep it. Raises ValueError for a float that is not finite."""
+        """Number and store a report. Raises ValueError for a float that is not finite."""
         report = Report(source=self.source, source_seq=self.last + 1,
                         occurred_s=self._clock() if occurred_s is None else occurred_s, body=body)
         entry = _Entry(report, encode_report(report))
@@ -100,7 +99,7 @@ class Spool:
         self._num_bytes += len(entry.wire)
         self._write(entry)
         if self._num_bytes > self._bytes_max:
-            self._make_room()
+            self._shrink()
         return report
 
     def behind(self, after: int, num_max: int) -> list[Report]:
@@ -114,7 +113,7 @@ class Spool:
         return found
 
     def trim(self, acked: int) -> None:
-        """The log has everything up to and including `acked`."""
+        """Drop the reports up to and including `acked`: the log has them."""
         self.acked = max(self.acked, acked)
         while self._entries and self._entries[0].report.source_seq <= acked:
             self._num_bytes -= len(self._entries.popleft().wire)
@@ -122,8 +121,8 @@ class Spool:
         if missing or self._file_bytes > 2 * self._num_bytes + _FILE_SLACK_BYTES:
             self._rewrite()
 
-    def lose(self, acked: int) -> None:
-        """The log has forgotten what it had acknowledged behind `acked`: say so to it."""
+    def mark_lost(self, acked: int) -> None:
+        """Put a ReportsLost first: the log has lost acknowledged reports behind `acked`."""
         assert acked < self.acked
         self._entries.appendleft(self._lost(self.acked, self.acked - acked, self._clock()))
         self._num_bytes += len(self._entries[0].wire)
@@ -141,23 +140,23 @@ class Spool:
                 self._path.unlink(missing_ok=True)
             self._path = None
 
-    # --- making room ----------------------------------------------------------------------------
-    def _make_room(self) -> None:
-        room = int(self._bytes_max * _ROOM_RATIO)
+    # --- dropping reports -----------------------------------------------------------------------
+    def _shrink(self) -> None:
+        target_bytes = int(self._bytes_max * _SHRINK_RATIO)
         entries = list(self._entries)
-        for may_go in (_is_outdone(entries), _is_progress, _is_not_joined):
-            entries = self._drop(entries, may_go, room)
+        for may_drop in (_is_superseded(entries), _is_progress, _is_not_joined):
+            entries = self._drop(entries, may_drop, target_bytes)
         self._entries = deque(entries)
         self._rewrite()
 
-    def _drop(self, entries: list[_Entry], may_go: Callable[[_Entry], bool],
-              room: int) -> list[_Entry]:
-        """Oldest first; neighbours that went become one ReportsLost."""
+    def _drop(self, entries: list[_Entry], may_drop: Callable[[_Entry], bool],
+              target_bytes: int) -> list[_Entry]:
+        """Drop the oldest first; adjacent dropped reports become one ReportsLost."""
         kept: list[_Entry] = []
         for entry in entries:
-            full = self._num_bytes > room
+            full = self._num_bytes > target_bytes
             last = kept[-1] if kept else None
-            goes = entry is not entries[-1] and (may_go(entry) if not entry.num_lost else
+            goes = entry is not entries[-1] and (may_drop(entry) if not entry.num_lost else
                                                  last is not None and last.num_lost > 0)
             if full and goes:
                 num_lost = entry.num_lost or 1
@@ -184,7 +183,7 @@ class Spool:
             self._file.flush()
             self._file_bytes += _HEAD.size + len(entry.wire)
         except OSError as error:
-            self._say(error)
+            self._log_change(error)
 
     def _rewrite(self) -> None:
         if self._path is None:
@@ -199,27 +198,27 @@ class Spool:
             self._file = self._path.open("ab")
             self._file_bytes = self._file.tell()
         except OSError as error:
-            self._say(error)
+            self._log_change(error)
         else:
-            self._say(None)
+            self._log_change(None)
 
-    def _say(self, error: OSError | None) -> None:
-        """On change; a file that failed is written anew when the log has acknowledged more."""
+    def _log_change(self, error: OSError | None) -> None:
+        """Log a change. A failed file is rewritten after the next acknowledgement."""
         if error is not None:
             self.close(forget=False)
         if self._is_written != (error is None):
             self._is_written = error is None
             if error is None:
-                _log.info("the spool's file is written again")
+                _log.info("the spool file can be written again")
             else:
-                _log.warning("the spool's file cannot be written; reports are kept in memory",
+                _log.warning("the spool file cannot be written; reports are held in memory",
                              why=str(error))
 
 
 def load(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
-    """What a predecessor left, to be delivered under its own source; None if nothing is left.
+    """Load the spool of an earlier incarnation, to deliver under its own source; None if empty.
 
-    A last entry that was cut off by the predecessor's end is dropped, as is all behind nonsense.
+    A truncated last entry is dropped, and everything behind an invalid entry.
     """
     data = path.read_bytes()
     entries: list[_Entry] = []
@@ -237,8 +236,8 @@ def load(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
     return Spool(entries[0].report.source, node, clock, file=path, left=entries)
 
 
-def _is_outdone(entries: list[_Entry]) -> Callable[[_Entry], bool]:
-    """Whether it tells of a copy, and a later one of them tells of a newer in its place."""
+def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
+    """A predicate: the entry reports an in-memory checkpoint, and a later entry a newer one."""
     newest: dict[tuple[int, int, str], _Entry] = {}
     for entry in entries:
         if isinstance(body := entry.report.body, MemoryCheckpointStored):

@@ -1,1 +1,1 @@
-"""Reads how the node is: GPUs, kernel messages, network, disk, memory, a site's own checks."""
+"""Monitors the node's health: GPUs, kernel log, network, disk, memory, a site's own checks."""

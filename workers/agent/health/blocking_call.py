@@ -1,4 +1,4 @@
-"""A call that may block for ever: made in a thread that nobody waits for at the end."""
+"""Makes a call that may block for ever in a daemon thread."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ T = TypeVar("T")
 
 
 class Late(Exception):
-    """The call has not come back within its limit; its thread goes on waiting for it."""
+    """The call has not returned within its limit; its thread still waits for it."""
 
 
 class Aside(Generic[T]):
-    """One call at a time. While one hangs no other is begun, so that threads do not pile up."""
+    """Makes one call at a time. While a call hangs no other begins: threads cannot pile up."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pending: asyncio.Future[T] | None = None
 
     async def call(self, function: Callable[[], T], s_max: float) -> T:
-        """What `function` returns, or raises: OSError, ValueError, LookupError.
+        """Return what `function` returns. Raises its OSError, ValueError or LookupError.
 
-        Raises Late after `s_max`; then the next call waits for the same one again.
+        Raises Late after `s_max`; then the next `call` waits for the same thread.
         """
         if self._pending is None:
             self._pending = _begin(function, self._name)
@@ -52,10 +52,10 @@ def _begin(function: Callable[[], T], name: str) -> asyncio.Future[T]:
             raise
 
     def post(outcome: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the agent has ended meanwhile
+        with suppress(RuntimeError):  # the loop is closed: the agent has stopped
             loop.call_soon_threadsafe(outcome)
 
-    # A daemon: the agent ends although a driver hangs.
+    # A daemon thread: a hanging driver must not keep the agent from exiting.
     threading.Thread(target=work, name=name, daemon=True).start()
     return future
 

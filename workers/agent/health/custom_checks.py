@@ -1,4 +1,4 @@
-"""A site's own checks: executables in a folder, each run by the clock, its exit code the answer."""
+"""Runs a site's own health checks: executables in a folder; the exit code is the result."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from .finding import (
 
 HINT = "name a folder of executables: docs/guides/detection.md, Health of nodes"
 CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
-"""What exit codes 0 to 3 say."""
+"""The meaning of exit codes 0 to 3."""
 FILES = "checks/files"
-"""The word on files that lie beside the checks, and are none."""
+"""The check that reports files in the folder that cannot be run as checks."""
 NOT_FOR_CHECKS = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
-# sh is on the node's own disk: where the check lies on one that hangs, only its process does.
+# sh is on the node's own disk: if the check's disk hangs, only the check's process hangs.
 _START = f'exec nice -n {CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
 
 class Checks(Struct, frozen=True, kw_only=True):
-    """Which checks there are, how often each is run, how long one may take."""
+    """The folder of checks, their period, and the time limit of a run."""
 
     folder: Path
     every_s: float = CHECKS_EVERY_S
@@ -55,15 +55,15 @@ class Checks(Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
-    """How a check ended: its exit code, or None and why there is none."""
+    """The result of a run: the exit code and output, or None and the reason."""
 
     code: int | None
-    said: str
+    output: str
     why: str = ""
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError where it cannot be read as a folder."""
+    """Raises UsageError if the folder cannot be read."""
     try:
         with os.scandir(folder):
             pass
@@ -73,12 +73,12 @@ def check_folder(folder: Path) -> None:
 
 
 def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Executable files by name, at most CHECKS_NUM_MAX, and what is passed over, by name why.
+    """Executables by name, at most CHECKS_NUM_MAX, and skipped files by name with the reason.
 
     Raises OSError.
     """
     found: dict[str, Path] = {}
-    passed: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith(".") or entry.name.endswith("~"):
             continue
@@ -87,71 +87,71 @@ def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
         except OSError:
             is_file = False
         if not is_file:
-            passed[entry.name] = "not a file"
+            skipped[entry.name] = "not a file"
         elif not os.access(entry.path, os.X_OK):
-            passed[entry.name] = "not executable"
+            skipped[entry.name] = "not executable"
         elif not re.fullmatch(r"[\w.+-]{1,64}", entry.name):
-            passed[entry.name] = "not a plain name"
+            skipped[entry.name] = "not a plain name"
         elif len(found) == CHECKS_NUM_MAX:
-            passed[entry.name] = f"more than {CHECKS_NUM_MAX}"
+            skipped[entry.name] = f"more than {CHECKS_NUM_MAX}"
         else:
             found[entry.name] = Path(entry.path)
-    return found, passed
+    return found, skipped
 
 
-def passed_over(passed: Mapping[str, str]) -> Finding:
-    """What is said of files that their owner may believe to be checks, and are none."""
-    told = {name: why for name, why in passed.items()
-            if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
-    if not told:
+def passed_over(skipped: Mapping[str, str]) -> Finding:
+    """The finding on skipped files that the owner may take for checks."""
+    reported = {name: why for name, why in skipped.items()
+                if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
+    if not reported:
         return Finding(FILES, "healthy")
-    words = [f"{name} ({why})" for name, why in sorted(told.items())]
+    words = [f"{name} ({why})" for name, why in sorted(reported.items())]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     why = "".join(char if char.isprintable() else "?" for char in ", ".join(words[:3]) + more)
     return Finding(FILES, "unknown", f"not run: {why}"[:REASON_CHARS_MAX], rule="check")
 
 
 def finding(name: str, answer: Answer, num_slots: int) -> Finding:
-    """What an answer says. `gpu0, gpu3: reason` names the slots that it is about."""
-    first = next((line for line in answer.said.splitlines() if line.strip()), "")
-    said = "".join(char if char.isprintable() else " " for char in first).strip()
+    """The finding of a result. An output `gpu0, gpu3: reason` names the affected slots."""
+    first = next((line for line in answer.output.splitlines() if line.strip()), "")
+    text = "".join(char if char.isprintable() else " " for char in first).strip()
     devices: tuple[int, ...] = ()
-    if match := _DEVICES.match(said):
+    if match := _DEVICES.match(text):
         slots = [int(digits) for digits in re.findall(r"\d+", match[0])]
         if all(slot < num_slots for slot in slots):
             devices = tuple(sorted(set(slots)))
-            said = said[match.end():]
-    said = said[:REASON_CHARS_MAX]
+            text = text[match.end():]
+    text = text[:REASON_CHARS_MAX]
     if answer.code is None or answer.code >= len(CODES):
         why = answer.why or f"exit code {answer.code}"
         if answer.code in (126, 127):
             why += ", it cannot be run"
-        return Finding(f"check/{name}", "unknown", f"{why}: {said}" if said else why,
+        return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why,
                        rule="check")
-    return Finding(f"check/{name}", CODES[answer.code], said or f"exit code {answer.code}",
+    return Finding(f"check/{name}", CODES[answer.code], text or f"exit code {answer.code}",
                    devices, rule="check")
 
 
 class Run:
-    """Runs checks as processes of their own, and ends each with all that it started."""
+    """Runs each check as a process, and ends it with its descendants."""
 
     def __init__(self, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
         self._environment = {key: value for key, value in environment.items()
                              if key not in NOT_FOR_CHECKS}
         self._mark = mark
-        self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE_NUM)
+        self._limit = asyncio.Semaphore(CHECKS_AT_ONCE_NUM)
         self.pids: set[int] = set()
         self._left: dict[str, linux.Proc] = {}
 
     async def __call__(self, name: str, path: Path, s_max: float) -> Answer:
-        """One run, when its turn has come; it takes `s_max` at most and END_S_MAX to end it."""
+        """One run, after waiting for a free place; takes at most `s_max` plus END_S_MAX."""
         left = self._left.get(name)
         now = linux.read(left.pid) if left is not None else None
         if left is not None and now is not None and now.start_ticks == left.start_ticks \
                 and now.state not in "ZX":
-            return Answer(None, "", f"the last run, pid {left.pid}, cannot be ended")
+            return Answer(None, "", f"the last run, pid {left.pid}, cannot be killed")
         self._left.pop(name, None)
-        async with self._at_once:
+        async with self._limit:
             mark = self._mark[0], f"{self._mark[1]}check/{name}"
             try:
                 popen = _start(path, {**self._environment, mark[0]: mark[1],
@@ -169,15 +169,15 @@ class Run:
                         how = await process.wait()
                 except TimeoutError:
                     return Answer(None, output.text(), f"no answer within {s_max:g} s")
-                said = output.text()
+                text = output.text()
                 if how.exit_code is None:
-                    return Answer(None, said, f"ended by signal {how.signal}")
-                return Answer(how.exit_code, said)
+                    return Answer(None, text, f"ended by signal {how.signal}")
+                return Answer(how.exit_code, text)
             finally:
                 output.close()
                 popen.stdout.close()
                 if not await process.end_group(END_S_MAX):
-                    _log.warning("a check cannot be ended", check=name, pid=popen.pid)
+                    _log.warning("a check cannot be killed", check=name, pid=popen.pid)
                     if (proc := linux.read(popen.pid)) is not None:
                         self._left[name] = proc
                     process.close()
@@ -185,7 +185,7 @@ class Run:
 
 
 def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Raises OSError. The kernel ends it with the agent, or with this thread of it."""
+    """Raises OSError. The kernel kills it when the agent, or this thread of it, ends."""
     parent = os.getpid()
     return subprocess.Popen(
         ["/bin/sh", "-c", _START, str(path)], stdin=subprocess.DEVNULL,
@@ -194,7 +194,8 @@ def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes
 
 
 class _Output:
-    """The beginning of what a check prints; the rest is read and forgotten, so that it goes on."""
+    """The beginning of a check's output; the rest is read and dropped, so the check never blocks.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -217,7 +218,7 @@ class _Output:
         return len(self._kept) < CHECK_READ_BYTES
 
     def text(self) -> str:
-        """What it had printed when it ended, at most CHECK_READ_BYTES."""
+        """The output of an ended check, at most CHECK_READ_BYTES."""
         while self._read():
             pass
         return self._kept.decode("utf-8", errors="replace")
@@ -227,28 +228,28 @@ class _Output:
 
 
 class Rounds:
-    """All checks of a folder, each in rounds of its own; files may come and go meanwhile."""
+    """Runs all checks of a folder periodically; files may be added or removed meanwhile."""
 
     def __init__(self, checks: Checks, run: Run, num_slots: int,
-                 tell: Callable[[Finding], None]) -> None:
+                 report: Callable[[Finding], None]) -> None:
         self._checks = checks
         self._run = run
         self._num_slots = num_slots
-        self._tell = tell
+        self._report = report
         self._files = Finding(FILES, "healthy")
 
     async def run(self) -> None:
-        """For ever."""
+        """Run until cancelled."""
         rounds: dict[str, asyncio.Task[None]] = {}
         steady: dict[str, Steady] = {}
-        aside: Aside[tuple[dict[str, Path], dict[str, str]]] = Aside("checks")
+        thread: Aside[tuple[dict[str, Path], dict[str, str]]] = Aside("checks")
         async with asyncio.TaskGroup() as group:
             while True:
-                found = await self._look(aside)
+                found = await self._look(thread)
                 for name in set(rounds) - set(found if found is not None else rounds):
                     rounds.pop(name).cancel()
-                    if steady.pop(name).told.health != "healthy":
-                        self._tell(Finding(f"check/{name}", "healthy", "the check was taken away"))
+                    if steady.pop(name).reported.health != "healthy":
+                        self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
                     steady[name] = Steady(num_better=CHECK_LOOKS_BETTER_NUM)
                     rounds[name] = group.create_task(
@@ -256,30 +257,30 @@ class Rounds:
                         name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)
 
-    async def _look(self, aside: Aside[tuple[dict[str, Path], dict[str, str]]]
+    async def _look(self, thread: Aside[tuple[dict[str, Path], dict[str, str]]]
                     ) -> dict[str, Path] | None:
-        """What is there now; None where the folder does not say."""
+        """The current checks; None if the folder cannot be listed."""
         try:
-            found, passed = await aside.call(lambda: found_in(self._checks.folder),
-                                             self._checks.s_max)
+            found, skipped = await thread.call(lambda: found_in(self._checks.folder),
+                                              self._checks.s_max)
         except (Late, OSError) as error:
-            self._tell(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
+            self._report(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
                                f"{getattr(error, 'strerror', None) or 'no answer'}",
                                rule="check"))
             return None
-        self._tell(Finding("checks", "healthy"))
-        word = passed_over(passed)
-        if word != self._files:
-            self._files = word
-            self._tell(word)
+        self._report(Finding("checks", "healthy"))
+        files = passed_over(skipped)
+        if files != self._files:
+            self._files = files
+            self._report(files)
         return found
 
     async def _repeat(self, name: str, path: Path, steady: Steady) -> None:
         while True:
             answer = await self._run(name, path, self._checks.s_max)
-            told = steady.see(finding(name, answer, self._num_slots))
-            if told is not None:
-                self._tell(told)
-            # What got worse is confirmed by a second run soon; what got better by the next round.
+            changed = steady.see(finding(name, answer, self._num_slots))
+            if changed is not None:
+                self._report(changed)
+            # A second run soon confirms a worse result; the next period confirms a better one.
             await asyncio.sleep(min(CHECKS_AGAIN_S, self._checks.every_s) if steady.is_worsening
                                 else self._checks.every_s)

@@ -1,4 +1,4 @@
-"""What a health check found, and the limits of all checks with their sources."""
+"""The types of health findings, and the limits of all checks with their sources."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, Protocol
 from ....events.records.reports import CheckHealth
 
 RANKED: tuple[CheckHealth, ...] = ("healthy", "unknown", "degraded", "unhealthy")
-"""From good to bad. Not knowing is worse than well, and better than a known fault."""
+"""From good to bad: "unknown" is worse than "healthy" and better than a known fault."""
 
 
 class Finding(NamedTuple):
-    """What one check says now (events/records/reports.py, HealthChanged)."""
+    """The current result of one check (events/records/reports.py, HealthChanged)."""
 
     check: str
     health: CheckHealth
@@ -21,11 +21,11 @@ class Finding(NamedTuple):
     status: str = ""
     rule: str = ""
     is_fact: bool = False
-    """A driver or a counter states it: it is true at the first look."""
+    """Stated by a driver or a counter: reported without debouncing."""
 
 
 class Erred(NamedTuple):
-    """One error that somebody told of (events/records/reports.py, DeviceErred)."""
+    """One reported device error (events/records/reports.py, DeviceErred)."""
 
     origin: Literal["kernel", "nvml", "network"]
     status: str
@@ -37,16 +37,16 @@ class Erred(NamedTuple):
 
 
 class Look(NamedTuple):
-    """All that one look of a reader found: what each of its checks says, and errors since."""
+    """One reading: the findings of all checks of a reader, and new errors."""
 
     findings: Sequence[Finding] = ()
     erred: Sequence[Erred] = ()
 
 
 class Reader(Protocol):
-    """Looks at one part of the node. `read` may block: it is called in a thread of its own.
+    """Reads one part of the node. `read` may block: it is called in its own thread.
 
-    `read` raises OSError, ValueError or LookupError where the part says nothing sensible.
+    `read` raises OSError, ValueError or LookupError if the part cannot be read.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Reader(Protocol):
 
 
 def worst(check: str, found: Sequence[Finding]) -> Finding:
-    """What `check` says as a whole: the worst of its parts; why names all that are as bad."""
+    """Combine the parts of `check`: the worst health, with the reasons of all equally bad parts."""
     if not found:
         return Finding(check, "healthy")
     first = max(found, key=lambda one: RANKED.index(one.health))
@@ -65,72 +65,73 @@ def worst(check: str, found: Sequence[Finding]) -> Finding:
     return first._replace(check=check, why="; ".join(one.why for one in same if one.why))
 
 
-# --- Every limit of the health readers, each with its source. ---
+# --- Limits of the health readers, with their sources. ---
 
-# --- how often, how long ------------------------------------------------------------------------
+# --- periods and time limits --------------------------------------------------------------------
 GPU_EVERY_S, GPU_S_MAX = 10.0, 20.0
 NETWORK_EVERY_S, NETWORK_S_MAX = 5.0, 10.0
 MEMORY_EVERY_S, MEMORY_S_MAX = 10.0, 10.0
 DISK_EVERY_S, DISK_S_MAX = 30.0, 20.0
-"""A write of a few bytes that takes so long holds up every checkpoint (ours)."""
+"""If a small write takes this long, every checkpoint is delayed (our choice)."""
 BLOCKED_EVERY_S, BLOCKED_S_MAX = 15.0, 10.0
 """It reads one file for each process of the node: about 20 us each (measured)."""
 KERNEL_EVERY_S = 0.25
 XID_WAIT_MS = 5000
 RETRY_S = 60.0
-"""Between two tries to reach a driver that did not answer."""
+"""Between two tries to open a driver that failed."""
 LOOKS_WORSE_NUM, LOOKS_BETTER_NUM = 2, 3
-"""So many looks in a row must say so before it is told: one alone may be noise (ours)."""
+"""Consecutive readings needed for a report: a single one may be noise (our choice)."""
 
 # --- GPU ----------------------------------------------------------------------------------------
 RETIRED_PAGES_NUM_MAX = 63
-"""NVIDIA DCGM, dcgm_gpu_hardware_limits.h: more of them, and the GPU is to be replaced."""
+"""NVIDIA DCGM, dcgm_gpu_hardware_limits.h: with more, the GPU must be replaced."""
 NVLINK_CRC_HZ_MAX = 100.0
-"""NVIDIA DCGM, the same file: CRC errors matter at 100 a second and more."""
+"""NVIDIA DCGM, the same file: CRC errors matter from 100 a second on."""
 
 # --- network ------------------------------------------------------------------------------------
-# Which counters are fatal, and the three rates: NVIDIA NVSentinel, NIC health monitor. Where it
-# replaces the machine on the first, we tell of it, and call the port bad when it goes on.
+# Source of the fatal counters and the three rates: NVIDIA NVSentinel, NIC health monitor. It
+# replaces the machine on the first fatal count; we report it, and degrade the port if it repeats.
 SYMBOL_ERRORS_HZ_MAX = 10.0
 SYMBOL_ERRORS_PER_HOUR_NUM_MAX = 120
-"""Beyond the bit error rate of 1e-12 that the InfiniBand specification allows."""
+"""Above the bit error rate of 1e-12 that the InfiniBand specification allows."""
 RECOVERIES_PER_MINUTE_NUM_MAX = 5
 FLAPS_NUM_MAX = 3
 FLAPS_WITHIN_S = 300.0
-"""A link that went down so often within this time is flapping (ours)."""
+"""A link that went down this often within this time is flapping (our choice)."""
 
 # --- disk ---------------------------------------------------------------------------------------
 FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY = 1 << 30, 64 << 20
-"""`unicron doctor` asks for 1 GiB; with less than 64 MiB no log of a rank has room (ours)."""
+"""`unicron doctor` requires 1 GiB; 64 MiB is too little for a rank's log (our choice)."""
 INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY = 0.05, 0.002
-"""5 %: the kubelet's nodefs.inodesFree. Below 0.2 % a checkpoint of many files fails (ours)."""
+"""5 %: the kubelet's nodefs.inodesFree. Below 0.2 % a checkpoint of many files fails (our choice).
+"""
 PROBE_BYTES = 4096
 PROBE_S_DEGRADED = 5.0
-"""A write of PROBE_BYTES and its fsync; a healthy disk takes milliseconds (ours)."""
+"""A write of PROBE_BYTES and its fsync; a healthy disk takes milliseconds (our choice)."""
 
 # --- memory -------------------------------------------------------------------------------------
 AVAILABLE_SHARE_DEGRADED = 0.03
-"""Of the machine, or of what the container may use (ours). Never "unhealthy": it is most often
-the task's doing, and would follow it to the next node."""
+"""Of the machine's memory or the container's limit (our choice). Never "unhealthy": the task is
+usually the cause, and would take the shortage to the next node."""
 STALLED_PERCENT_DEGRADED = 20.0
-"""PSI "full avg10": so much of the time nothing ran, for want of memory (ours; systemd-oomd kills
-at 60)."""
+"""PSI "full avg10": the share of time in which all processes stalled on memory (our choice;
+systemd-oomd kills at 60)."""
 BACK_RATIO = 1.25
-"""What was too low must come so far above its limit to be well again."""
+"""Hysteresis: a low value must rise to its limit times this ratio to be healthy again."""
 
 # --- processes ----------------------------------------------------------------------------------
 BLOCKED_S = 30.0
-"""In state D, without having run in between; the kernel's own watchdog waits for 120 s."""
+"""In state D without running in between; the kernel's own watchdog waits for 120 s."""
 
 # --- kernel messages ----------------------------------------------------------------------------
 RECORD_BYTES_MAX = 8192
 """A shorter read of /dev/kmsg fails (kernel: CONSOLE_EXT_LOG_MAX)."""
 LINES_NUM_MAX = 50
-"""So many lines of one look are classified; the rest of a flood is counted."""
+"""Lines of one reading that are classified; further lines are only counted."""
 LINE_CHARS_MAX = 400
 KILLED_NUM_MAX = 256
 BURST_QUIET_S, BURST_S_MAX = 10.0, 60.0
-"""A burst of equal errors ends when they pause, or is told of again when it goes on."""
+"""A burst of equal errors ends at a pause; a longer burst is reported again."""
 ERRED_NUM_MAX, ERRED_WITHIN_S = 20, 60.0
 
 # --- a site's checks ----------------------------------------------------------------------------
@@ -138,7 +139,7 @@ CHECKS_EVERY_S, CHECKS_S_MAX = 60.0, 30.0
 CHECKS_NUM_MAX = 64
 CHECKS_AT_ONCE_NUM = 2
 CHECKS_AGAIN_S = 1.0
-"""Until what got worse is asked a second time."""
+"""Until a worse result is checked again."""
 CHECK_LOOKS_BETTER_NUM = 2
 CHECK_NICE_NUM = 10
 CHECK_READ_BYTES = 4096

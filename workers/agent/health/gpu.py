@@ -1,4 +1,4 @@
-"""One GPU, by NVML: memory errors, NVLink, what the driver asks for, throttling."""
+"""Reads one GPU by NVML: memory errors, NVLink, recovery actions, throttling."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from ....events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ER
 from .finding import NVLINK_CRC_HZ_MAX, RETIRED_PAGES_NUM_MAX, Erred, Finding, worst
 from .network import MINUTE_S, Grown
 
-# --- NVIDIA's management library, as far as it is asked: loaded where there are GPUs, never fatal.
-# ---
+# --- NVML: loaded on nodes with GPUs; its absence is not fatal. ---
 
 _log = structlog.get_logger("agent")
 
-# Numbers of nvml.h, which do not change. Names of fields and reasons that a driver does not know
-# yet are refused by it, one by one.
+# Constants of nvml.h, which do not change. An older driver rejects unknown fields one by one.
 NOT_SUPPORTED_CODE, TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 3, 10, 15, 16
 ABSENT_CODES = (9, 12, 13)
 """No driver, no library, a library without the function."""
@@ -33,7 +31,7 @@ CRC_FIELDS = (38, 45)
 REPLAY_CODE, RECOVERY_CODE = 52, 59
 """NVLink errors, all lanes: CRC of flow control and of data; replays; recoveries."""
 ACTION_CODE = 230
-"""What the driver asks for, to get the GPU well again."""
+"""The recovery action that the driver requires."""
 
 
 class Event(Protocol):
@@ -54,7 +52,7 @@ class Value(Protocol):
 
 
 class Nvml(Protocol):
-    """The functions of nvidia-ml-py that are called. Each raises NVMLError, with a `value`."""
+    """The used functions of nvidia-ml-py. Each raises NVMLError, with a `value`."""
 
     NVMLError: type[Exception]
 
@@ -77,11 +75,11 @@ class Nvml(Protocol):
 
 
 def load() -> Nvml | None:
-    """The library's module; None, and a line, where it is not installed."""
+    """Import the library; None, with a log line, if it is not installed."""
     try:
         return cast(Nvml, importlib.import_module("pynvml"))
     except ImportError:
-        _log.warning("GPUs are watched by kernel messages only: nvidia-ml-py is not installed",
+        _log.warning("GPUs are monitored by kernel messages only: nvidia-ml-py is not installed",
                      hint="pip install unicron[gpu]")
         return None
 
@@ -92,7 +90,7 @@ def code_of(error: Exception) -> int:
 
 
 def number_of(value: Value) -> int | None:
-    """What a field says; None where the driver does not know it."""
+    """The value of a field; None if the driver does not know the field."""
     if value.nvmlReturn != 0:
         return None
     name = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[value.valueType]
@@ -100,7 +98,7 @@ def number_of(value: Value) -> int | None:
 
 T = TypeVar("T")
 
-# nvmlDeviceGpuRecoveryAction_t. Where running work may end first, the GPU is degraded.
+# nvmlDeviceGpuRecoveryAction_t. If running work may finish first, the GPU is only degraded.
 ACTIONS: dict[int, tuple[CheckHealth, str]] = {
     1: ("unhealthy", "reset the GPU"),
     2: ("unhealthy", "reboot the node"),
@@ -110,13 +108,13 @@ ACTIONS: dict[int, tuple[CheckHealth, str]] = {
     6: ("unhealthy", "reset its bus"),
     7: ("unhealthy", "reboot the whole system"),
 }
-# nvmlClocksEventReason*. A power cap by software is how a GPU is run, and no fault.
+# nvmlClocksEventReason*. A software power cap is normal operation, not a fault.
 SLOWDOWNS = ((0x40, "thermal slowdown"), (0x20, "thermal slowdown by software"),
              (0x80, "power brake"), (0x08, "hardware slowdown"))
 
 
 class Gpu:
-    """The GPU of one slot. Each part that its driver does not know is passed over."""
+    """The GPU of one slot. Parts that the driver does not support are skipped."""
 
     def __init__(self, nvml: Nvml, handle: object, slot: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,7 +129,7 @@ class Gpu:
         self._crc_at_s = clock()
 
     def look(self) -> tuple[Finding, list[Erred]]:
-        """What it says as a whole, and new errors."""
+        """Read the GPU: one finding for all its parts, and new errors."""
         found: list[Finding] = []
         erred: list[Erred] = []
         try:
@@ -140,11 +138,11 @@ class Gpu:
             self._link_state(found)
             self._throttling(found)
         except self._nvml.NVMLError as error:
-            found.append(self._gone(error))
+            found.append(self._lost_finding(error))
         return worst(f"gpu/{self._slot}", found)._replace(devices=(self._slot,)), erred
 
-    def _ask(self, call: Callable[[], T]) -> T | None:
-        """None where this GPU or its driver does not know. Raises NVMLError where it is gone."""
+    def _call(self, call: Callable[[], T]) -> T | None:
+        """None if the GPU or driver does not support the call. Raises NVMLError if it is lost."""
         try:
             return call()
         except self._nvml.NVMLError as error:
@@ -152,9 +150,9 @@ class Gpu:
                 raise
             return None
 
-    def _gone(self, error: Exception) -> Finding:
+    def _lost_finding(self, error: Exception) -> Finding:
         why = ("GPU is lost: it is no longer on the bus" if code_of(error) == LOST_CODE
-               else "the driver does not use the GPU before it is reset")
+               else "the driver refuses the GPU until it is reset")
         return self._bad("unhealthy", why, GPU_DRIVER_ERRORS,
                          "nvml-lost" if code_of(error) == LOST_CODE else "nvml-reset-required")
 
@@ -167,16 +165,16 @@ class Gpu:
 
     def _memory(self, found: list[Finding], erred: list[Erred]) -> None:
         nvml, gpu = self._nvml, self._handle
-        now = self._ask(lambda: nvml.nvmlDeviceGetTotalEccErrors(
+        now = self._call(lambda: nvml.nvmlDeviceGetTotalEccErrors(
             gpu, UNCORRECTED_CODE, VOLATILE_CODE))
         if grown := self._errors.see(now, self._clock()):
-            ever = self._ask(lambda: nvml.nvmlDeviceGetTotalEccErrors(
+            ever = self._call(lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 gpu, UNCORRECTED_CODE, AGGREGATE_CODE))
             erred.append(self._erred(ECC_ERRORS, "nvml-ecc-uncorrectable",
-                                     f"{grown} uncorrectable ECC errors more, {now} since the "
+                                     f"{grown} new uncorrectable ECC errors, {now} since the "
                                      f"driver was loaded, {ever if ever is not None else '?'} "
-                                     "ever"))
-        rows = self._ask(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+                                     "in total"))
+        rows = self._call(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
         if rows is not None:
             _, for_errors, is_pending, has_failed = rows
             if has_failed:
@@ -188,12 +186,12 @@ class Gpu:
                                        "GPU when it is free", ECC_ERRORS,
                                        "nvml-row-remap-pending"))
             return
-        pages = [self._ask(partial(self._retired, cause)) for cause in RETIRED_CAUSE_CODES]
+        pages = [self._call(partial(self._retired, cause)) for cause in RETIRED_CAUSE_CODES]
         num_pages = sum(num or 0 for num in pages)
         if num_pages > RETIRED_PAGES_NUM_MAX:
             found.append(self._bad("unhealthy", f"{num_pages} memory pages are retired: replace "
                                    "the GPU", ECC_ERRORS, "nvml-retired-pages"))
-        elif self._ask(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)):
+        elif self._call(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)):
             found.append(self._bad("degraded", "a memory page waits to be retired: reset the GPU "
                                    "when it is free", ECC_ERRORS, "nvml-retired-pending"))
 
@@ -201,23 +199,23 @@ class Gpu:
         return len(self._nvml.nvmlDeviceGetRetiredPages(self._handle, cause))
 
     def _fields(self, found: list[Finding], erred: list[Erred]) -> None:
-        told = self._ask(lambda: self._nvml.nvmlDeviceGetFieldValues(
+        fields = self._call(lambda: self._nvml.nvmlDeviceGetFieldValues(
             self._handle, [*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE, ACTION_CODE]))
-        said = {value.fieldId: number_of(value) for value in told or ()}
-        action = said.get(ACTION_CODE) or 0
+        values = {value.fieldId: number_of(value) for value in fields or ()}
+        action = values.get(ACTION_CODE) or 0
         if action:
             health, words = ACTIONS.get(action, ("degraded", f"action {action}"))
-            found.append(self._bad(health, f"the driver asks to {words}", GPU_DRIVER_ERRORS,
+            found.append(self._bad(health, f"the driver requests: {words}", GPU_DRIVER_ERRORS,
                                    "nvml-recovery-action"))
         at_s = self._clock()
         in_s, self._crc_at_s = max(at_s - self._crc_at_s, 1.0), at_s
-        num_crc = sum(self._nvlink[field].see(said.get(field), at_s) for field in CRC_FIELDS)
+        num_crc = sum(self._nvlink[field].see(values.get(field), at_s) for field in CRC_FIELDS)
         if num_crc > NVLINK_CRC_HZ_MAX * in_s:
             found.append(self._bad("degraded", f"{num_crc / in_s:.0f} NVLink CRC errors a second",
                                    NVLINK_ERRORS, "nvml-nvlink-crc", is_fact=False))
         for field, name in ((REPLAY_CODE, "replay"), (RECOVERY_CODE, "recovery")):
             counter = self._nvlink[field]
-            if grown := counter.see(said.get(field), at_s):
+            if grown := counter.see(values.get(field), at_s):
                 erred.append(self._erred(NVLINK_ERRORS, f"nvml-nvlink-{name}",
                                          f"NVLink {name} errors grew by {grown}"))
             if counter.num > grown:  # again within a minute
@@ -226,10 +224,10 @@ class Gpu:
                                        is_fact=False))
 
     def _link_state(self, found: list[Finding]) -> None:
-        """Links that were up and are down. Which ought to be up only the first look can say."""
+        """Report links that are down and were up at the first look."""
         now: list[bool] = []
         for link in range(LINKS_NUM_MAX):
-            state = self._ask(partial(self._nvml.nvmlDeviceGetNvLinkState, self._handle, link))
+            state = self._call(partial(self._nvml.nvmlDeviceGetNvLinkState, self._handle, link))
             if state is None:
                 break
             now.append(bool(state))
@@ -243,11 +241,11 @@ class Gpu:
 
     def _throttling(self, found: list[Finding]) -> None:
         nvml, gpu = self._nvml, self._handle
-        reasons = self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)) or 0
+        reasons = self._call(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)) or 0
         words = next((words for mask, words in SLOWDOWNS if reasons & mask), "")
         if words:
-            most = self._ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, SM_CODE))
-            now = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(gpu, SM_CODE))
+            most = self._call(lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, SM_CODE))
+            now = self._call(lambda: nvml.nvmlDeviceGetClockInfo(gpu, SM_CODE))
             clocks = f", {most} -> {now} MHz" if most and now else ""
             found.append(self._bad("degraded", f"{words}{clocks}", "", "nvml-throttled",
                                    is_fact=False))

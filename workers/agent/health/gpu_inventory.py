@@ -1,4 +1,4 @@
-"""The GPUs of the node: found once the driver answers, looked at, listened to for XIDs."""
+"""Finds the node's GPUs by NVML, reads their health and listens for XIDs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _log = structlog.get_logger("agent")
 
 
 class Gpus:
-    """`devices` has one entry of CUDA_VISIBLE_DEVICES for each slot: an index, or a UUID.
+    """The reader of all GPUs. `devices`: an entry of CUDA_VISIBLE_DEVICES (index or UUID) a slot.
 
-    Its methods but `slots` call the driver and may hang.
+    `read` calls the driver and may hang; the other methods do not.
     """
 
     name = "gpu"
@@ -37,39 +37,39 @@ class Gpus:
         self._is_absent = False
         self._gpus: list[Gpu] = []
         self._lost: list[Finding] = []
-        self._heard: list[Erred] = []
+        self._xids: list[Erred] = []
         self._lock = threading.Lock()
-        self._said = ""
-        self._again_s = 0.0
+        self._last_error = ""
+        self._retry_at_s = 0.0
         self._slots = by_driver(devices) if devices else Slots()
 
     def slots(self) -> Slots:
-        """Whose GPU an address is; it may be known later only."""
+        """The mapping of PCI addresses to slots; it may be unknown at first."""
         return self._slots
 
     def read(self) -> Look:
-        """One look at each GPU. Raises OSError where a call of the driver failed as a whole."""
+        """Read each GPU. Raises OSError if the driver fails as a whole."""
         if not self._gpus and not self._begin():
             return Look(self._lost)
         findings: list[Finding] = []
         erred: list[Erred] = []
         for gpu in self._gpus:
-            finding, told = gpu.look()
+            finding, errors = gpu.look()
             findings.append(finding)
-            erred += told
+            erred += errors
         with self._lock:
-            erred += self._heard
-            self._heard = []
+            erred += self._xids
+            self._xids = []
         return Look(findings, erred)
 
-    def take_heard(self) -> list[Erred]:
-        """XIDs since; without a call of the driver."""
+    def take_xids(self) -> list[Erred]:
+        """New XIDs; does not call the driver."""
         with self._lock:
-            heard, self._heard = self._heard, []
-        return heard
+            xids, self._xids = self._xids, []
+        return xids
 
     def _begin(self) -> bool:
-        if self._is_absent or self._clock() < self._again_s:
+        if self._is_absent or self._clock() < self._retry_at_s:
             return False
         nvml = self._nvml or self._load()
         if nvml is None:
@@ -88,16 +88,16 @@ class Gpus:
                 slot = len(handles)
                 self._lost = [Finding(f"gpu/{slot}", "unhealthy", "GPU is lost: NVML cannot open "
                                       "it", (slot,), GPU_DRIVER_ERRORS, "nvml-lost", True)]
-            self._again_s = self._clock() + RETRY_S
-            if str(error) != self._said:
-                self._said = str(error)
-                _log.warning("NVML does not answer for the GPUs; they are asked again", why=str(
+            self._retry_at_s = self._clock() + RETRY_S
+            if str(error) != self._last_error:
+                self._last_error = str(error)
+                _log.warning("NVML cannot open the GPUs; the agent retries", why=str(
                     error), hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
                     else "is the driver loaded, and its libraries in the container?")
             return False
         self._slots, self._lost = Slots(pci, len(self._devices)), []
         self._gpus = [Gpu(nvml, handle, slot, self._clock) for slot, handle in enumerate(handles)]
-        _log.info("watches GPUs by NVML", num_gpus=len(handles))
+        _log.info("monitors GPUs by NVML", num_gpus=len(handles))
         self._listen(nvml, handles)
         return True
 
@@ -114,10 +114,11 @@ class Gpus:
         except nvml.NVMLError as error:
             _log.warning("XIDs are seen in kernel messages only", why=str(error))
             return
-        threading.Thread(target=self._hear, args=(nvml, events), name="xid", daemon=True).start()
+        threading.Thread(target=self._collect_xids, args=(nvml, events), name="xid",
+                         daemon=True).start()
 
-    def _hear(self, nvml: Nvml, events: object) -> None:
-        """For ever, in a thread that dies with the agent: one line for each XID."""
+    def _collect_xids(self, nvml: Nvml, events: object) -> None:
+        """Collect XIDs without end, in a daemon thread."""
         while True:
             try:
                 event = nvml.nvmlEventSetWait_v2(events, XID_WAIT_MS)
@@ -127,13 +128,13 @@ class Gpus:
                     _log.warning("XIDs are seen in kernel messages only", why=str(error))
                     return
                 continue
-            # In the kernel's words, so that one table reads both.
-            line = f"NVRM: Xid (PCI:{address}): {int(event.eventData)}, told by NVML"
+            # In the kernel's format, so that the same rules classify both.
+            line = f"NVRM: Xid (PCI:{address}): {int(event.eventData)}, reported by NVML"
             erred = erred_of("nvml", classify(line), line, self._slots)
             if erred is not None:
                 with self._lock:
-                    self._heard.append(erred)
+                    self._xids.append(erred)
 
 
-def _text(told: bytes | str) -> str:
-    return told.decode("ascii", "replace") if isinstance(told, bytes) else told
+def _text(value: bytes | str) -> str:
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else value

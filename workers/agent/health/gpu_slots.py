@@ -1,4 +1,4 @@
-"""Which slot has which GPU: by its PCI address, its UUID, or its index."""
+"""Maps GPUs to slots by PCI address, UUID or index."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ _ADDRESS = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.\d)
 
 
 class Slots:
-    """PCI addresses of the slots' GPUs. Unknown: nobody could say which GPU is where."""
+    """PCI addresses of the slots' GPUs. `is_known`: the mapping is complete."""
 
     def __init__(self, addresses: Mapping[int, str] | None = None, num_slots: int = 0) -> None:
-        self._by_address = {plain(address): slot for slot, address in (addresses or {}).items()}
+        self._by_address = {plain(address): slot
+                            for slot, address in (addresses or {}).items()}
         self.is_known = num_slots > 0 and len(self._by_address) == num_slots
 
     def find(self, device: str) -> int | None:
-        """The slot of a PCI address; None where it is not ours, or nobody knows."""
+        """The slot of a PCI address; None if the GPU is not ours, or unknown."""
         return self._by_address.get(plain(device))
 
 
 def plain(address: str) -> str:
-    """A PCI address as domain:bus:device: the kernel, NVML and tools each pad it their own way."""
+    """Normalize a PCI address to domain:bus:device; the kernel, NVML and tools pad it differently.
+    """
     found = _ADDRESS.search(address.strip())
     if found is None:
         return address.strip().lower()
@@ -33,10 +35,10 @@ def plain(address: str) -> str:
 
 
 def by_driver(devices: Sequence[str], gpus: Path = GPUS) -> Slots:
-    """From the driver's own files, without a library.
+    """Read the mapping from the driver's /proc files, without NVML.
 
-    `devices` are entries of CUDA_VISIBLE_DEVICES: an index counts in the order of PCI addresses, as
-    CUDA_DEVICE_ORDER=PCI_BUS_ID and nvidia-smi do; or a UUID, or the beginning of one.
+    `devices` are entries of CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index in the order
+    of PCI addresses, as CUDA_DEVICE_ORDER=PCI_BUS_ID and nvidia-smi count.
     """
     found: dict[str, str] = {}
     try:

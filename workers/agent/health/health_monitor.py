@@ -1,4 +1,4 @@
-"""The node's health: each reader looks by the clock, and what changes is told."""
+"""Reads the node's health periodically and reports changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = structlog.get_logger("agent")
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """What is looked at. The defaults are the machine's own."""
+    """The sources of health readings. The defaults are the machine's own."""
 
     checks: Checks | None = None
     kmsg: Path = KMSG
@@ -36,9 +36,10 @@ class Sources(Struct, frozen=True, kw_only=True):
 
 
 class Health:
-    """One node's readers. A reader that hangs is itself a finding, and holds up no other."""
+    """Runs the readers of one node. A hanging reader is a finding itself, and blocks no other."""
 
-    def __init__(self, node: Node, sources: Sources, report: Callable[[Body], None]) -> None:
+    def __init__(self, node: Node, sources: Sources,
+                 report: Callable[[Body], None]) -> None:
         self._node = node
         self._report = report
         self._gpus = Gpus(node.devices)
@@ -51,8 +52,8 @@ class Health:
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
         self._bursts = Bursts()
         self._steady: dict[str, Steady] = {}
-        self._blamed: dict[str, tuple[int, ...]] = {}
-        """The slots that each check was last said to be about."""
+        self._named_slots: dict[str, tuple[int, ...]] = {}
+        """The slots in the last report of each check."""
         self._checks = sources.checks
         self._run = Run({**os.environ, "UNICRON_NODE": node.name,
                          "UNICRON_SLOTS": str(node.num_slots),
@@ -62,17 +63,17 @@ class Health:
 
     @property
     def pids(self) -> set[int]:
-        """The processes that this room reaps itself."""
+        """The processes that the health monitor reaps itself."""
         return self._run.pids
 
     def killed(self, pid: int) -> str | None:
-        """What the kernel said when it ended a process for want of memory; None: nothing."""
+        """The kernel's line on the OOM kill of a process; None: there is none."""
         return self._kernel.killed(pid)
 
     async def run(self) -> None:
-        """For ever: one loop for each reader, the kernel's log, and the site's checks.
+        """Run until cancelled: a loop for each reader, the kernel log, and the site's checks.
 
-        Cancelled, it ends the checks that run; a thread that hangs in a driver is left to itself.
+        At cancellation running checks are killed; a thread that hangs in a driver is abandoned.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -81,16 +82,16 @@ class Health:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
                     rounds = Rounds(self._checks, self._run, self._node.num_slots,
-                                    self._tell_check)
+                                    self._report_check)
                     group.create_task(rounds.run(), name="checks")
         finally:
             self._kernel.close()
 
     async def _follow(self, reader: Reader) -> None:
-        aside: Aside[Look] = Aside(f"health-{reader.name}")
+        thread: Aside[Look] = Aside(f"health-{reader.name}")
         while True:
             try:
-                look = await aside.call(reader.read, reader.s_max)
+                look = await thread.call(reader.read, reader.s_max)
             except Late:
                 found: list[Finding] = [Finding(
                     reader.name, "unknown", f"no answer within {reader.s_max:g} s", rule="late")]
@@ -106,42 +107,42 @@ class Health:
 
     async def _follow_kernel(self) -> None:
         while True:
-            self._take((), (*self._kernel.look(), *self._gpus.take_heard()))
+            self._take((), (*self._kernel.look(), *self._gpus.take_xids()))
             await asyncio.sleep(KERNEL_EVERY_S)
 
     def _take(self, findings: Iterable[Finding], erred: Iterable[Erred]) -> None:
         node = self._node
         for error in erred:
-            told = self._bursts.take(error, time.monotonic())
-            if told is not None:
+            new = self._bursts.take(error, time.monotonic())
+            if new is not None:
                 self._report(DeviceErred(
-                    node=node.name, incarnation=node.incarnation, origin=told.origin,
-                    status=told.status, rule=told.rule, text=told.text, devices=told.devices,
-                    code=told.code, pid=told.pid))
+                    node=node.name, incarnation=node.incarnation, origin=new.origin,
+                    status=new.status, rule=new.rule, text=new.text, devices=new.devices,
+                    code=new.code, pid=new.pid))
         for finding in findings:
             steady = self._steady.setdefault(finding.check, Steady())
             changed = steady.see(finding)
             if changed is not None:
-                self._tell(changed)
+                self._report_change(changed)
 
-    def _tell_check(self, finding: Finding) -> None:
-        """A site's check is confirmed by its rounds; what is said of the folder is not."""
+    def _report_check(self, finding: Finding) -> None:
+        """A site's check is already debounced; a finding on the folder is not."""
         if "/" in finding.check:
-            self._tell(finding)
+            self._report_change(finding)
         else:
             self._take((finding,), ())
 
-    def _tell(self, finding: Finding) -> None:
-        """Slots that it no longer names are well again: the heart keeps what a check says by slot.
-        """
-        gone = tuple(slot for slot in self._blamed.get(finding.check, ())
+    def _report_change(self, finding: Finding) -> None:
+        """Report a finding, and first "healthy" for slots that it no longer names: the decider
+        stores the result of a check by slot."""
+        gone = tuple(slot for slot in self._named_slots.get(finding.check, ())
                      if slot not in finding.devices)
-        self._blamed[finding.check] = () if finding.health == "healthy" else finding.devices
+        self._named_slots[finding.check] = () if finding.health == "healthy" else finding.devices
         if gone and finding.devices and finding.health != "healthy":
-            self._say(Finding(finding.check, "healthy", "it names other slots now", gone))
-        self._say(finding)
+            self._send(Finding(finding.check, "healthy", "it names other slots now", gone))
+        self._send(finding)
 
-    def _say(self, finding: Finding) -> None:
+    def _send(self, finding: Finding) -> None:
         node = self._node
         _log.info("health", check=finding.check, health=finding.health, why=finding.why)
         self._report(HealthChanged(

@@ -1,4 +1,4 @@
-"""The kernel's log: errors that it tells of, and processes that it killed for want of memory."""
+"""Reads device errors and OOM kills from the kernel log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .gpu_slots import Slots
 
 KMSG = Path("/dev/kmsg")
 _KERNEL_CODE, _USER_CODE = 0, 1
-"""Facilities that are believed: the kernel's, and what only root can write there (a drill)."""
+"""Accepted facilities: the kernel's, and the user facility, which only root can write (a drill)."""
 _READS_NUM_MAX = 1000
 _PENDING_BYTES_MAX = 1 << 16
-# mm/oom_kill.c: who asked for memory, a summary, who was killed, and that its memory is free.
+# mm/oom_kill.c: the process that requested memory, a summary, the killed process, its freed memory.
 _OOM = re.compile(r"^oom[-_]|^(?:Memory cgroup out|Out) of memory\b|\binvoked oom-killer:")
 _KILLED = re.compile(r"\bKill(?:ed)? process (\d+)\b|^oom-kill:.*\bpid=(\d+)\b")
 # An XID's line, a hung task's.
@@ -28,35 +28,35 @@ _log = structlog.get_logger("agent")
 
 
 class KernelLog:
-    """Reads what comes after its start. `slots` says whose GPU a line is about.
+    """Reads messages newer than itself. `slots` maps the GPU of a line to its slot.
 
-    Where it cannot be read this is said once, and nothing is ever found.
+    If the log cannot be read, it logs this once and never finds anything.
     """
 
     def __init__(self, slots: Callable[[], Slots], path: Path = KMSG) -> None:
         self._slots = slots
         self._fd = _open(path)
         self._pending = b""
-        self._untold: list[str] = []
+        self._lines: list[str] = []
         self._killed: dict[int, str] = {}
         self._num_skipped = 0
 
     def killed(self, pid: int) -> str | None:
-        """The kernel's line that says it ended this process for want of memory, None if none does.
+        """The kernel's line on the OOM kill of this process, None if there is none.
 
-        Reads to the end of the log first: the line is there before the process can be reaped. In
-        a pid namespace of its own (most containers) the kernel's numbers are not ours: None.
+        Reads to the end of the log first: the line is written before the process can be reaped.
+        Always None in a separate pid namespace (most containers), where the kernel's pids differ.
         """
         self._read()
         return self._killed.get(pid)
 
     def look(self) -> list[Erred]:
-        """Errors since the last look, at most LINES_NUM_MAX lines of them."""
+        """Errors since the last look, from at most LINES_NUM_MAX lines."""
         self._read()
-        lines, self._untold = self._untold, []
+        lines, self._lines = self._lines, []
         found = [erred for line in lines if (erred := self._judge(line)) is not None]
         if self._num_skipped:
-            _log.warning("a flood of kernel messages was not read", num_lines=self._num_skipped)
+            _log.warning("too many kernel messages; some were skipped", num_lines=self._num_skipped)
             self._num_skipped = 0
         return found
 
@@ -72,10 +72,10 @@ class KernelLog:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno == errno.EPIPE:  # records were overwritten before we read them
+                if error.errno == errno.EPIPE:  # unread records were overwritten
                     self._num_skipped += 1
                     continue
-                _log.warning("kernel messages can be read no more", why=error.strerror)
+                _log.warning("kernel messages can no longer be read", why=error.strerror)
                 self.close()
                 return
             if not data:
@@ -95,7 +95,7 @@ class KernelLog:
         if int(priority) >> 3 not in (_KERNEL_CODE, _USER_CODE):
             return
         if _OOM.search(text):
-            # Told with the end of its process, by whoever asks `killed`.
+            # Reported with the exit of its process, through `killed`.
             found = _KILLED.search(text)
             if found is None:
                 return
@@ -104,8 +104,8 @@ class KernelLog:
                 self._killed[pid] = text
             if len(self._killed) > KILLED_NUM_MAX:
                 del self._killed[next(iter(self._killed))]
-        elif len(self._untold) < LINES_NUM_MAX:
-            self._untold.append(text)
+        elif len(self._lines) < LINES_NUM_MAX:
+            self._lines.append(text)
         else:
             self._num_skipped += 1
 
@@ -113,8 +113,9 @@ class KernelLog:
         return erred_of("kernel", classify(line), line, self._slots())
 
 
-def erred_of(origin: str, verdict: Verdict, line: str, slots: Slots) -> Erred | None:
-    """What a line means for this node; None for nothing, or for a GPU that is not ours."""
+def erred_of(origin: str, verdict: Verdict, line: str,
+             slots: Slots) -> Erred | None:
+    """The error in a line; None without one, or if the GPU is not ours."""
     if not verdict.status or verdict.second_hand:
         return None
     devices: tuple[int, ...] = ()
@@ -136,11 +137,11 @@ def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        _log.warning("kernel messages cannot be read: no XID and no OOM kill is seen there",
+        _log.warning("kernel messages cannot be read: no XIDs and no OOM kills from there",
                      file=str(path), why=error.strerror, hint=hints.get(error.errno or 0, ""))
         return -1
     try:
         os.lseek(fd, 0, os.SEEK_END)
-    except OSError:  # a pipe: all that it holds is new
+    except OSError:  # a pipe: all its content is new
         pass
     return fd

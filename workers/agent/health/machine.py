@@ -1,4 +1,4 @@
-"""Health of the machine: disk, memory, and processes blocked in the kernel."""
+"""Checks the machine: disk, memory, and processes blocked in the kernel."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .finding import (
     worst,
 )
 
-_NEEDS_A_HAND = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
+_PERSISTENT = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 
 
 class Disk:
-    """A folder of the agent's. A write that hangs ends as Late: nobody knows what the disk does."""
+    """The disk of a folder. A write that hangs ends as Late: the disk is then "unknown"."""
 
     name = "disk"
     every_s, s_max = DISK_EVERY_S, DISK_S_MAX
@@ -53,25 +53,25 @@ class Disk:
         self._inodes = Ladder(INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY)
 
     def read(self) -> Look:
-        """Raises OSError where the folder cannot be looked at."""
-        told = self._look_at(self._folder)
+        """Raises OSError if the folder cannot be read."""
+        stat = self._look_at(self._folder)
         found: list[Finding] = []
 
         def add(health: CheckHealth, why: str, rule: str) -> None:
             if health != "healthy":
                 found.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
 
-        free_bytes = told.f_bavail * told.f_frsize
+        free_bytes = stat.f_bavail * stat.f_frsize
         add(self._bytes.level(free_bytes), f"{free_bytes / (1 << 20):.0f} MiB free", "disk-full")
-        if told.f_files:  # some file systems count none
-            share = told.f_favail / told.f_files
+        if stat.f_files:  # some file systems do not count inodes
+            share = stat.f_favail / stat.f_files
             add(self._inodes.level(share), f"{share:.1%} of inodes free", "disk-inodes")
-        if told.f_flag & os.ST_RDONLY:
+        if stat.f_flag & os.ST_RDONLY:
             add("unhealthy", "mounted read-only", "disk-read-only")
         else:
             took_s, error = self._write()
             if error is not None:
-                add("unhealthy" if error.errno in _NEEDS_A_HAND else "unknown",
+                add("unhealthy" if error.errno in _PERSISTENT else "unknown",
                     f"a write fails: {error.strerror}", "disk-write")
             elif took_s > PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
@@ -92,13 +92,13 @@ class Disk:
         return self._clock() - began_s, None
 
 
-# --- Memory of the machine, or of the container: how much is left, and who waits for it. ---
+# --- Memory of the machine or the container: available memory and pressure. ---
 
 _FULL = re.compile(r"^full avg10=([0-9.]+)", re.MULTILINE)
 
 
 class Memory:
-    """`root` holds `proc` and `sys`: the machine's, or a test's."""
+    """Available memory and memory pressure. `root` contains `proc` and `sys`."""
 
     name = "memory"
     every_s, s_max = MEMORY_EVERY_S, MEMORY_S_MAX
@@ -107,14 +107,14 @@ class Memory:
         self._root = root
         self._machine = Ladder(AVAILABLE_SHARE_DEGRADED)
         self._container = Ladder(AVAILABLE_SHARE_DEGRADED)
-        # Of 100 % of the time, so much was not lost.
-        self._calm = Ladder(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
+        # The percentage of time without a stall: lower is worse.
+        self._running = Ladder(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
 
     def read(self) -> Look:
-        """Raises OSError, LookupError, ValueError where /proc is not as Linux has it."""
+        """Raises OSError, LookupError, ValueError if /proc is not as on Linux."""
         found: list[Finding] = []
-        of = _fields(self._root / "proc/meminfo")
-        share = of["MemAvailable"] / of["MemTotal"]
+        memory = _fields(self._root / "proc/meminfo")
+        share = memory["MemAvailable"] / memory["MemTotal"]
         if self._machine.level(share) != "healthy":
             found.append(Finding(self.name, "degraded", f"{share:.1%} of memory is available",
                                  rule="memory-low"))
@@ -124,9 +124,9 @@ class Memory:
                                  f"{left:.1%} of the container's memory is left",
                                  rule="memory-container-low"))
         stalled = self._stalled_percent()
-        if stalled is not None and self._calm.level(100.0 - stalled) != "healthy":
+        if stalled is not None and self._running.level(100.0 - stalled) != "healthy":
             found.append(Finding(self.name, "degraded",
-                                 f"everything waited for memory {stalled:.0f} % of 10 s",
+                                 f"all processes stalled on memory for {stalled:.0f} % of 10 s",
                                  rule="memory-pressure"))
         return Look([worst(self.name, found)])
 
@@ -138,25 +138,25 @@ class Memory:
         return None if found is None else float(found[1])
 
     def _of_container(self) -> float | None:
-        """The share of our own limit that is left; None without a limit. Page cache is free."""
+        """The free share of our own limit; None without a limit. Page cache counts as free."""
         for limit, used, stat, cache in (
                 ("memory.max", "memory.current", "memory.stat", "inactive_file"),
                 ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat",
                  "total_inactive_file")):
             for folder in self._folders("" if limit == "memory.max" else "memory"):
                 try:
-                    told = (folder / limit).read_text("ascii").strip()
-                    if told == "max" or int(told) >= 1 << 60:  # the old hierarchy's "no limit"
+                    text = (folder / limit).read_text("ascii").strip()
+                    if text == "max" or int(text) >= 1 << 60:  # "no limit" in cgroup v1
                         continue
                     in_use = int((folder / used).read_text("ascii"))
                     in_use -= _fields(folder / stat).get(cache, 0)
                 except OSError:
                     continue
-                return 1.0 - in_use / max(int(told), 1)
+                return 1.0 - in_use / max(int(text), 1)
         return None
 
     def _folders(self, controller: str) -> list[Path]:
-        """Where our group is: seen from the machine, and from within a container."""
+        """Folders where our cgroup may be, on the machine and inside a container."""
         top = self._root / "sys/fs/cgroup" / controller
         folders = [top]
         try:
@@ -171,7 +171,7 @@ class Memory:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`Name: 12 kB` or `name 12` a line; numbers as they stand."""
+    """Parse lines `Name: 12 kB` or `name 12`; units are ignored."""
     found: dict[str, int] = {}
     for line in path.read_text("ascii").splitlines():
         name, value, *_ = [*line.replace(":", " ").split(), "", ""]
@@ -180,11 +180,11 @@ def _fields(path: Path) -> dict[str, int]:
     return found
 
 
-# --- Processes that wait in the kernel and cannot be ended: state D, for long, without a turn. ---
+# --- Processes blocked in the kernel (long in state D without running): they cannot be killed. ---
 
 _SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
-_KERNEL_CODE = 2
-"""kthreadd: its children are the kernel's own, and some are in D for life."""
+_KTHREADD_PID = 2
+"""kthreadd: its children are kernel threads, and some are always in state D."""
 
 
 class _Waits(NamedTuple):
@@ -194,7 +194,7 @@ class _Waits(NamedTuple):
 
 
 class Blocked:
-    """Looks at the first thread of each process. `mark`: an environment entry of ours begins so."""
+    """Checks the main thread of each process. `mark`: prefix of our marker environment entry."""
 
     name = "processes"
     every_s, s_max = BLOCKED_EVERY_S, BLOCKED_S_MAX
@@ -209,11 +209,11 @@ class Blocked:
         self._waits: dict[int, _Waits] = {}
 
     def read(self) -> Look:
-        """The longest of them that waits for BLOCKED_S is named; others are counted."""
+        """Name the process that has waited longest, at least BLOCKED_S; count the others."""
         now_s = self._clock()
         waits: dict[int, _Waits] = {}
         for proc in self._table():
-            if proc.state != "D" or proc.ppid == _KERNEL_CODE:
+            if proc.state != "D" or proc.ppid == _KTHREADD_PID:
                 continue
             switches = self._switches(proc.pid)
             before = self._waits.get(proc.pid)
@@ -230,12 +230,12 @@ class Blocked:
         where = self._text(pid, "wchan") or "?"
         more = f", and {len(stuck) - 1} others" if len(stuck) > 1 else ""
         why = (f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
-               f"ended: in {where} for {now_s - since_s:.0f} s{more}")
-        # BLOCKED_S is many looks already.
+               f"killed: in {where} for {now_s - since_s:.0f} s{more}")
+        # BLOCKED_S already spans many readings.
         return Look([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
 
     def _switches(self, pid: int) -> int:
-        """How often it had its turn: one that reads a slow disk has many, and is not stuck."""
+        """Context switches: a process that reads a slow disk has many and is not blocked."""
         found: list[str] = _SWITCHES.findall(self._text(pid, "status"))
         return sum(int(number) for number in found)
 

@@ -1,4 +1,4 @@
-"""Network ports of the node, by what the kernel says under /sys/class: links, rates, errors."""
+"""Checks the node's network ports in /sys/class: links, rates, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .finding import (
 
 SYS_CLASS = Path("/sys/class")
 MINUTE_S, HOUR_S = 60.0, 3600.0
-# Any growth says that data or a connection was lost.
+# Any growth means that data or a connection was lost.
 _FATAL = ("counters/excessive_buffer_overrun_errors", "counters/local_link_integrity_errors",
           "hw_counters/rnr_nak_retry_err", "hw_counters/req_transport_retries_exceeded")
 _SYMBOLS = "counters/symbol_error"
@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"[0-9.]+")
 
 
 class Grown:
-    """A counter since it was first seen, and its growth within a time. It may be set back."""
+    """The growth of a counter within a time window. The counter may be reset."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
@@ -45,7 +45,7 @@ class Grown:
         self._steps: deque[tuple[float, int]] = deque()
 
     def see(self, value: int | None, at_s: float) -> int:
-        """By how much it grew since the last look."""
+        """Take a reading; return the growth since the last one."""
         grown = 0
         if value is not None:
             grown = 0 if self._last is None else value - self._last if value >= self._last else 0
@@ -58,14 +58,14 @@ class Grown:
 
     @property
     def num(self) -> int:
-        """Within the time."""
+        """The growth within the window."""
         return sum(grown for _, grown in self._steps)
 
 
 class _Port:
-    """What ports of both kinds share: a link that was up, its best rate, how often it went down.
+    """A port of either kind: link state, best rate, and flaps.
 
-    A port that never was up is nobody's business: unused ones are common.
+    A port that was never up is ignored: unused ports are common.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -76,7 +76,7 @@ class _Port:
         self.flaps = Grown(FLAPS_WITHIN_S)
 
     def read(self, name: str) -> str:
-        """A file's text; "" where it is not there or says nothing (the kernel's EINVAL)."""
+        """The text of a file; "" if it is missing or has no value (the kernel's EINVAL)."""
         try:
             return (self.folder / name).read_text("ascii").strip()
         except OSError:
@@ -87,7 +87,7 @@ class _Port:
         return int(text) if text.isdecimal() else None
 
     def link(self, is_up: bool, rate: str, down: CheckHealth) -> list[Finding]:
-        """What its state and rate say."""
+        """The findings on its state and rate."""
         self.was_up |= is_up
         if not is_up:
             return [self.bad(down, "link down", OTHER_NETWORK, "link-down")] if self.was_up else []
@@ -95,12 +95,12 @@ class _Port:
         now = float(found[0]) if found else 0.0
         self._best = max(self._best, now)
         if 0.0 < now < self._best:
-            return [self.bad("degraded", f"{now:g} Gb/s, it was {self._best:g} Gb/s",
+            return [self.bad("degraded", f"{now:g} Gb/s, was {self._best:g} Gb/s",
                              OTHER_NETWORK, "link-slow")]
         return []
 
     def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[Erred]]:
-        """`num` times since the last look, `num_within` in all within FLAPS_WITHIN_S."""
+        """`num` flaps since the last look, `num_within` within FLAPS_WITHIN_S."""
         erred = [Erred("network", LINK_FLAPPING, "link-went-down",
                        f"{self.name}: link went down"
                        + (f" {num} times" if num > 1 else ""))] if num else []
@@ -156,14 +156,14 @@ class _Fabric(_Port):
 
 
 class _Interface(_Port):
-    """A physical interface under /sys/class/net. What it carries is not known: never unhealthy."""
+    """A physical interface under /sys/class/net. Its use is unknown, so it is never unhealthy."""
 
     def look(self, at_s: float) -> tuple[list[Finding], list[Erred]]:
         is_up = self.read("operstate") in ("up", "unknown")
-        speed = self.number("speed")  # in Mb/s; -1 or EINVAL where nobody knows
+        speed = self.number("speed")  # in Mb/s; -1 or EINVAL if unknown
         found = self.link(is_up, f"{(speed or 0) / 1000:g}", "degraded")
         changes = self.number("carrier_changes")
-        # Down is one change and up another.
+        # Going down is one change, going up another.
         downs = None if changes is None else (changes + 1) // 2
         num = self.flaps.see(downs, at_s) if self.was_up else 0
         flapping, erred = self.flapped(num, self.flaps.num)
@@ -171,7 +171,7 @@ class _Interface(_Port):
 
 
 class Network:
-    """All ports under `sys_class`: one check for each, named `network/PORT`."""
+    """Reads all ports under `sys_class`: one check a port, named `network/PORT`."""
 
     name = "network"
     every_s, s_max = NETWORK_EVERY_S, NETWORK_S_MAX
@@ -183,7 +183,7 @@ class Network:
         self._ports: dict[str, _Fabric | _Interface] = {}
 
     def read(self) -> Look:
-        """Ports that come later are taken in; one that is gone has its link down."""
+        """Read all ports; new ports are added, a missing port counts as link down."""
         at_s = self._clock()
         for folder in sorted(self._sys_class.glob("infiniband/*/ports/*")):
             name = f"{folder.parts[-3]}/{folder.name}"
@@ -195,7 +195,7 @@ class Network:
         findings: list[Finding] = []
         erred: list[Erred] = []
         for name, port in self._ports.items():
-            found, told = port.look(at_s)
+            found, errors = port.look(at_s)
             findings.append(worst(f"{self.name}/{name}", found))
-            erred += told
+            erred += errors
         return Look(findings, erred)

@@ -1,4 +1,4 @@
-"""Flight recorders of a task that seems to hang: the agent asks its ranks, and they write files."""
+"""Requests flight recorder dumps from the ranks of a task that seems to hang."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from ..processes.pipe import Pipe
 from ..processes.process import Process
 
 Dumps = dict[int, Path]
-"""Rank -> where its dump will be."""
+"""Rank -> path of its dump."""
 AGAIN_S = 60.0
-"""Between two dumps of one task: all its ranks stall together, and are told one by one."""
+"""Between two dumps of one task: its ranks stall together and are reported one by one."""
 _log = structlog.get_logger("agent")
 
 
 def ask(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
-    """Ask each; rank -> where its dump will be, beside its log.
+    """Request a dump from each rank. Returns the paths, in the folders of the ranks' logs.
 
-    Waits for nothing and harms no healthy rank. A file appears within milliseconds, whole or not at
-    all; a rank that is stopped or holds its GIL writes none before it goes on: no file is evidence
-    too. `unicron locate` reads them, once all nodes' are in one folder.
+    Does not wait, and does not disturb a healthy rank. A file appears within milliseconds, complete
+    or not at all. A rank that is stopped or holds its GIL writes none until it continues: a missing
+    file is evidence too. `unicron locate` reads the files of all nodes from one folder.
     """
     paths: Dumps = {}
     for rank, process, pipe in ranks:
-        if process is None or pipe is None:  # a command's, or one that has not started
+        if process is None or pipe is None:  # a command without a pipe, or not started yet
             continue
         path = process.log_path.parent / f"flight-rank-{rank}.json"
-        path.unlink(missing_ok=True)  # an earlier hang's
+        path.unlink(missing_ok=True)  # of an earlier hang
         if pipe.send(Frame(body=WriteDump(path=str(path)))):
             paths[rank] = path
     return paths
 
 
 class Asker:
-    """Has a task's ranks here dumped when the first of them is told to stall."""
+    """Requests dumps from a task's ranks on this node when the first of them stalls."""
 
     def __init__(self, dump: Callable[[int], Dumps],
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._dump = dump
         self._clock = clock
-        self._asked_s: dict[int, float] = {}
+        self._requested_s: dict[int, float] = {}
 
-    def heed(self, body: Body) -> None:
-        """Something is told of a rank. Waits for nothing."""
+    def on_report(self, body: Body) -> None:
+        """Request dumps if `body` is the first RankStalled of a task. Does not wait."""
         if not isinstance(body, RankStalled):
             return
         now_s = self._clock()
-        self._asked_s = {task: asked_s for task, asked_s in self._asked_s.items()
-                         if now_s - asked_s < AGAIN_S}
-        if body.task in self._asked_s:
+        self._requested_s = {task: requested_s for task, requested_s in self._requested_s.items()
+                         if now_s - requested_s < AGAIN_S}
+        if body.task in self._requested_s:
             return
-        self._asked_s[body.task] = now_s
+        self._requested_s[body.task] = now_s
         try:
             paths = self._dump(body.task)
         except OSError as error:
-            _log.warning("no dumps of a task that stalls", task=body.task, why=str(error))
+            _log.warning("no dumps of a stalled task", task=body.task, why=str(error))
             return
         for folder in sorted({str(path.parent) for path in paths.values()}):
-            _log.info("a task stalls: its flight recorders are written", task=body.task,
+            _log.info("a task stalls: its ranks write flight recorder dumps", task=body.task,
                       ranks=sorted(paths), look=f"unicron locate {folder}")

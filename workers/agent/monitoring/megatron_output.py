@@ -1,12 +1,12 @@
-"""The lines in which Megatron-LM tells its progress, found in what a command prints. Pure.
+"""Finds Megatron-LM's progress lines in the output of a command. Pure.
 
  [2025-08-01 09:31:44] iteration        1/    5000 | consumed samples:          128 | elapsed time
  per iteration (ms): 33186.0 | ... | global batch size:   128 | lm loss: 1.045013E+01 | ... |
 
-Read are `iteration N/M |` and `elapsed time per iteration (ms)` or `(s)`; where they are there, the
-global batch, the loss, and how many iterations were skipped or NaN since the line before. So are
-lines with something before them (torchrun's `[default7]:`), and those of Megatron-DeepSpeed,
-GPT-NeoX and Primus, which prints `16601.3/17219.3`: of this interval, and of the whole run.
+A line needs `iteration N/M |` and `elapsed time per iteration (ms)` or `(s)`. Optional: the global
+batch, the loss, and the numbers of skipped and NaN iterations since the previous line. Lines with a
+prefix (torchrun's `[default7]:`) are accepted, and those of Megatron-DeepSpeed, GPT-NeoX and
+Primus, which prints `16601.3/17219.3`: the mean of this interval and of the whole run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 LINE_BYTES_MAX = 16 << 10
-"""A longer line is none of Megatron's."""
+"""A longer line is not one of Megatron's."""
 STEP_S_MAX = 1e6
 _WAITING_NUM_MAX = 8
-"""Stretches that wait to be told, of lines that cannot be joined."""
+"""Unreported ranges of lines that cannot be merged."""
 _MARK = b"elapsed time per iteration ("
-_ASIDE_MARKS = (b" checkpoint ", b"valuating ", b"validation")
-"""In what Megatron-LM and GPT-NeoX print of a checkpoint (`saving checkpoint at`, `successfully
-saved checkpoint from`, `scheduled an async checkpoint save`) or of an evaluation (`Evaluating on 64
-samples`, `validation loss at`, `validation results at`)."""
+_PAUSE_MARKS = (b" checkpoint ", b"valuating ", b"validation")
+"""Parts of the lines that Megatron-LM and GPT-NeoX print about a checkpoint (`saving checkpoint
+at`, `successfully saved checkpoint from`, `scheduled an async checkpoint save`) or an evaluation
+(`Evaluating on 64 samples`, `validation loss at`, `validation results at`)."""
 _NUMBER = rb"[0-9]{1,15}(?:\.[0-9]{0,15})?(?:[eE][+-]?[0-9]{1,3})?"
 _ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9]{1,12})[ \t]*\|")
 _STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (
@@ -37,14 +37,14 @@ _COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % na
 
 
 class Line(NamedTuple):
-    """What one line tells."""
+    """The content of one progress line."""
 
     iteration: int
-    """Iterations finished, counted from 1."""
+    """Finished iterations, counted from 1."""
     iterations: int
-    """How many there are to be; 0: the line says nonsense."""
+    """Iterations of the whole run; 0: the line has an impossible number."""
     step_s: float
-    """The mean over the iterations since the line before."""
+    """Mean step time of the iterations since the previous line."""
     loss: float | None
     """None: none was printed, or it is not finite."""
     global_batch: int
@@ -54,12 +54,12 @@ class Line(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What one or more lines tell, joined; as `Line`."""
+    """One or more progress lines, merged; fields as in `ProgressLine`."""
 
     iteration: int
     iterations: int
     num: int
-    """Iterations of which `step_s` is the mean; 0: not known, or it is of a process warming up."""
+    """Iterations that `step_s` averages; 0: unknown, or the process was warming up."""
     step_s: float
     loss: float | None
     global_batch: int
@@ -68,7 +68,7 @@ class Stretch(NamedTuple):
 
 
 def parse(line: bytes) -> Line | None:
-    """What the line tells; None if it is none of Megatron's. Never raises."""
+    """Parse a line; None if it is not a progress line. Never raises."""
     at, took = _ITERATION.search(line), _STEP.search(line)
     if at is None or took is None:
         return None
@@ -84,17 +84,17 @@ def parse(line: bytes) -> Line | None:
 
 
 class Lines:
-    """Cuts what is printed into lines; however it is split, the same ones are found."""
+    """Splits output into progress lines; the result does not depend on how the output is cut."""
 
     def __init__(self) -> None:
         self._begun = b""
         self._dropping = False
-        """The line that is begun is too long, or its beginning was missed."""
-        self.is_aside = False
-        """Since the last line of progress a checkpoint or an evaluation was printed."""
+        """The current line is too long, or its beginning was missed."""
+        self.is_pause_announced = False
+        """A checkpoint or an evaluation was printed since the last progress line."""
 
     def feed(self, data: bytes) -> list[Line]:
-        """The lines that end in `data`. A carriage return ends one too."""
+        """Return the progress lines that end in `data`. A carriage return ends a line too."""
         data = data.replace(b"\r", b"\n")
         end = data.rfind(b"\n")
         if end < 0:
@@ -106,12 +106,12 @@ class Lines:
         self._begun, self._dropping = b"", False
         self._hold(data[end + 1:])
         begin = whole.rfind(_MARK)
-        self.is_aside = (self.is_aside and begin < 0) or any(
-            whole.find(mark, begin + 1) >= 0 for mark in _ASIDE_MARKS)
+        self.is_pause_announced = (self.is_pause_announced and begin < 0) or any(
+            whole.find(mark, begin + 1) >= 0 for mark in _PAUSE_MARKS)
         return list(_found(whole))
 
     def skip(self) -> None:
-        """Something is left out here: what is begun is over, and what comes begins in a line."""
+        """Mark a gap in the output: drop the current line and the rest of the next one."""
         self._begun, self._dropping = b"", True
 
     def _hold(self, data: bytes) -> None:
@@ -133,23 +133,23 @@ def _found(data: bytes) -> Iterator[Line]:
 
 
 class Stretches:
-    """The lines of one process, joined where they follow each other with one global batch.
+    """Merges the progress lines of one process if they are adjacent and have one global batch.
 
-    The first line does not say of how many iterations it is. Newer Megatron prints the very first
-    iteration besides and measures on, so that the mean of the line after it has the first iteration
-    in it too: its number is no multiple of the distance (1, then 10: of 10 iterations, not of 9).
+    The first line does not say how many iterations it averages. Newer Megatron also prints the
+    very first iteration without restarting its timer, so the next line averages that iteration too.
+    Its number is then not a multiple of the distance (1, then 10: 10 iterations, not 9).
     """
 
     def __init__(self) -> None:
         self._last = 0
-        """The newest iteration; 0: none."""
+        """The latest iteration; 0: none."""
         self._is_first = False
-        """Whether that was a first line."""
+        """The latest line was the first of a process."""
         self._waiting: deque[Stretch] = deque(maxlen=_WAITING_NUM_MAX)
 
     def add(self, line: Line) -> None:
-        """The next line. One that goes back is as the first of a process; one that was told already
-        (by several ranks under one launcher) is passed over."""
+        """Add the next line. A lower iteration counts as the first line of a process. A repeated
+        line (from several ranks under one launcher) is ignored."""
         if line.iteration == self._last:
             return
         follows = 0 < self._last < line.iteration
@@ -160,16 +160,16 @@ class Stretches:
         one = Stretch(line.iteration, line.iterations, num, *line[2:])
         before = self._waiting[-1] if self._waiting else None
         if before is not None and num and before.num and before.global_batch == one.global_batch:
-            self._waiting[-1] = _joined(before, one)
+            self._waiting[-1] = _merged(before, one)
         else:
             self._waiting.append(one)
 
     def take(self) -> Stretch | None:
-        """The oldest that waits, once."""
+        """Remove and return the oldest range; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
 
-def _joined(old: Stretch, new: Stretch) -> Stretch:
+def _merged(old: Stretch, new: Stretch) -> Stretch:
     num = old.num + new.num
     return new._replace(num=num, step_s=(old.num * old.step_s + new.num * new.step_s) / num,
                         skipped=old.skipped + new.skipped, nan=old.nan + new.nan)

@@ -1,8 +1,9 @@
-"""The agent's watch over a command's lines of progress: whether they have stopped coming.
+"""Detects a hang of a command: its progress lines have stopped.
 
-What a command does between two lines nobody sees, so evidence is thin: a limit is never below a
-minute, follows the intervals between its own lines, and is long while it has said that it writes a
-checkpoint or evaluates. Time in which the agent did not look counts for nobody.
+The agent cannot see what a command does between two lines, so the evidence is weak. The limit is at
+least a minute and follows the intervals between the command's own lines. It is long after the
+command announced a pause (a checkpoint or an evaluation). Time in which the agent did not look does
+not count.
 """
 
 from __future__ import annotations
@@ -18,29 +19,28 @@ from ...host import linux
 from . import process_state
 
 INTERVALS_NUM_MIN = 5
-"""Between lines, before anything is told: the first ones are of a process that warms up."""
+"""Intervals between lines before a hang can be reported: the first ones include the warm-up."""
 INTERVALS_NUM = 50
-"""Remembered: a checkpoint that is written every so many lines is usual."""
+"""Remembered intervals: enough to include a periodic checkpoint."""
 ASIDE_S = 1800.0
-"""While it writes a checkpoint or evaluates, by its own words: as long as a collective's timeout
-would give it (NCCL's)."""
+"""Limit after an announced checkpoint or evaluation: as long as NCCL's collective timeout."""
 PAUSE_S = 1.0
-"""An agent that looks so much too late gives everybody a full span again."""
+"""If the agent looks later than this, every command gets its full limit again."""
 WHAT = "no line of progress"
 
 
 class Limits(NamedTuple):
-    """How patient the watch is at least, in the usual and after words of an `aside`."""
+    """Lower bounds of the limit: normally, and after an announced pause."""
 
     least_s: float = LENIENT_S
-    aside_s: float = ASIDE_S
+    pause_s: float = ASIDE_S
 
 
 USUAL = Limits()
 
 
 class LineWatch:
-    """One process that prints lines of progress. `now_s` is the monotonic clock everywhere."""
+    """Monitors one process that prints progress lines. `now_s` is always the monotonic clock."""
 
     def __init__(self, order: StartRank, pid: int, limits: Limits) -> None:
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
@@ -50,49 +50,49 @@ class LineWatch:
         self._intervals = Window(INTERVALS_NUM)
         self._line: IterationsLogged | None = None
         self._line_s = 0.0
-        """When it was read: what lies before counts no more."""
+        """When the last line was read."""
         self._missed_s = 0.0
-        """Since then: so long nobody looked."""
+        """How long the agent did not look since then."""
         self._is_cut = False
-        """Nobody knows how long it is since then."""
+        """The time since then is unknown."""
         self._before: process_state.Look | None = None
         self._busy_pid = pid
         self._stalled_s = -1.0
-        """For so long it had stood when that was told; below 0: it was not."""
+        """Time without a line when the stall was reported; below 0: no stall is reported."""
 
-    def forgive(self, late_s: float, now_s: float) -> None:
-        """Nobody looked for `late_s`."""
+    def exclude(self, late_s: float, now_s: float) -> None:
+        """Do not count the last `late_s`: the agent did not look."""
         self._before = None
         if late_s > PAUSE_S:
             self._missed_s, self._is_cut = now_s - self._line_s, True
         else:
             self._missed_s += late_s
 
-    def passed(self, line: IterationsLogged, now_s: float) -> list[Body]:
-        """A line of progress was read; what is to be told before it."""
-        told: list[Body] = []
+    def add_line(self, line: IterationsLogged, now_s: float) -> list[Body]:
+        """Record a progress line. Returns the reports that precede it."""
+        reports: list[Body] = []
         in_s = now_s - self._line_s - self._missed_s
         if self._line is not None and not self._is_cut:
             self._intervals.add(in_s)
         if self._stalled_s >= 0:
-            told.append(RankUnstalled(**self._ids, generation=0, iteration=line.iteration,
+            reports.append(RankUnstalled(**self._ids, generation=0, iteration=line.iteration,
                                       stalled_s=max(in_s, 0.0)))
         if line.num_iterations:
             self._monitor.add(line.step_s)
         self._line, self._line_s, self._missed_s = line, now_s, 0.0
         self._before, self._stalled_s, self._is_cut = None, -1.0, False
-        return told
+        return reports
 
-    def limit_s(self, *, is_aside: bool = False) -> float:
-        """How long may pass without a line; 0: nobody knows."""
+    def limit_s(self, *, is_paused: bool = False) -> float:
+        """Longest normal time without a line; 0: unknown. `is_paused`: a pause was announced."""
         if len(self._intervals) < INTERVALS_NUM_MIN:
             return 0.0
         limit_s = max(STALLED_TIMES * self._intervals.largest(1),
                       LENIENT_TIMES * self._intervals.quantile(0.5), self._limits.least_s)
-        return max(limit_s, self._limits.aside_s) if is_aside else limit_s
+        return max(limit_s, self._limits.pause_s) if is_paused else limit_s
 
-    def look(self, now_s: float, is_aside: Callable[[], bool]) -> RankStalled | None:
-        """What is to be told now. `is_aside` is asked last, for it may have to read."""
+    def look(self, now_s: float, is_paused: Callable[[], bool]) -> RankStalled | None:
+        """Return a new stall. `is_paused` is called last because it may read a file."""
         line, limit_s = self._line, self.limit_s()
         if line is None or not limit_s or self._stalled_s >= 0 or self._has_printed_all(line):
             return None
@@ -102,7 +102,7 @@ class LineWatch:
             self._before = process_state.look(self._busy_pid)
         if in_s - self._starved_s() <= limit_s:
             return None
-        if is_aside() and in_s <= self.limit_s(is_aside=True):
+        if is_paused() and in_s <= self.limit_s(is_paused=True):
             return None
         self._stalled_s = in_s
         return RankStalled(
@@ -111,17 +111,17 @@ class LineWatch:
             stack=process_state.words(self._busy_pid, self._before))
 
     def _has_printed_all(self, line: IterationsLogged) -> bool:
-        """After its last iteration comes a last checkpoint, a test: no line any more."""
+        """After the last iteration come a checkpoint and a test, but no more lines."""
         return 0 < line.iterations <= line.iteration
 
     def _starved_s(self) -> float:
-        """How long it waited for a core since it began to be late."""
+        """How long the process waited for a core since it became late."""
         now = process_state.look(self._busy_pid) if self._before is not None else None
         return now.starved_s - self._before.starved_s if now and self._before else 0.0
 
 
 def _innermost(pid: int) -> int:
-    """Whom a process waits for that has one child alone: a shell's program, a launcher's."""
+    """Follow single children down: the program of a shell or launcher."""
     procs = linux.table() if pid else []
     while True:
         children = [proc.pid for proc in procs if proc.ppid == pid and proc.state != "Z"]

@@ -1,7 +1,7 @@
-"""What the commands of a node print is read as it grows, and their iterations are told.
+"""Reads the output of the node's commands as it grows, and reports their iterations.
 
-One look reads all logs, from one thread: at most LOOK_BYTES_MAX of them together, or
-RANK_BYTES_MIN of each where they are many. A log that grows faster is read at its end alone.
+One look reads all logs in one thread: at most LOOK_BYTES_MAX together, or RANK_BYTES_MIN of each if
+there are many. Of a log that grows faster only the end is read.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .output_monitor import USUAL, Limits, LineWatch
 LOOK_S = 1.0
 """Between two looks, and two reports of one process."""
 LOOK_BYTES_MAX = 1 << 20
-"""Most of it is passed over in 4 ms; nothing but lines of progress takes 40 ms (measured)."""
+"""Ordinary output takes 4 ms, output of progress lines only 40 ms (measured)."""
 RANK_BYTES_MIN = 64 << 10
 LATE_S = 0.5
-"""A look that comes so much later has missed something: that time counts for nobody."""
+"""If a look is later than this, the missed time does not count."""
 _log = structlog.get_logger("agent")
 
 
 class Readers:
-    """All commands of a node. Of each task whoever prints progress first tells, and nobody else."""
+    """The output of all commands of a node. One process a task reports: the first with progress."""
 
     def __init__(self, report: Callable[[Body, float | None], None],
                  limits: Limits | None = USUAL) -> None:
-        """`limits` None: whoever prints no more is not told of."""
+        """`limits` None disables hang detection."""
         self._report = report
         self._limits = limits
         self._logs: dict[tuple[int, int, int], Progress] = {}
@@ -42,62 +42,64 @@ class Readers:
         self._looked_s: float | None = None
 
     def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int) -> None:
-        """A command was started; what it prints is behind `log_start`."""
+        """Read a started command; its output begins at `log_start`."""
         self._logs[_key(order)] = Progress(order, log_path, log_start)
         if self._limits is not None:
             self._watched[_key(order)] = LineWatch(order, pid, self._limits)
 
     def look(self, now_s: float) -> None:
-        """Tell what was printed since the last look, one report of a task at most, and of whom
-        nothing has come for too long. `now_s` is the monotonic clock."""
+        """Report new progress, at most one report a task, and commands that stall.
+        `now_s` is the monotonic clock."""
         late_s = now_s - self._looked_s - LOOK_S if self._looked_s is not None else 0.0
         self._looked_s = now_s
         if late_s > LATE_S:
             for watched in self._watched.values():
-                watched.forgive(late_s, now_s)
-        tell = {key[0]: key for key, one in self._logs.items() if one.has_told}
-        reading = [one for key, one in self._logs.items() if tell.get(key[0], key) == key]
-        told: set[int] = set()
+                watched.exclude(late_s, now_s)
+        reporting = {key[0]: key for key, one in self._logs.items() if one.has_reported}
+        reading = [one for key, one in self._logs.items() if reporting.get(key[0], key) == key]
+        bytes_max = share(len(reading))
+        reported: set[int] = set()
         for one in reading:
-            if one.task not in told and (report := one.look(share(len(reading)))) is not None:
-                told.add(one.task)
-                self._pass(one, report, now_s)
-        for key in tell.values():
+            if one.task not in reported and (report := one.look(bytes_max)) is not None:
+                reported.add(one.task)
+                self._report_progress(one, report, now_s)
+        for key in reporting.values():
             if key in self._watched:
-                stalled = self._watched[key].look(now_s, partial(self._is_aside, self._logs[key]))
+                stalled = self._watched[key].look(now_s, partial(self._is_paused, self._logs[key]))
                 if stalled is not None:
                     self._report(stalled, None)
 
-    def _pass(self, one: Progress, report: IterationsLogged, now_s: float) -> None:
+    def _report_progress(self, one: Progress, report: IterationsLogged, now_s: float) -> None:
         watched = self._watched.get(one.key)
         if watched is not None:
-            for body in watched.passed(report, now_s):
+            for body in watched.add_line(report, now_s):
                 self._report(body, None)
             for other in self._others(one):
-                other.pass_over()
+                other.skip_to_end()
         self._report(report, None)
 
-    def _is_aside(self, one: Progress) -> bool:
-        """Whether one of the task's processes here has said so since the last line of progress:
-        Megatron's last rank prints the lines, its first one of checkpoints."""
-        return one.is_aside or any(other.says_aside() for other in self._others(one))
+    def _is_paused(self, one: Progress) -> bool:
+        """One of the task's processes here has announced a pause since the last progress line.
+        Megatron's last rank prints progress, its first rank prints checkpoints."""
+        return one.is_pause_announced or any(
+            other.announces_pause() for other in self._others(one))
 
     def _others(self, one: Progress) -> list[Progress]:
         return [other for other in self._logs.values()
                 if other.task == one.task and other is not one]
 
     def end(self, order: StartRank) -> None:
-        """The command has ended: tell what it printed last."""
+        """Report the last output of a command that has ended."""
         one = self._logs.get(_key(order))
         if one is not None and not any(
-                other.has_told and other is not one and other.task == one.task
+                other.has_reported and other is not one and other.task == one.task
                 for other in self._logs.values()):
             for report in one.end():
                 self._report(report, None)
         self.drop(order)
 
     def drop(self, order: StartRank) -> None:
-        """Read no more of it; twice is harmless."""
+        """Stop reading the command. A second call does nothing."""
         self._watched.pop(_key(order), None)
         one = self._logs.pop(_key(order), None)
         if one is not None:
@@ -105,12 +107,12 @@ class Readers:
 
 
 class Progress:
-    """The log of one process from `log_start` on. It stays open, also where it is renamed."""
+    """The log of one process from `log_start` on. It stays open if the file is renamed."""
 
     def __init__(self, order: StartRank, log_path: Path, log_start: int) -> None:
         self._order = order
         self.key, self.task = _key(order), order.task
-        self.has_told = False
+        self.has_reported = False
         self._at = log_start
         self._lines = Lines()
         self._stretches = Stretches()
@@ -123,29 +125,29 @@ class Progress:
             self._give_up(error)
 
     def look(self, bytes_max: int = LOOK_BYTES_MAX) -> IterationsLogged | None:
-        """Read what is new, at most `bytes_max`; what is to be told, one report at most."""
+        """Read at most `bytes_max` of new output; return at most one report."""
         if self._fd >= 0:
             try:
                 for line in self._lines.feed(self._read(bytes_max)):
                     self._stretches.add(line)
             except OSError as error:
                 self._give_up(error)
-        told = self._stretches.take()
-        return self._report(told) if told is not None else None
+        merged = self._stretches.take()
+        return self._report(merged) if merged is not None else None
 
     @property
-    def is_aside(self) -> bool:
-        """Whether a checkpoint or an evaluation was printed since the last line of progress."""
-        return self._lines.is_aside
+    def is_pause_announced(self) -> bool:
+        """A checkpoint or an evaluation was printed since the last progress line."""
+        return self._lines.is_pause_announced
 
-    def pass_over(self) -> None:
-        """Another of its task tells of progress: what this one has printed so far is not read."""
+    def skip_to_end(self) -> None:
+        """Skip the output so far: another process of the task reports progress."""
         if self._fd >= 0:
             self._lines = Lines()
             self._at = os.fstat(self._fd).st_size
 
-    def says_aside(self) -> bool:
-        """Whether it has printed of a checkpoint or an evaluation since it was passed over."""
+    def announces_pause(self) -> bool:
+        """A checkpoint or an evaluation was printed since `skip_to_end`."""
         if self._fd >= 0:
             try:
                 end = os.fstat(self._fd).st_size - RANK_BYTES_MIN
@@ -155,16 +157,16 @@ class Progress:
                 self._lines.feed(self._read(RANK_BYTES_MIN))
             except OSError as error:
                 self._give_up(error)
-        return self._lines.is_aside
+        return self._lines.is_pause_announced
 
     def end(self) -> Iterable[IterationsLogged]:
-        """All that is left to tell, of one look; then the log is closed: who writes on is not
-        followed."""
-        told = self.look()
+        """Take a last look, close the log and return all remaining reports; later output is not
+        read."""
+        report = self.look()
         self.close()
-        while told is not None:
-            yield told
-            told = self.look()
+        while report is not None:
+            yield report
+            report = self.look()
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -173,7 +175,7 @@ class Progress:
 
     def _read(self, bytes_max: int) -> bytes:
         size = os.fstat(self._fd).st_size
-        if size < self._at:  # somebody emptied it: all that is in it is new
+        if size < self._at:  # the file was truncated: all its content is new
             self._lines.skip()
             self._at = 0
         if size - self._at > bytes_max:
@@ -181,31 +183,32 @@ class Progress:
             self._at = size - bytes_max
             if not self._is_behind:
                 self._is_behind = True
-                _log.warning("a command prints faster than it is read; lines of progress may be "
+                _log.warning("a command prints faster than the agent reads; progress lines may be "
                              "missed", task=self._order.task, rank=self._order.rank)
         data = os.pread(self._fd, min(size - self._at, bytes_max), self._at)
         self._at += len(data)
         return data
 
-    def _report(self, told: Stretch) -> IterationsLogged:
-        self.has_told = True
+    def _report(self, merged: Stretch) -> IterationsLogged:
+        self.has_reported = True
         order = self._order
         model = order.spec.model
-        if (model is not None and told.global_batch not in (0, model.global_batch)
+        if (model is not None and merged.global_batch not in (0, model.global_batch)
                 and not self._is_other_batch):
             self._is_other_batch = True
-            _log.warning("a command's global batch is not its model's: its iterations calibrate "
-                         "nothing", task=order.task, printed=told.global_batch,
+            _log.warning("a command's global batch differs from its model's: its iterations do not "
+                         "calibrate the model", task=order.task, printed=merged.global_batch,
                          model=model.global_batch)
         return IterationsLogged(
-            task=order.task, rank=order.rank, attempt=order.attempt, iteration=told.iteration,
-            iterations=told.iterations, num_iterations=told.num, step_s=told.step_s,
-            loss=told.loss, global_batch=told.global_batch, skipped=told.skipped, nan=told.nan)
+            task=order.task, rank=order.rank, attempt=order.attempt, iteration=merged.iteration,
+            iterations=merged.iterations, num_iterations=merged.num, step_s=merged.step_s,
+            loss=merged.loss, global_batch=merged.global_batch, skipped=merged.skipped,
+            nan=merged.nan)
 
     def _give_up(self, error: OSError) -> None:
-        """The command goes on all the same; so does the agent."""
+        """Stop reading; the command and the agent continue."""
         self.close()
-        _log.warning("a command's log cannot be read; its iterations are not told",
+        _log.warning("a command's log cannot be read; its iterations are not reported",
                      task=self._order.task, rank=self._order.rank, why=str(error))
 
 
@@ -214,5 +217,5 @@ def _key(order: StartRank) -> tuple[int, int, int]:
 
 
 def share(num_logs: int) -> int:
-    """Bytes that one look may read of each of so many logs."""
+    """Bytes that one look may read of each of `num_logs` logs."""
     return max(LOOK_BYTES_MAX // max(num_logs, 1), RANK_BYTES_MIN)

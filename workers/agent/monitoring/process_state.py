@@ -1,7 +1,7 @@
-"""What a process does that makes no progress, read from /proc: harmless, whatever state it is in.
+"""Reads from /proc what a stalled process does; safe in any state of the process.
 
-Nothing is sent to it and nothing is injected: a process that holds its interpreter's lock, or that
-a debugger has stopped, could answer nothing.
+Nothing is sent to the process or injected into it: a process that holds its GIL, or is stopped by a
+debugger, could not answer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ...host.cpu_wait import starved_s
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 BURNS_SHARE = 0.5
-"""Of the time that it was given cores since the first look: so much or more, and it computes."""
+"""CPU time per second of available core time since the first look; from here on it computes."""
 _SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45: "recvfrom",
              61: "wait4", 74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait",
              247: "waitid", 271: "ppoll", 281: "epoll_pwait"}
-"""The waits among those of x86-64 (syscall numbers differ between machines)."""
+"""Waiting syscalls of x86-64 (numbers differ between architectures)."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "Z": "ended"}
 
 
 class Look(NamedTuple):
-    """A process at one moment. `cpu_s` is what all its threads have used, `starved_s` how long its
-    main thread has waited for a core (0 where the kernel does not say)."""
+    """A process at one moment. `cpu_s`: CPU time of all threads. `starved_s`: how long its main
+    thread has waited for a core (0 if the kernel does not report it)."""
 
     at_s: float
     state: str
@@ -34,20 +34,20 @@ class Look(NamedTuple):
 
 
 def look(pid: int) -> Look | None:
-    """The process now; None if it is gone. About 30 us."""
+    """The state of the process now; None if it is gone. About 30 us."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return Look(time.monotonic(), fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_HZ,
-                starved_s(pid))
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_HZ
+    return Look(time.monotonic(), fields[0], cpu_s, starved_s(pid))
 
 
 def words(pid: int, before: Look | None) -> str:
-    """What it does, for people; "" where nothing can be said.
+    """Describe in words what the process does; "" if unknown.
 
-    `before` is an earlier look at it: from then on is said how much of a core it used.
+    `before` is an earlier look, from which its CPU use is measured.
     """
     now = look(pid)
     if now is None:
@@ -65,7 +65,7 @@ def words(pid: int, before: Look | None) -> str:
 
 
 def _inside(pid: int) -> str:
-    """Where in the kernel its main thread waits, where we may know."""
+    """Where in the kernel its main thread waits; "" without permission to read it."""
     try:
         place = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii").strip()
     except OSError:

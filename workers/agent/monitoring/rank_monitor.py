@@ -1,13 +1,11 @@
-"""The agent's watch over the pulse of its training ranks: who stands still, and how fast each is.
+"""Monitors the training ranks by their progress pages: stalls and step times.
 
-One look reads a page of memory for each rank, and nothing of the ranks themselves; a process is
-looked at only when it begins to be late. What was told of a rank is told once: that it stalled,
-that it went on, and its pace when that has changed for good.
+One look reads a page of shared memory for each rank. It reads the state of a process only when the
+rank becomes late. Each event is reported once: a stall, its end, and a lasting change of step time.
 
-No false alarm by the watch itself: for as long as it did not run (the agent was stopped, its
-machine paused or overloaded), nobody could be seen to pass anything, so that time counts for
-nobody; after PAUSE_S of it everybody has a full span anew. Nor does time count in which a rank
-waited for a core.
+The monitor itself causes no false alarm. Time in which it did not run (the agent was stopped, the
+machine paused or overloaded) does not count; after PAUSE_S of it every rank gets its full limit
+again. Time in which a rank waited for a core does not count either.
 """
 
 from __future__ import annotations
@@ -24,21 +22,21 @@ from . import process_state
 WATCH_S = 0.05
 """Between two looks."""
 STALL_S_MIN = 1.0
-"""However short iterations are: less is the machine's own business."""
+"""Lower bound of the limit, however short iterations are: shorter pauses are machine noise."""
 LATE_S = 0.25
-"""A look that comes so late has missed something: that time counts for nobody."""
+"""If a look is later than this, the missed time does not count."""
 PAUSE_S = 1.0
-"""After so much of it everybody has a full span again."""
+"""After this much missed time every rank gets its full limit again."""
 SLOW_AGAIN_TIMES = 2.0
-"""What was told of an iteration while it lasted is told again when it has lasted so much longer."""
+"""A slow iteration still running is reported again when it has lasted this many times longer."""
 TELL_S = 10.0
-"""Between two reports of one rank's pace in the same generation."""
+"""Between two step-time reports of one rank in the same generation."""
 
 Key = tuple[int, int, int]
 
 
 class Watch:
-    """All pulses of a node. `report` spools a body."""
+    """The monitors of a node's training ranks. `report` spools a body."""
 
     def __init__(self, report: Callable[[Body, float | None], None], *, is_on: bool = True) -> None:
         self._report = report
@@ -47,39 +45,39 @@ class Watch:
         self._looked_s: float | None = None
 
     def open(self, order: StartRank) -> Page | None:
-        """A page for a training rank that is about to start; None where it is not watched."""
+        """A progress page for a training rank about to start; None if it is not monitored."""
         return Page() if self._is_on and order.spec.training is not None else None
 
     def begin(self, order: StartRank, page: Page | None, pid: int) -> None:
-        """The rank runs, and has its end of the page."""
+        """Monitor a rank that has started and inherited its page."""
         if page is not None:
             page.handed_over()
             self._watched[_key(order)] = Watched(order, page, pid)
 
     def adopted(self, order: StartRank, pid: int) -> None:
-        """This is the process that trains."""
+        """`pid` is the process that trains."""
         if (watched := self._watched.get(_key(order))) is not None:
             watched.pid = pid
 
     def drop(self, order: StartRank) -> None:
-        """The rank has ended; twice is harmless."""
+        """Stop monitoring a rank that has ended. A second call does nothing."""
         watched = self._watched.pop(_key(order), None)
         if watched is not None:
             watched.page.close()
 
     def look(self, now_s: float) -> None:
-        """Tell what is new. `now_s` is the monotonic clock."""
+        """Report all changes. `now_s` is the monotonic clock."""
         late_s = now_s - self._looked_s - WATCH_S if self._looked_s is not None else 0.0
         self._looked_s = now_s
         for watched in self._watched.values():
             if late_s > LATE_S:
-                watched.forgive(now_s if late_s > PAUSE_S else None, late_s)
+                watched.exclude(now_s if late_s > PAUSE_S else None, late_s)
             for body in watched.look(now_s):
                 self._report(body, None)
 
 
 class Watched:
-    """One rank: what its page said, and what was told of it."""
+    """One rank: the state of its page, and what was reported."""
 
     def __init__(self, order: StartRank, page: Page, pid: int) -> None:
         self.page = page
@@ -89,24 +87,24 @@ class Watched:
         self._generation: int = 0
         self._num_done = 0
         self._from_s = 0.0
-        """What lies before counts no more."""
+        """Time before this does not count."""
         self._missed_s = 0.0
-        """Since the mark passed last: so long nobody watched."""
+        """Time without monitoring since the last mark."""
         self._mark_num: int = 0
         self._before: process_state.Look | None = None
         self._stalled: Mark | None = None
-        self._told_s = -TELL_S
+        self._reported_s = -TELL_S
         self._slow: tuple[int, int] | None = None
-        """The generation and iteration whose pace was told while it lasted."""
+        """Generation and iteration of the running slow iteration that was reported."""
         self._slow_s = 0.0
-        """How long its own work had lasted then."""
+        """The rank's own work in it at that report."""
         self._slow_look: process_state.Look | None = None
-        """At the process, when that was told first."""
+        """The process state at its first report."""
         self._waiting: Paced | None = None
-        """Of a pace that was told too shortly after another."""
+        """A step-time report held back because the last one was sent less than REPORT_S ago."""
 
-    def forgive(self, from_s: float | None, late_s: float) -> None:
-        """Nobody watched for `late_s`; everything begins anew at `from_s`, where that is given."""
+    def exclude(self, from_s: float | None, late_s: float) -> None:
+        """Do not count the last `late_s`; with `from_s`, count from there only."""
         self._before = None
         if from_s is None:
             self._missed_s += late_s
@@ -114,29 +112,29 @@ class Watched:
             self._from_s, self._missed_s = from_s, 0.0
 
     def look(self, now_s: float) -> list[Body]:
-        """What is to be told now."""
+        """The reports due now."""
         mark = self.page.mark()
         if mark is None:
             return []
-        told: list[Body] = []
+        reports: list[Body] = []
         if mark.generation != self._generation:
             self._generation = mark.generation
             self._monitor = Monitor(self._monitor.average_s)
             self._slow = self._waiting = None
-            self._told_s = -TELL_S
+            self._reported_s = -TELL_S
         if mark.num != self._mark_num:
             self._mark_num, self._missed_s, self._before = mark.num, 0.0, None
             if self._stalled is not None:
-                told.append(RankUnstalled(
+                reports.append(RankUnstalled(
                     **self._ids, generation=mark.generation, iteration=mark.iteration,
                     stalled_s=max(0.0, mark.at_s - self._stalled.at_s)))
                 self._stalled = None
-        told += self._of_done(now_s, mark)
+        reports += self._check_done(now_s, mark)
         if mark.phase != OUTSIDE_CODE:
-            told += self._of_mark(now_s, mark)
-        return told
+            reports += self._check_mark(now_s, mark)
+        return reports
 
-    def _of_mark(self, now_s: float, mark: Mark) -> list[Body]:
+    def _check_mark(self, now_s: float, mark: Mark) -> list[Body]:
         limit_s = self._limit_s(mark)
         if not limit_s:
             return []
@@ -159,21 +157,21 @@ class Watched:
                     stack=process_state.words(self.pid, self._before),
                 )
             ]
-        return self._of_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
+        return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
 
     def _limit_s(self, mark: Mark) -> float:
         limit_s = self._monitor.limit_s(mark.kind)
         return max(limit_s, STALL_S_MIN) if limit_s else 0.0
 
     def _starved_s(self, before: process_state.Look | None) -> float:
-        """How long it waited for a core since this look at it."""
+        """How long the process waited for a core since `before`."""
         now = process_state.look(self.pid) if before is not None else None
         return now.starved_s - before.starved_s if now and before else 0.0
 
-    def _of_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
-        """An iteration that lasts too long by the rank's own work, while it passes marks.
+    def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
+        """Report an iteration whose own work takes too long although the rank passes marks.
 
-        Who only waits for such a one is not slow.
+        A rank that only waits for a slow peer is not slow.
         """
         where = (mark.generation, mark.iteration)
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
@@ -191,35 +189,36 @@ class Watched:
             self._slow_look = process_state.look(self.pid)
         self._slow, self._slow_s = where, own_s
         normal_s = self._monitor.own.normal or self._monitor.average_s
-        return [self._pace(mark.iteration, Paced(1, now_s - mark.began_s, own_s, normal_s), now_s)]
+        return [self._step_time(
+            mark.iteration, Paced(1, now_s - mark.began_s, own_s, normal_s), now_s)]
 
-    def _of_done(self, now_s: float, mark: Mark) -> list[Body]:
+    def _check_done(self, now_s: float, mark: Mark) -> list[Body]:
         for done in self.page.done(self._num_done):
             self._num_done = done.num
             if done.generation == self._generation:
                 self._monitor.add(done.iteration_s, done.own_s, done.kind)
-                if not self._monitor.average_s:  # its first, which counts for no more than this
+                if not self._monitor.average_s:  # the first iteration only seeds the average
                     self._monitor = Monitor(done.iteration_s)
                 self._waiting = self._monitor.paced() or self._waiting
-                self._again(done.generation, done.iteration)
-        if self._waiting is None or now_s - self._told_s < TELL_S:
+                self._follow_up(done.generation, done.iteration)
+        if self._waiting is None or now_s - self._reported_s < TELL_S:
             return []
-        paced, self._waiting = self._waiting, None
-        return [self._pace(mark.iteration, paced, now_s)]
+        change, self._waiting = self._waiting, None
+        return [self._step_time(mark.iteration, change, now_s)]
 
-    def _again(self, generation: int, iteration: int) -> None:
-        """After an iteration that was told as slow, what its pace has been since is told too."""
+    def _follow_up(self, generation: int, iteration: int) -> None:
+        """After a reported slow iteration, also report the step time since."""
         if (self._slow is not None and self._slow[0] == generation
                 and iteration >= self._slow[1] + 2 * WARM_UP_NUM and self._waiting is None):
             self._slow = None
             self._waiting = self._monitor.recent()
 
-    def _pace(self, iteration: int, paced: Paced, now_s: float) -> StepTimeChanged:
-        self._told_s = now_s
+    def _step_time(self, iteration: int, change: Paced, now_s: float) -> StepTimeChanged:
+        self._reported_s = now_s
         return StepTimeChanged(
             **self._ids, generation=self._generation, iteration=iteration,
-            num_iterations=paced.num_iterations, iteration_s=paced.iteration_s, own_s=paced.own_s,
-            normal_s=paced.normal_s)
+            num_iterations=change.num_iterations, iteration_s=change.iteration_s,
+            own_s=change.own_s, normal_s=change.normal_s)
 
 
 def _key(order: StartRank) -> Key:

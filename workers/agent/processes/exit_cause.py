@@ -1,4 +1,4 @@
-"""Why a process ended: of all that tells of it, what is most certain."""
+"""Finds why a process ended, from the most certain evidence available."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from .torch_files import Recorded, Root
 
 CAUSE_CHARS_MAX = 500
 SHELL_EXIT = 128
-"""A shell ends with this and the number of the signal that ended what it ran."""
+"""A shell exits with this plus the number of the signal that ended its program."""
 SIGNALS = {
     signal.SIGKILL: "killed from outside",
-    signal.SIGTERM: "another process asked it to end",
+    signal.SIGTERM: "another process requested its end",
     signal.SIGINT: "interrupted from outside",
     signal.SIGHUP: "its terminal or its launcher went away",
-    signal.SIGSEGV: "it used memory that is not its own (segmentation fault)",
-    signal.SIGBUS: "memory behind a mapping was not there: a full /dev/shm, a file cut short",
+    signal.SIGSEGV: "it accessed invalid memory (segmentation fault)",
+    signal.SIGBUS: "memory behind a mapping is missing: a full /dev/shm, a truncated file",
     signal.SIGABRT: "it aborted itself: a check in native code failed",
-    signal.SIGFPE: "an impossible operation on integers",
-    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGFPE: "an invalid integer operation",
+    signal.SIGILL: "an instruction that this processor does not support",
 }
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK = "Traceback (most recent call last):"
 _CARRIED = ("The above exception was the direct cause of the following exception:",
             "During handling of the above exception, another exception occurred:")
 _IN_GROUP = re.compile(r"\| +(?:\+ )?(?:Exception Group )?$")
-"""What stands before the traceback of a member of an exception group: the group's margin."""
+"""The margin before the traceback of a member of an exception group."""
 _WEAK = (CONNECTION_REFUSED, CONNECTION_RESET, NCCL_TIMEOUT, LINK_FLAPPING, OTHER_NETWORK)
-"""What a program also prints when it tries again, and all goes well."""
+"""Errors that a program also prints before a successful retry."""
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)|^Killed\s*$",
                            re.MULTILINE)
 
 
 class Cause(NamedTuple):
-    """Why it ended. All empty: nothing is known but its end."""
+    """Why a process ended. All fields empty: the cause is unknown."""
 
     status: str = ""
     rule: str = ""
@@ -59,24 +59,24 @@ class Cause(NamedTuple):
 
 
 class End(NamedTuple):
-    """What is known of a process that has ended."""
+    """The evidence about a process that has ended."""
 
     how: Exit
     text: str
-    """The end of what it printed."""
+    """The end of its output."""
     path: Path
     """Its error file."""
     killed: Callable[[int], str]
-    """What the kernel says of the kill of a process, 0 being one that nobody knows the number of;
-    empty: nothing. Asked only where something was killed."""
+    """Takes a pid, 0 if unknown; returns the kernel's line on its OOM kill, or "". Called only if
+    something was killed."""
     pid: int
 
 
 def cause_of(end: End) -> Cause:
-    """The OOM killer before the error file before what was printed before signal or exit code.
+    """Find the cause. Precedence: OOM killer, error file, printed output, signal or exit code.
 
-    What ended well has no cause. What others send (SIGKILL, SIGTERM) is not explained by what was
-    printed before. Reads the error files. About 1 ms for 64 KiB of ordinary output (measured).
+    Exit code 0 has no cause. Printed output does not explain a signal from outside (SIGKILL,
+    SIGTERM). Reads the error files. About 1 ms for 64 KiB of ordinary output (measured).
     """
     how = end.how
     if how.exit_code == 0:
@@ -88,34 +88,34 @@ def cause_of(end: End) -> Cause:
                             root is not None and root.exit_code == -signal.SIGKILL),
                            (0, how.signal is None and bool(_KILLED_CHILD.search(end.text)))):
         if is_killed and (line := end.killed(pid)):
-            return _by_kernel(line)
+            return _cause_of_oom_kill(line)
     recorded = torch_files.read(end.path)
     if recorded is None and root is not None and root.error_file:
         recorded = torch_files.read(Path(root.error_file))
     if recorded is not None:
-        return _recorded(recorded)
+        return _cause_of_torch_error(recorded)
     if root is not None:
-        return _under_torchrun(root)
+        return _cause_under_torchrun(root)
     if number not in _FROM_OUTSIDE:
         verdict = deciding(end.text)
         if verdict.status:
-            return _of(verdict)
+            return _cause_of_verdict(verdict)
     return Cause(line=in_words(how))
 
 
-def of_errored(told: RankErrored) -> Cause:
-    """The rank has said itself why it ends."""
-    lines = [line for line in told.text.splitlines() if line.strip()]
-    line = classify(told.text).line if told.status else ""
-    return Cause(told.status, told.rule, clipped(line or (lines[-1] if lines else told.error)),
-                 told.second_hand)
+def of_errored(report: RankErrored) -> Cause:
+    """The cause that the rank itself has reported."""
+    lines = [line for line in report.text.splitlines() if line.strip()]
+    line = classify(report.text).line if report.status else ""
+    return Cause(report.status, report.rule,
+                 clipped(line or (lines[-1] if lines else report.error)), report.second_hand)
 
 
 def deciding(text: str) -> Verdict:
-    """The verdict on what was printed last: the last traceback, with all that it carries, first.
+    """Classify the output: first the last traceback with its chained exceptions, then all of it.
 
-    A traceback that only says that it is software gives way to what else was printed, unless that
-    is what a program prints whose next try goes well.
+    If the traceback is only OTHER_SOFTWARE, the rest of the output decides, unless it shows errors
+    that are also printed before a successful retry.
     """
     at = text.rfind(_TRACEBACK)
     if at < 0:
@@ -134,7 +134,7 @@ def deciding(text: str) -> Verdict:
 
 
 def in_words(how: Exit) -> str:
-    """A signal, and what it means; empty for an exit code that says nothing."""
+    """Describe a signal; "" for an exit code without a meaning."""
     number = how.signal or _signal_of(how.exit_code)
     if number is None:
         return ""
@@ -143,41 +143,41 @@ def in_words(how: Exit) -> str:
 
 
 def clipped(line: str) -> str:
-    """One line that can be shown: bounded, and no character that does something to a screen."""
+    """One line to display: bounded, without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in line).split())[:CAUSE_CHARS_MAX]
 
 
-def _of(verdict: Verdict) -> Cause:
+def _cause_of_verdict(verdict: Verdict) -> Cause:
     return Cause(verdict.status, verdict.rule, clipped(verdict.line), verdict.second_hand)
 
 
-def _by_kernel(line: str) -> Cause:
+def _cause_of_oom_kill(line: str) -> Cause:
     return Cause(EXITED_ABNORMALLY, "oom-killer", clipped(line))
 
 
-def _recorded(told: Recorded) -> Cause:
-    verdict = classify(told.trace) if told.trace.strip() else classify(told.message)
+def _cause_of_torch_error(error: Recorded) -> Cause:
+    verdict = classify(error.trace) if error.trace.strip() else classify(error.message)
     if verdict.status:
-        return _of(verdict)
-    lines = [line for line in (told.message.strip() or told.trace).splitlines() if line.strip()]
-    line = lines[0] if told.message.strip() else lines[-1]
+        return _cause_of_verdict(verdict)
+    lines = [line for line in (error.message.strip() or error.trace).splitlines() if line.strip()]
+    line = lines[0] if error.message.strip() else lines[-1]
     return Cause(OTHER_SOFTWARE, "torch-error-file", clipped(line))
 
 
-def _under_torchrun(root: Root) -> Cause:
-    """Its own summary says who failed first, and seldom why: that stands above it."""
+def _cause_under_torchrun(root: Root) -> Cause:
+    """torchrun's summary names the first failure, but rarely its cause, which is printed above."""
     verdict = deciding(root.trace)
     if not verdict.status and -root.exit_code not in _FROM_OUTSIDE:
         verdict = deciding(root.before)
     if verdict.status:
-        return _of(verdict)
+        return _cause_of_verdict(verdict)
     how = (_signal_in_words(-root.exit_code) if root.exit_code < 0
            else f"exit code {root.exit_code}")
     return Cause(line=clipped(f"rank {root.rank} under torchrun (pid {root.pid}): {how}"))
 
 
 def _signal_of(exit_code: int | None) -> int | None:
-    """The signal that a shell's exit code tells of, as far as it is one that ends a process."""
+    """The signal encoded in a shell's exit code, if it is one that ends a process."""
     number = (exit_code or 0) - SHELL_EXIT
     return number if number in SIGNALS else None
 

@@ -1,4 +1,4 @@
-"""What a rank is started with, and how: out of the zygote where that can be, else by exec."""
+"""Starts ranks with their environment: forked from the zygote if possible, else by exec."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .process import Process
 from .zygote import Zygote
 
 MARK = "UNICRON_PROCESS"
-"""In the environment of everything that an agent starts: whose it is."""
+"""Environment variable of every process that an agent starts: identifies its owner."""
 IN_ENVIRONMENT = {"--fd": FD, "--pulse": PULSE}
-"""Of what a rank is told by words, a command's variables."""
+"""Option of a rank -> environment variable of a command."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """What ranks need to know of their node. `devices` has one entry per slot, or none (CPU)."""
+    """The agent's configuration. `devices` has one entry per slot, or none (CPU)."""
 
     name: str
     incarnation: int
@@ -42,9 +42,9 @@ class Node(Struct, frozen=True, kw_only=True):
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
     watch: bool = True
-    """Whether its ranks' pulse is watched."""
+    """Whether its ranks are monitored for stalls."""
     secret: str = ""
-    """What keepers and ranks of the cluster know each other by
+    """Shared by the checkpoint stores and ranks of the cluster, to authenticate each other
     (workers/checkpoint_store/protocol.py)."""
 
     @property
@@ -57,7 +57,7 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 def mark(state_dir: Path, node: str) -> str:
-    """Begins the MARK of everything that any incarnation of this node starts."""
+    """The prefix of the marker value in all processes of any incarnation of this node."""
     return f"{state_dir}:{node}/"
 
 
@@ -72,21 +72,22 @@ class Starter:
                                   node.state_dir / "logs" / f"zygote-{node.name}.log")
 
     async def prepare(self, order: StartRank) -> None:
-        """Before `start`: wait for the zygote, if it is wanted. Takes seconds the first time."""
+        """Call before `start`: waits for the zygote if used. Takes seconds the first time."""
         if self._zygote is not None and order.spec.train is not None:
             await self._zygote.is_ready()
 
     def start(self, order: StartRank, pipe: Pipe | None, page: Page | None) -> Process:
-        """Start the rank, `pipe` being its way to the agent, `page` what its pulse is read from.
+        """Start the rank with its pipe to the agent and its progress page.
 
         Raises OSError, ValueError.
         """
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
-        marker = (MARK, f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
+        marker = (MARK,
+                  f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
         errors = torch_files.beside(log_path)
-        with suppress(OSError):  # of a task that had this number before the log was begun anew
+        with suppress(OSError):  # left by a task with this number in an earlier log
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.NAME: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
@@ -94,24 +95,24 @@ class Starter:
             files["--pulse"] = page.fd
         fds = tuple(files.values())
         if order.spec.command:
-            told = {IN_ENVIRONMENT[word]: str(fd) for word, fd in files.items()}
-            return Process.start(order.spec.command, env=env | told, marker=marker,
+            fd_env = {IN_ENVIRONMENT[option]: str(fd) for option, fd in files.items()}
+            return Process.start(order.spec.command, env=env | fd_env, marker=marker,
                                  log_path=log_path, pass_fds=fds)
-        if self._zygote is not None and self._zygote.takes(env):
+        if self._zygote is not None and self._zygote.can_fork(env):
             return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
                                 pass_fds=fds)
-        words = [word for name, fd in files.items() for word in (name, str(fd))]
-        return Process.start((*node.rank_argv, *words), env=env, marker=marker,
+        args = [arg for option, fd in files.items() for arg in (option, str(fd))]
+        return Process.start((*node.rank_argv, *args), env=env, marker=marker,
                              log_path=log_path, pass_fds=fds)
 
     def close(self) -> None:
-        """End the zygote; what it has forked lives on."""
+        """End the zygote; its forked ranks continue."""
         if self._zygote is not None:
             self._zygote.close()
 
 
 def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a rank is started with: all that the agent has, and what its tier asks for."""
+    """A rank's environment: the agent's, plus the variables of its task's tier."""
     env = {"PYTHONUNBUFFERED": "1", **inherited}
     env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
             "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),

@@ -1,4 +1,4 @@
-"""Kills by the OOM killer, as the memory groups (cgroups) of this node's ranks count them."""
+"""Counts OOM kills in the memory cgroups of this node's ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECENT_S_MAX = 30.0
-"""A kill explains an end that is seen this much later at most: the kernel counts the kill first,
-and then takes back the memory of what it killed, which for hundreds of GB takes seconds."""
+"""A kill explains an exit that is seen at most this much later. The kernel first counts the kill,
+then frees the memory, which takes seconds for hundreds of GB."""
 _LINE = "oom_kill "
 
 
 class Group:
-    """One memory group. Each kill in it explains the end of one process, and no other's.
-
-    Any thread may call it.
-    """
+    """One memory cgroup. Each kill in it explains the exit of one process only. Thread-safe."""
 
     def __init__(self, file: Path, count: int) -> None:
         self.file = file
@@ -27,12 +24,12 @@ class Group:
         self._counting = threading.Lock()
 
     def look(self, now_s: float) -> None:
-        """Count anew; where the group is gone, its count stands."""
+        """Read the count again; if the cgroup is gone, the last count remains."""
         with self._counting:
             self._look(now_s)
 
     def claim(self, now_s: float) -> str:
-        """In words, a recent kill that explains no other end yet; empty where there is none."""
+        """Use up a recent kill and describe it; "" if there is none."""
         with self._counting:
             self._look(now_s)
             if not self._kills_s:
@@ -50,18 +47,18 @@ class Group:
 
 
 class Kills:
-    """The groups of the processes that are watched. Times are any clock's that does not go back.
+    """The memory cgroups of the monitored processes. Times are of any clock that never goes back.
 
-    `proc` and `cgroups` are where Linux shows them: proc(5); `oom_kill` of memory.events and of
-    memory.oom_control are in the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
+    Sources: `proc`: proc(5); `cgroups`: `oom_kill` of memory.events and memory.oom_control in the
+    kernel's "Control Group v2" and "Memory Resource Controller" (v1).
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
-        self._groups: weakref.WeakValueDictionary[Path, Group] = weakref.WeakValueDictionary()
+        self._groups = weakref.WeakValueDictionary[Path, Group]()
 
     def group(self, pid: int) -> Group | None:
-        """The group that a process is in, watched while the answer is kept; None: it has none."""
+        """The cgroup of a process, monitored while the caller holds it; None: it has none."""
         for file in _files(self._proc, self._cgroups, pid):
             known = self._groups.get(file)
             if known is not None:
@@ -74,13 +71,14 @@ class Kills:
         return None
 
     def look(self, now_s: float) -> None:
-        """So that it is known when a kill was: about 20 us for each group (measured)."""
+        """Read all counts, to date each kill: about 20 us for each cgroup (measured)."""
         for group in list(self._groups.values()):
             group.look(now_s)
 
 
 def _files(proc: Path, cgroups: Path, pid: int) -> Iterator[Path]:
-    """Where the count may be. In a container the path may be the host's: then the root is it."""
+    """Where the count may be. In a container the path may be the host's; the root is correct then.
+    """
     try:
         lines = (proc / str(pid) / "cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:

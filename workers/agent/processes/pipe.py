@@ -11,15 +11,15 @@ import msgspec
 from ...ipc.pipe_protocol import Frame, Unpacker, pack
 
 WAITING_BYTES_MAX = 64 << 20
-"""What a rank that does not read may have waiting; beyond it, frames are refused."""
+"""Unsent bytes for a rank that does not read; beyond this, `send` refuses frames."""
 _READ_BYTES = 256 << 10
 
 
 class Pipe:
-    """Frames out by `send`, frames in by `on_frame`; `on_broken` once, on nonsense.
+    """Sends frames with `send`; calls `on_frame` for each received one, `on_broken` if invalid.
 
-    A closed pipe is no event here: the rank's end is told by its pidfd. `drain` gives what a dead
-    rank had still written.
+    A closed pipe is not an event here: the pidfd reports the rank's exit. `drain` reads what a dead
+    rank had written.
     """
 
     def __init__(self, on_frame: Callable[[Frame], None],
@@ -35,11 +35,11 @@ class Pipe:
         self._loop.add_reader(self._ours, self._read)
 
     def started(self) -> None:
-        """The rank has inherited its end."""
+        """Close the rank's end here: the rank has inherited it."""
         self.theirs.close()
 
     def send(self, frame: Frame) -> bool:
-        """Hand over a frame; False if the pipe is closed or the rank reads nothing."""
+        """Send a frame; False if the pipe is closed or the rank does not read."""
         data = pack(frame)
         if not self._open or len(self._waiting) + len(data) > WAITING_BYTES_MAX:
             return False
@@ -48,12 +48,12 @@ class Pipe:
         return self._open
 
     def drain(self) -> None:
-        """Read to the end what was written before the rank ended, then close."""
+        """Read everything that the rank wrote before it exited, then close."""
         while self._open:
             self._read(stop_when_empty=True)
 
     def close(self) -> None:
-        """Close both ends; twice is harmless."""
+        """Close both ends. A second call does nothing."""
         self.theirs.close()
         if self._open:
             self._open = False
@@ -89,7 +89,7 @@ class Pipe:
             num_bytes = 0
         except OSError:
             self._waiting.clear()
-            # What it wrote before it closed may still be there to read: leave that side open.
+            # The rank's last frames may still be readable: leave the reading side open.
             self._loop.remove_writer(self._ours)
             return
         del self._waiting[:num_bytes]

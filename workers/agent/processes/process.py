@@ -1,8 +1,8 @@
-"""One process of a rank: started, watched by its pidfd, ended and reaped with all it started.
+"""One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
-The process leads a session of its own, dies with the agent (PR_SET_PDEATHSIG), and writes to a
-file. Its exit is seen at once and it is left unreaped until nothing of its group lives: so its pid,
-which is also the number of its group and session, cannot become another's meanwhile.
+The process leads its own session, dies with the agent (PR_SET_PDEATHSIG), and writes to a file. Its
+pidfd reports the exit. The agent reaps it last, after all processes of its group: until then the
+kernel cannot reuse its pid, which is also the id of its group and session.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ...host import linux
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
-"""A fork of the zygote becomes the agent's child when what forked it has ended."""
+"""A fork of the zygote becomes the agent's child after the intermediate process has exited."""
 FOLLOW_S = 0.1
-"""So long after a process that it stands for, what was started to run it may still live."""
+"""Grace for the command around a followed process to exit after it."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
 
 
 class Exit(NamedTuple):
-    """How a process ended: exactly one of the first two is set."""
+    """How a process ended. Exactly one of `exit_code` and `signal` is set."""
 
     exit_code: int | None
     signal: int | None
     dumped: bool = False
-    """It left a core."""
+    """It dumped core."""
 
 
 class Process:
@@ -44,12 +44,12 @@ class Process:
         self._popen = popen
         self._is_reaped = False
         self.log_start = log_start
-        """Where in the file that it shares with others its own output begins."""
+        """Where its own output begins in the log file, which it may share."""
         self._marker = marker
         self._loop = asyncio.get_running_loop()
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:  # no descriptor is left: what nobody can watch must not run
+        except OSError:  # out of file descriptors: an unmonitored process must not run
             self._pidfd = -1
             self.signal_group(signal.SIGKILL)
             self._reap()
@@ -62,7 +62,7 @@ class Process:
     @classmethod
     def start(cls, argv: Sequence[str], *, env: Mapping[str, str], marker: tuple[str, str],
               log_path: Path, pass_fds: Sequence[int] = ()) -> Process:
-        """Start `argv`; stdout and stderr are appended to `log_path`. Raises OSError."""
+        """Start `argv`; append stdout and stderr to `log_path`. Raises OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with log_path.open("ab") as log:
@@ -77,7 +77,7 @@ class Process:
     @classmethod
     def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
              log_path: Path, pass_fds: Sequence[int]) -> Process:
-        """The same out of a zygote: a training rank that is given its pipe and its pulse's page.
+        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page.
 
         Raises OSError.
         """
@@ -88,7 +88,7 @@ class Process:
         return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
 
     async def wait(self) -> Exit:
-        """Until the process has ended; it stays a zombie until `end_group`."""
+        """Wait until the process has ended; it stays a zombie until `end_group`."""
         await asyncio.shield(self._ended)
         await self._until_adopted()
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -102,13 +102,13 @@ class Process:
         return self._ended.done()
 
     def is_stopped(self) -> bool | None:
-        """Whether it stands still by a signal; None where it has ended, or a debugger holds it."""
+        """Whether a signal has stopped it; None if it has ended or a debugger holds it."""
         proc = linux.read(self._followed or self.pid) if not self._is_reaped else None
         return None if proc is None or proc.state in "tZX" else proc.state == "T"
 
     def follow(self, pid: int) -> bool:
-        """This process, which was started by it, is what counts: when that ends, it is to end too,
-        FOLLOW_S later at most. False where it is no such process."""
+        """Follow the descendant `pid`, the process that trains: after its exit this process must
+        exit within FOLLOW_S or is killed. False if `pid` is not a descendant."""
         if pid == self.pid or self._marker not in linux.environ(pid):
             return pid == self.pid
         try:
@@ -121,14 +121,14 @@ class Process:
         return True
 
     def unfollow(self) -> None:
-        """What it started may end before it; twice is harmless."""
+        """Stop following: the descendant may end first. A second call does nothing."""
         if self._followed_fd >= 0:
             self._loop.remove_reader(self._followed_fd)
             os.close(self._followed_fd)
             self._followed, self._followed_fd = 0, -1
 
     def _see_followed_end(self) -> None:
-        """A shell around it says how it ended by its own exit code; one that goes on is ended."""
+        """Let the shell around it exit with its exit code; kill a shell that continues."""
         self.unfollow()
         self._loop.call_later(FOLLOW_S, self._end_alone)
 
@@ -137,7 +137,7 @@ class Process:
             self.signal_group(signal.SIGKILL)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send to the process and its group; nothing if they are gone."""
+        """Send a signal to the process group; does nothing if it is gone."""
         if not self._is_reaped:
             try:
                 os.killpg(self.pid, number)
@@ -145,17 +145,17 @@ class Process:
                 pass
 
     async def wait_group(self, s_max: float) -> bool:
-        """Until nothing that the ended process started is left; False after `s_max`."""
+        """Wait until no descendant of the ended process is left; False after `s_max`."""
         return await self._until_alone(s_max, kill=False)
 
     async def end_group(self, s_max: float) -> bool:
-        """Kill and reap what the process started, then reap it; False if some live after `s_max`.
+        """Kill and reap all descendants, then the process; False if some live after `s_max`.
 
-        Afterwards (True) its number is free. Call it again after False.
+        After True the kernel may reuse the pid. After False, call it again.
         """
         last_s = self._loop.time() + s_max
         self.signal_group(signal.SIGKILL)
-        # What it started in a session of its own is found as its orphan: so it has to be gone.
+        # Descendants in other sessions are found only as orphans, after the process has ended.
         await asyncio.wait([self._ended], timeout=s_max)
         if not self.has_ended or not await self._until_alone(last_s - self._loop.time(), kill=True):
             return False
@@ -164,15 +164,15 @@ class Process:
         return True
 
     def output(self, bytes_max: int) -> bytes:
-        """The end of what it wrote, of this attempt alone. Raises OSError."""
+        """The end of this attempt's output. Raises OSError."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
-            begin = self.log_start if self.log_start <= end else 0  # somebody emptied it
+            begin = self.log_start if self.log_start <= end else 0  # the file was truncated
             log.seek(max(begin, end - bytes_max))
             return log.read(bytes_max)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop monitoring."""
         self.unfollow()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
@@ -192,7 +192,7 @@ class Process:
             self._ended.set_result(None)
 
     async def _until_adopted(self) -> None:
-        """One that was forked and killed at once may still be the child of what forked it."""
+        """A fork that was killed early may still be the child of the intermediate process."""
         deadline = self._loop.time() + ADOPTED_S_MAX
         while ((proc := linux.read(self.pid)) is not None and proc.ppid != os.getpid()
                and self._loop.time() < deadline):
@@ -210,7 +210,7 @@ class Process:
         return True
 
     def _descendants(self) -> list[linux.Proc]:
-        """What lives of its session and group, and of orphans that the agent adopted from it."""
+        """Live processes of its session and group, and its orphans, which the agent adopted."""
         procs, me = linux.table(), os.getpid()
         roots: set[int] = set()
         for proc in procs:

@@ -1,4 +1,4 @@
-"""One attempt of a rank, as its agent sees it."""
+"""The agent's state of one attempt of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .process import Exit, Process
 
 
 class Attempt:
-    """It waits for its slot, lives, is ended and reaped."""
+    """One attempt: waits for its slot, runs, is stopped and reaped."""
 
     def __init__(self, order: StartRank, seq: int, epoch: int) -> None:
         self.order = order
@@ -22,23 +22,23 @@ class Attempt:
         self.process: Process | None = None
         self.pipe: Pipe | None = None
         self.generation = 0
-        self.never = False
-        """Stopped before it could start."""
+        self.is_withdrawn = False
+        """Stopped before its process started."""
         self.stop_at: float | None = None
-        """Loop time at which patience ends, once it is told to stop."""
+        """Loop time at which the grace period ends; None: no stop was ordered."""
         self.stop = asyncio.Event()
-        self.going_on: asyncio.TimerHandle | None = None
-        """Set while it is stopped on purpose, and for how long was said."""
+        self.continue_timer: asyncio.TimerHandle | None = None
+        """Set while an injected fault of limited duration keeps it stopped."""
         self.is_suspended = False
-        """As last told."""
+        """The last reported state."""
         self.memory: Group | None = None
-        self.said: RankErrored | None = None
-        """Its own last words."""
+        self.error: RankErrored | None = None
+        """The rank's own report of its error."""
         self.fault = ""
-        """Why the agent ended it, where nobody had asked for that."""
+        """Why the agent killed it without an order."""
 
     async def until_end(self) -> Exit:
-        """Until its process has ended; killed when patience with it ends."""
+        """Wait until its process has ended; kill it at the end of the grace period."""
         process, loop = self.process, asyncio.get_running_loop()
         assert process is not None
         ending = asyncio.ensure_future(process.wait())
@@ -51,10 +51,10 @@ class Attempt:
                         process.signal_group(signal.SIGKILL)
                         left_s = None
                 self.stop.clear()
-                told = asyncio.ensure_future(self.stop.wait())
-                await asyncio.wait((ending, told), timeout=left_s,
+                stopping = asyncio.ensure_future(self.stop.wait())
+                await asyncio.wait((ending, stopping), timeout=left_s,
                                    return_when=asyncio.FIRST_COMPLETED)
-                told.cancel()
+                stopping.cancel()
             return ending.result()
         finally:
             ending.cancel()

@@ -1,4 +1,4 @@
-"""What torch's own error file and torchrun's summary say about why a process failed."""
+"""Parses torch's error file and torchrun's failure summary."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ import msgspec
 
 NAME = "TORCHELASTIC_ERROR_FILE"
 FILE_BYTES_MAX = 1 << 20
-"""A larger one is none of torch's."""
+"""A larger file is not torch's."""
 TEXT_CHARS_MAX = 1 << 15
-"""Of a message, and of a traceback, that are read: of a longer one its two ends."""
+"""Length of a message or traceback; of a longer one only the two ends are kept."""
 
 
 class Recorded(NamedTuple):
-    """An exception as torch wrote it: its type and message, and its traceback ("": none)."""
+    """An exception written by torch: its type and message, and its traceback ("": none)."""
 
     message: str
     trace: str
 
 
 def beside(log_path: Path) -> Path:
-    """The error file of the process that writes to this log."""
+    """The error file of the process whose log this is."""
     return log_path.with_suffix(".error.json")
 
 
 def read(path: Path) -> Recorded | None:
-    """What the file says; None where there is none, or it is not such a file.
+    """Read an error file; None if it is missing or invalid.
 
-    Never waits: only a regular file of this user's is opened for reading, and only one of at most
-    FILE_BYTES_MAX is read.
+    Never blocks: it reads only regular files of this user of at most FILE_BYTES_MAX.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -53,22 +52,22 @@ def read(path: Path) -> Recorded | None:
 
 
 def understood(data: bytes) -> Recorded | None:
-    """Of `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}`, all of it optional
-    but for a text, or of `{"message": TEXT}`."""
+    """Parse `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}` or `{"message":
+    TEXT}`; None without any text."""
     try:
-        told: Any = msgspec.json.decode(data)
+        decoded: Any = msgspec.json.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    message = _of(told, "message")
+    message = _get(decoded, "message")
     if isinstance(message, str):
         return Recorded(_bounded(message), "") if message.strip() else None
-    text, trace = _of(message, "message"), _of(_of(message, "extraInfo"), "py_callstack")
+    text, trace = _get(message, "message"), _get(_get(message, "extraInfo"), "py_callstack")
     found = Recorded(*(_bounded(one) if isinstance(one, str) else "" for one in (text, trace)))
     return found if found.message.strip() or found.trace.strip() else None
 
 
-def _of(told: Any, key: str) -> Any:
-    return cast(dict[str, Any], told).get(key) if isinstance(told, dict) else None
+def _get(decoded: Any, key: str) -> Any:
+    return cast(dict[str, Any], decoded).get(key) if isinstance(decoded, dict) else None
 
 
 def _bounded(text: str) -> str:
@@ -76,9 +75,7 @@ def _bounded(text: str) -> str:
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[:half]}\n{text[-half:]}"
 
 
-# --- The summary that torchrun prints when one of its processes fails, found in its output. Pure.
-# ---
-#
+# --- torchrun's failure summary. Pure. ---
 # Source: ChildFailedError in torch/distributed/elastic/multiprocessing/errors.
 
 _TITLE = "Root Cause (first observed failure):"
@@ -90,20 +87,20 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Root(NamedTuple):
-    """The process that torchrun saw fail first. What it does not say is 0 or empty."""
+    """The process that failed first according to torchrun. Unknown fields are 0 or empty."""
 
     rank: str
     exit_code: int
-    """Below 0: it ended by this signal."""
+    """Below 0: minus the signal that ended it."""
     pid: int
     error_file: str
     trace: str
     before: str
-    """What was printed before torchrun's own words on it."""
+    """The output before torchrun's own lines."""
 
 
 def root_of(text: str) -> Root | None:
-    """The root cause of the last summary in `text`; None: there is none. Linear in its length."""
+    """The root cause of the last summary in `text`; None without a summary. Linear time."""
     at = text.rfind(_TITLE)
     if at < 0:
         return None
@@ -131,7 +128,7 @@ def root_of(text: str) -> Root | None:
 
 
 def _before(text: str) -> str:
-    """Without the summary's beginning, torchrun's own traceback and its words on each process."""
+    """Drop the summary's beginning, torchrun's own traceback and its lines on each process."""
     at = text.rfind(_TRACEBACK)
     if at >= 0 and "ChildFailedError" in text[at:]:
         text = text[:at]

@@ -1,8 +1,8 @@
-"""The agent's zygote: a process that has loaded torch and Megatron once, and forks ranks.
+"""The zygote: a process that loads torch and Megatron once and forks ranks.
 
-Loading takes seconds of a core for every rank that is started by exec (measured: 3.5 s; a node of
-eight on few cores: half a minute). The zygote is started with the node's first training rank, which
-waits for it; whenever it cannot be used, ranks are started by exec.
+By exec, each rank needs seconds of CPU time to load them (measured: 3.5 s; a node of eight on few
+cores: half a minute). The agent starts the zygote for the node's first training rank, which waits
+for it. If the zygote cannot be used, the agent starts ranks by exec.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ...ipc.fork_protocol import REQUEST_BYTES_MAX, Told, Wanted
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
 LOAD_S_MAX = 60.0
 FORK_S_MAX = 2.0
-"""A fork takes milliseconds; the agent waits for it, so that no other process takes its number."""
+"""A fork takes milliseconds; the agent blocks on it, so that no process can reuse the pid."""
 TRIES_NUM_MAX = 3
-"""How often it is started anew before ranks are started by exec for good."""
+"""Starts of the zygote; afterwards ranks are always started by exec."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
-"""Nothing that it loads may start threads, and none may open a CUDA context."""
+"""No loaded library may start threads or open a CUDA context."""
 WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 _log = structlog.get_logger("agent")
 
 
 class Zygote:
-    """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env`: never used."""
+    """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env` disables it."""
 
     def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path) -> None:
         self._env = {**env, **ONE_THREAD, **WITHOUT_CUDA, marker[0]: marker[1]}
@@ -45,15 +45,15 @@ class Zygote:
         self._socket: socket.socket | None = None
         self._loading: asyncio.Future[bool] | None = None
 
-    def takes(self, env: Mapping[str, str]) -> bool:
-        """Whether it can fork now, with this environment."""
+    def can_fork(self, env: Mapping[str, str]) -> bool:
+        """Whether it can fork a rank with this environment now."""
         return (self._socket is not None and self._loading is not None and self._loading.done()
                 and len(_request(env)) <= REQUEST_BYTES_MAX)
 
     async def is_ready(self) -> bool:
-        """Start it if it does not run, and wait until it can fork; False: start by exec."""
+        """Start it if necessary and wait until it can fork; False: use exec."""
         if self._popen is not None and self._popen.poll() is not None:
-            _log.warning("the zygote has ended", code=self._popen.returncode)
+            _log.warning("the zygote has exited", code=self._popen.returncode)
             self.close()
         if self._popen is None:
             if self._tries_num >= TRIES_NUM_MAX:
@@ -69,23 +69,23 @@ class Zygote:
         return await asyncio.shield(self._loading)
 
     def fork(self, env: Mapping[str, str], *files: int) -> int:
-        """The pid of a new rank, a child of this process. Raises OSError, and then ends.
+        """Fork a rank; return its pid, a child of this process. Raises OSError and closes itself.
 
-        `files`: its log, its end of the pipe, and the page of its pulse if it has one. One that was
-        forked all the same ends too, since its pipe is closed.
+        `files`: the rank's log, its end of the pipe, and its progress page if it has one. If the
+        fork succeeded despite an OSError, the rank exits because its pipe is closed.
         """
-        assert self._socket is not None, "it takes nothing"
+        assert self._socket is not None, "the zygote does not run"
         try:
             self._socket.settimeout(FORK_S_MAX)
             socket.send_fds(self._socket, [_request(env)], files)
-            told = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=Told)
+            answer = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=Told)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
             raise OSError(f"the zygote does not fork: {error}") from None
-        return told.pid
+        return answer.pid
 
     def close(self) -> None:
-        """End it; the ranks that it has forked live on."""
+        """End the zygote; its forked ranks continue."""
         if self._socket is not None:
             self._socket.close()
         if self._popen is not None:
@@ -106,17 +106,17 @@ class Zygote:
         self._socket = ours
 
     async def _load(self) -> bool:
-        """Wait for its first word."""
+        """Wait for its first message."""
         loop, connection = asyncio.get_running_loop(), self._socket
         assert connection is not None
         connection.setblocking(False)
         try:
-            said = await asyncio.wait_for(loop.sock_recv(connection, REQUEST_BYTES_MAX), LOAD_S_MAX)
+            data = await asyncio.wait_for(loop.sock_recv(connection, REQUEST_BYTES_MAX), LOAD_S_MAX)
         except (OSError, TimeoutError) as error:
-            said, why = b"", str(error)
+            data, why = b"", str(error)
         else:
-            why = "it ended"
-        if said:
+            why = "it exited"
+        if data:
             return True
         _log.warning("no zygote: ranks are started by exec", why=why, see=str(self._log_path))
         self.close()
