@@ -1,4 +1,4 @@
-"""Facts and orders: what happened, in order. Imports nothing else of ours.
+"""Records, log and job spec: reports, decisions and orders. Imports no other Unicron package.
 
-Read `spec`, then `records`, then `log`. `control_plane` and `workers` share this package alone.
+Read `spec`, then `records`, then `log`. `control_plane` and `workers` share only this package.
 """

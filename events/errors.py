@@ -1,26 +1,26 @@
 """The error tree.
 
 UnicronError
-├── UsageError            wrong input of a person: one line, a hint, exit 2
-│   └── SpecError         a job spec that is malformed or can never fit; names the path
+├── UsageError            wrong user input: one line, a hint, exit code 2
+│   └── SpecError         a job spec is malformed or can never fit; names the path
 ├── LogError
-│   ├── Conflict          the log is not where the writer thought: fold it again
+│   ├── Conflict          the log's last seq is not the expected one: fold the log again
 │   ├── Fenced            a newer epoch holds the log: this leader must stop
-│   ├── Ambiguous         the reply was lost, the write may stand: fold the log again
+│   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
 │   ├── Unavailable       the server cannot be reached: retry with a limit
 │   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
 └── ServerError           the embedded server did not start, or its directory is locked
 
-A bug is none of these: it asserts. A fault of the cluster is a record, not an exception.
+A bug raises AssertionError instead. A fault of the cluster is a record, not an exception.
 """
 
 
 class UnicronError(Exception):
-    """Root of every error that Unicron raises on purpose."""
+    """Base class of the errors that Unicron raises deliberately."""
 
 
 class UsageError(UnicronError):
-    """Wrong input: `str()` is one line; `hint` is what to type next."""
+    """Wrong user input: `str()` is one line; `hint` is the suggested next command."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class UsageError(UnicronError):
 
 
 class SpecError(UsageError):
-    """A job spec is refused; `path` is where, for example `train.batch.global`."""
+    """A job spec is refused; `path` is the field, for example `train.batch.global`."""
 
     def __init__(self, path: str, message: str, hint: str = "") -> None:
         super().__init__(f"{path}: {message}" if path else message, hint)
@@ -36,17 +36,17 @@ class SpecError(UsageError):
 
 
 def need(holds: bool, path: str, message: str, hint: str = "") -> None:
-    """Raises SpecError where something does not hold."""
+    """Raise SpecError unless the condition holds."""
     if not holds:
         raise SpecError(path, message, hint)
 
 
 class LogError(UnicronError):
-    """Something about the log."""
+    """Base class of errors of the log."""
 
 
 class Conflict(LogError):
-    """The log's last seq is not the one that the writer expected."""
+    """The log's last seq is not the one that the writer expects."""
 
 
 class Fenced(LogError):
@@ -54,7 +54,7 @@ class Fenced(LogError):
 
 
 class Ambiguous(LogError):
-    """The reply to an append was lost: it may or may not have happened."""
+    """The reply was lost: the write may or may not have happened."""
 
 
 class Unavailable(LogError):
@@ -62,7 +62,7 @@ class Unavailable(LogError):
 
 
 class CorruptLog(LogError):
-    """A log that cannot be trusted from record `seq` on."""
+    """The log is invalid from record `seq` on."""
 
     def __init__(self, seq: int, message: str) -> None:
         super().__init__(f"seq {seq}: {message}")
@@ -70,7 +70,7 @@ class CorruptLog(LogError):
 
 
 class ServerError(UnicronError):
-    """The embedded server did not start: `str()` is one line; `hint` is where to look."""
+    """The embedded server did not start: `str()` is one line; `hint` says what to check."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

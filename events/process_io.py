@@ -1,4 +1,4 @@
-"""Standard streams and signals of every process of ours."""
+"""Standard streams and signals of every Unicron process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TextIO
 
 
 class Talk(io.TextIOBase):
-    """`stream`, for a logger; what cannot be written (a full disk, a closed terminal) is dropped.
+    """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal).
 
-    Without it the first line that does not fit would end a control plane, an agent with all its
-    ranks, or a rank.
+    Without it, one failed log line would end a control plane, an agent with all its ranks, or a
+    rank.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -36,30 +36,29 @@ class Talk(io.TextIOBase):
         return self._stream.isatty()
 
 
-# --- A stretch in which SIGINT and SIGTERM wait: between a process's start and the note of its pid.
-# ---
+# --- Deferred signals, so that a child's pid is always written down ---
 
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """What comes meanwhile is met at the end. A blocked mask would be inherited; this is not."""
+    """Defer SIGINT and SIGTERM to the end of the block. Children do not inherit this."""
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-    met = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
-    for number in met:
+    deferred = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
+    for number in deferred:
         signal.signal(number, note)
     try:
         yield
     finally:
-        for number in met:
+        for number in deferred:
             signal.signal(number, before[number])
-        for late in came:
+        for late in received:
             os.kill(os.getpid(), late)

@@ -1,9 +1,9 @@
-"""Exported log files: JSON lines under a chain of digests, read with constant memory.
+"""Exported log files: JSON lines with a hash chain, read with constant memory.
 
-Line 1 is a header, then one record a line as `codec.to_plain` gives it, the last line a footer.
-Each line carries `chain`: the SHA-256 of the line before's chain and of this line without it, so
-that an edited, dropped, swapped or doubled record is found at its place, and a cut file by its
-missing footer. It shows accidents and careless edits; it is no signature.
+Line 1 is a header, then one record a line as `codec.to_plain` returns it, the last line a footer.
+Each line carries `chain`: the SHA-256 of the previous line's chain and of this line without it.
+An edited, dropped, swapped or duplicated record is thus detected at its position, a truncated file
+by its missing footer. The chain detects accidents and careless edits; it is not a signature.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPORT_HINT = "unicron export FILE writes one"
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Line 1: whose log this is, by which code it was written, and its first seq."""
+    """Line 1: the cluster, the version of the code that wrote the file, and its first seq."""
 
     format: str
     version: int
@@ -44,7 +44,7 @@ class _Footer(Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Writes one file, line by line; got from `create`."""
+    """Writes one file, line by line; made by `create`."""
 
     def __init__(self, path: Path, file: IO[bytes], header: Header) -> None:
         self._path = path
@@ -55,7 +55,7 @@ class Writer:
         self._line(msgspec.to_builtins(header))
 
     def add(self, record: Record) -> None:
-        """The next record. Raises CorruptLog if it is not the next, UsageError if no room."""
+        """Write the next record. Raises CorruptLog for a gap, UsageError if the write fails."""
         if record.seq != self._next:
             raise CorruptLog(self._next, f"is missing: record {record.seq} came")
         self._line(codec.to_plain(record))
@@ -63,22 +63,22 @@ class Writer:
         self.num_records += 1
 
     def finish(self) -> None:
-        """The footer, and all of it on the disk."""
+        """Write the footer and sync the file to disk."""
         self._line({"end": True, "num_records": self.num_records})
-        with _told(self._path):
+        with _usage_error_of(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def _line(self, data: dict[str, Any]) -> None:
         body = msgspec.json.encode(data)
         self._chain = _link(self._chain, body)
-        with _told(self._path):
+        with _usage_error_of(self._path):
             self._file.write(body[:-1] + b',"chain":"' + self._chain.encode() + b'"}\n')
 
 
 @contextlib.contextmanager
 def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
-    """A writer whose file appears at `path`, whole and on the disk, when the block ends well.
+    """Yield a writer. The complete file appears at `path` when the block ends without an error.
 
     Raises UsageError if the file cannot be written there.
     """
@@ -86,13 +86,13 @@ def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Genera
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
                     first_seq=first_seq)
     try:
-        with _told(path):
+        with _usage_error_of(path):
             file = new.open("wb")
         with file:
             writer = Writer(path, file, header)
             yield writer
             writer.finish()
-        with _told(path):
+        with _usage_error_of(path):
             new.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -100,8 +100,8 @@ def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Genera
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Generator[None]:
-    """A file that cannot be written is the user's to change."""
+def _usage_error_of(path: Path) -> Generator[None]:
+    """Turn a failed write into UsageError."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def _told(path: Path) -> Generator[None]:
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
           first_seq: int = 1) -> int:
-    """Write all `records`, contiguous from `first_seq`; how many there were.
+    """Write all `records`, contiguous from `first_seq`; return their number.
 
     Raises CorruptLog for a gap, UsageError if the file cannot be written.
     """
@@ -121,33 +121,33 @@ def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
 
 
 def header(path: Path) -> Header:
-    """The header of an exported file. Raises UsageError, CorruptLog."""
+    """Read the header of an exported file. Raises UsageError, CorruptLog."""
     with _open(path) as file:
         return _header(path, file)[0]
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of an exported file, one by one, checked as they come.
+    """Yield the records of an exported file, each checked first.
 
-    Raises UsageError for what is no exported log, CorruptLog with the first seq that differs:
-    after the records before it, which are good.
+    Raises UsageError if the file is not an exported log. Raises CorruptLog with the first bad seq,
+    after yielding the valid records before it.
     """
     with _open(path) as file:
         head, chain = _header(path, file)
         seq = head.first_seq
         while line := file.readline(LINE_BYTES_MAX):
-            body, told = _parse(line, seq, _count(head, seq))
+            body, stored = _parse(line, seq, _count(head, seq))
             chain = _link(chain, msgspec.json.encode(body))
             if body.get("end") is True and "seq" not in body:
-                _check_end(file, body, head, seq, told == chain)
+                _check_end(file, body, head, seq, stored == chain)
                 return
             if body.get("seq") != seq:
                 raise CorruptLog(seq, f"the file has record {body.get('seq')} in its place")
-            if told != chain:
-                raise CorruptLog(seq, "the record is not the one that was written")
+            if stored != chain:
+                raise CorruptLog(seq, "the record was changed: its chain does not match")
             yield codec.from_plain(body)
             seq += 1
-        raise CorruptLog(seq, f"truncated after {_count(head, seq)}: the file has no end")
+        raise CorruptLog(seq, f"truncated after {_count(head, seq)}: the file has no footer")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -172,25 +172,25 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
     body = cast(dict[str, Any], data)
     if "format" not in body and {"seq", "kind", "body"} <= body.keys():
-        _refuse_bare(file, codec.from_plain(body).seq)
+        _refuse_tail_output(file, codec.from_plain(body).seq)
     if body.get("format") != FORMAT:
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
-    told = body.pop("chain", "")
+    stored = body.pop("chain", "")
     if body.get("version") != FORMAT_VERSION:
         raise UsageError(f"{path} has format version {body.get('version')!r}, this reads "
                          f"{FORMAT_VERSION}", "use the Unicron that wrote it")
     try:
         head = msgspec.convert(body, Header)
     except msgspec.ValidationError as error:
-        raise CorruptLog(1, f"the header is not one: {error}") from None
+        raise CorruptLog(1, f"the header is invalid: {error}") from None
     chain = _link("", msgspec.json.encode(body))
-    if told != chain:
-        raise CorruptLog(head.first_seq, "the header is not the one that was written")
+    if stored != chain:
+        raise CorruptLog(head.first_seq, "the header was changed: its chain does not match")
     return head, chain
 
 
-def _refuse_bare(file: IO[bytes], first: int) -> None:
-    """Lines as `unicron tail -o jsonl` prints them: no header, no chain, no end to check."""
+def _refuse_tail_output(file: IO[bytes], first: int) -> None:
+    """Refuse lines of `unicron tail -o jsonl`, which have no header, chain or footer."""
     last = first
     while line := file.readline(LINE_BYTES_MAX):
         body, _ = _parse(line, last + 1, f"{last - first + 1} records")
@@ -198,13 +198,13 @@ def _refuse_bare(file: IO[bytes], first: int) -> None:
             raise CorruptLog(last + 1, f"the file has record {body['seq']} in its place")
         last += 1
     raise CorruptLog(last + 1, f"truncated after {last - first + 1} records: the file has neither "
-                               "header nor end; unicron export FILE writes both")
+                               "header nor footer; unicron export FILE writes both")
 
 
 def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
-    """(the line without its chain, its chain)."""
+    """Return (the line without its chain, its chain)."""
     if not line.endswith(b"\n"):
-        raise CorruptLog(seq, f"truncated after {so_far}: the line is cut")
+        raise CorruptLog(seq, f"truncated after {so_far}: the line is incomplete")
     try:
         data: Any = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -220,14 +220,15 @@ def _check_end(file: IO[bytes], body: dict[str, Any], head: Header, seq: int,
     try:
         footer = msgspec.convert(body, _Footer)
     except msgspec.ValidationError as error:
-        raise CorruptLog(seq, f"the end is not one: {error}") from None
-    there = seq - head.first_seq
-    if footer.num_records != there:
-        raise CorruptLog(seq, f"the file has {there} records, its end says {footer.num_records}")
+        raise CorruptLog(seq, f"the footer is invalid: {error}") from None
+    num = seq - head.first_seq
+    if footer.num_records != num:
+        raise CorruptLog(seq, f"the file has {num} records, its footer says "
+                         f"{footer.num_records}")
     if not chained:
-        raise CorruptLog(seq, "the end is not the one that was written")
+        raise CorruptLog(seq, "the footer was changed: its chain does not match")
     if file.readline(LINE_BYTES_MAX):
-        raise CorruptLog(seq, f"something follows the end after {there} records")
+        raise CorruptLog(seq, f"data follows the footer after {num} records")
 
 
 def _count(head: Header, seq: int) -> str:

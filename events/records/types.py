@@ -1,4 +1,4 @@
-"""Types that bodies of several records share: slots, seats, members, labels, checkpoint stores."""
+"""Types shared by several record bodies: slots, seats, members, labels, checkpoint stores."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from msgspec import Struct
 from ..errors import UsageError
 
 Origin = Literal["", "own", "peer", "copy", "checkpoint", "seed"]
-"""Whence a member's state is, from the nearest to the farthest ("": not told)."""
+"""The source of a member's state, from the nearest to the most remote ("": not recorded)."""
 
 
 class Taken(Struct, frozen=True):
-    """Bytes of state, from rank `rank` on `node`."""
+    """Bytes of state received from rank `rank` on `node`."""
 
     rank: int
     node: str
     taken_bytes: int
 
 
-# --- Labels of a node: its rack and its switch, as whoever starts its agent says. ---
+# --- Labels of a node: rack and switch, given at the start of its agent ---
 
 HINT = "for example --label rack=r1 --label switch=s3"
-VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")
 
 
 class Labels(Struct, frozen=True, kw_only=True):
-    """Where a node stands; empty: nobody said. What fails together has the same rack."""
+    """Location of a node; empty: unknown. Nodes of one rack may fail together."""
 
     rack: str = ""
     switch: str = ""
 
 
-KEYS = Labels.__struct_fields__
+LABEL_KEYS = Labels.__struct_fields__
 
 
 def parse(texts: Iterable[str]) -> Labels:
-    """From `KEY=VALUE` texts. Raises UsageError for all that is no label, and for one said twice.
-    """
+    """Parse `KEY=VALUE` texts. Raises UsageError for an invalid or repeated label."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -55,18 +54,18 @@ def parse(texts: Iterable[str]) -> Labels:
 
 
 def wrong(key: str, value: str) -> str:
-    """What is wrong with a label, in words; empty where nothing is."""
-    if key not in KEYS:
-        return f"{key!r} is no label; there are {' and '.join(KEYS)}"
-    if not VALUE.match(value):
+    """Why a label is invalid; "" if it is valid."""
+    if key not in LABEL_KEYS:
+        return f"{key!r} is not a label; there are {' and '.join(LABEL_KEYS)}"
+    if not LABEL_VALUE.match(value):
         return f"{value!r} is not 1 to 63 of A-Z a-z 0-9 . _ -, a letter or digit at both ends"
     return ""
 
 FaultKind = Literal["rank", "stop", "node"]
-"""What may be broken on purpose: a rank killed, a rank stopped, an agent killed with its ranks."""
+"""Faults that can be injected: kill a rank, stop a rank, kill an agent with its ranks."""
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Root of every record's body. `v` of the envelope is `V` of the class."""
+    """Base class of the bodies of all records. VERSIONS (envelope.py) has their versions."""
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
 QuiesceMode = Literal["now", "boundary"]
@@ -74,21 +73,21 @@ Outcome = Literal["healed", "set back", "failed", "ended"]
 
 
 class Slot(Struct, frozen=True, order=True):
-    """One GPU (or one share of a CPU node)."""
+    """One GPU, or one share of a CPU node."""
 
     node: str
     index: int
 
 
 class Seat(Struct, frozen=True, order=True):
-    """A rank's place: the rank's number in its task (stable while it lives) and its slot."""
+    """The assignment of a rank (its number in the task, fixed while it lives) to a slot."""
 
     rank: int
     slot: Slot
 
 
 class Member(Struct, frozen=True):
-    """One process of a generation; its place in the tuple is its torch.distributed rank."""
+    """One process of a generation; its index in the tuple is its torch.distributed rank."""
 
     rank: int
     attempt: int
@@ -97,18 +96,18 @@ class Member(Struct, frozen=True):
 
 
 class Keeper(Struct, frozen=True):
-    """The keeper of a node, at host:port: it takes copies of state into its memory."""
+    """The checkpoint store of a node, at host:port: it keeps in-memory checkpoints."""
 
     node: str
     endpoint: str
 
 
 NUM_COPIES_MAX = 2
-"""Of one task, in one keeper: the newest."""
+"""In-memory checkpoints of one task that one store keeps: the newest."""
 
 
 class Copy(Struct, frozen=True, kw_only=True):
-    """A copy of a rank's whole state, in the memory of a node's keeper (MemoryCheckpointStored)."""
+    """An in-memory checkpoint: a rank's whole state in a store (MemoryCheckpointStored)."""
 
     node: str
     endpoint: str
@@ -118,18 +117,18 @@ class Copy(Struct, frozen=True, kw_only=True):
     copy_bytes: int
     checksum: str
     step_version_max: int = -1
-    """Where the task went on from: what is beyond it was left behind. -1: nothing was."""
+    """The step version from which the task resumed; later state is obsolete. -1: not set."""
 
 
-# --- Numbers of keepers: which of a node's keepers, one after the other, is meant. ---
+# --- Numbers of checkpoint stores: the store processes of a node, in order of their start ---
 
 KEEPERS_NUM_MAX = 1 << 10
-"""Keepers, one after the other, of one incarnation of an agent."""
+"""Store processes that one incarnation of an agent may start, one after the other."""
 
 
 def first_keeper(incarnation: int) -> int:
-    """The number of its first keeper: each incarnation has KEEPERS_NUM_MAX, above all before.
+    """The number of its first store; each incarnation has STORES_NUM_MAX, above all earlier ones.
 
-    An incarnation may be only one more than the last, where a clock was set back.
+    An incarnation may be only one above the last, if a clock was set back.
     """
     return incarnation * KEEPERS_NUM_MAX

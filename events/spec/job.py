@@ -1,4 +1,4 @@
-"""The job spec: what a user asks for, strict and normalised."""
+"""The job spec: strict parsing, validation and normalisation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from .model import MegatronModel, check_model
 from .parallelism import Parallel, check_fits, check_parallel, check_sizes
 from .validation import refused
 
-# --- The loss scale of 16-bit training, as a spec asks for it: constant, or one that finds itself.
-# ---
+# --- Loss scale of 16-bit training: constant or dynamic ---
 
 COUNT_NUM_MAX = 2**31 - 1
 LOSS_SCALE_RATIO_MAX = 3e38
-"""It and its inverse are numbers in fp32."""
+"""The value and its inverse are finite in fp32."""
 LOSS_SCALE_RATIO_MIN = 1e-30
 Need = Callable[..., None]
 
 
 class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss scale of fp16 that finds itself: halved by overflows, doubled after quiet.
+    """The dynamic loss scale of fp16: halved after overflows, doubled after a run without one.
 
     The names are those of Megatron's `--initial-loss-scale`, `--min-loss-scale`,
     `--loss-scale-window` (iterations without overflow before it is doubled) and `--hysteresis`
@@ -41,11 +40,11 @@ class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float | None,
                      dynamic: DynamicLossScale, need: Need) -> None:
-    """Tell `need` what has to hold; it raises where something does not."""
+    """Check the loss scale; `need` raises if a condition does not hold."""
     if constant is not None:
         _need_scale(constant, "train.loss_scale", need)
         need(precision != "fp32", "train.loss_scale",
-              "is of no use in fp32, where no gradient is too small to be seen",
+              "has no effect in fp32, which does not need a loss scale",
               "leave it out, or set train.precision")
     _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial", need)
     _need_scale(dynamic.min, "train.dynamic_loss_scale.min", need)
@@ -57,9 +56,9 @@ def check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float
         need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
     need(dynamic == DynamicLossScale() or (precision == "fp16" and constant is None),
           "train.dynamic_loss_scale",
-          f"is not used in {precision} with a loss_scale of its own" if constant is not None
+          f"is not used in {precision} with a constant loss_scale" if constant is not None
           else f"is not used in {precision}",
-          "it is for train.precision: fp16 without train.loss_scale")
+          "use it with train.precision: fp16 and without train.loss_scale")
 
 
 def _need_scale(value: float, path: str, need: Need) -> None:
@@ -67,41 +66,40 @@ def _need_scale(value: float, path: str, need: Need) -> None:
           f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
 
 
-# --- Where a task's checkpoints go: a folder, or an fsspec URL. ---
+# --- Checkpoint destination: a folder or an fsspec URL ---
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
-"""A colon in its scheme makes it a chain of them."""
+"""A colon in the scheme means a chain of URLs."""
 
 
 def is_url(output: str) -> bool:
-    """Whether this is an fsspec URL; else it is a path."""
+    """Whether this is an fsspec URL rather than a path."""
     return URL.match(output) is not None
 
 
 def check_output(output: str, path: str, need: Callable[..., None]) -> None:
-    """Tell `need` what has to hold of what stands at `path`; it raises where something does not."""
+    """Check the output at spec path `path`; `need` raises if a condition does not hold."""
     need(output != "", path, "must name a folder")
     if found := URL.match(output):
         scheme, rest = found.groups()
         need(rest.strip("/") != "", path, f"{output} names no folder")
         need("::" not in output, path, "is a chain of URLs", "name one store")
-        need(scheme != "memory", path, "memory:// is the memory of one process alone")
+        need(scheme != "memory", path, "memory:// is visible to one process only")
         need(not re.match(r"[^/]*:[^/]*@", rest), path,
-             "has a password in it, and a spec is kept in the log",
-             "leave it to fsspec's configuration on each node (~/.config/fsspec)")
+             "contains a password, and the log stores the spec",
+             "put it into fsspec's configuration on each node (~/.config/fsspec)")
 
 
-# --- A loop of one's own that heals in memory: a spec's `loop:`, beside `command:` and `heal:`. ---
+# --- A custom training loop that recovers in memory: `loop:`, with `command:` and `heal:` ---
 
 
 class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the cluster has to know of a loop that a command runs, and that has adopted Unicron.
+    """What the control plane needs to know about the loop of a command that has adopted Unicron.
 
-    All else is the script's own business (workers/training/adopt/adoption.py). `micro_batches` are
-    those of one iteration, over all ranks: the batch never changes. `output`, `checkpoint_every`
-    and
-    `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build what it
-    trains.
+    The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` counts those
+    of one iteration over all ranks; the batch never changes. `output`, `checkpoint_every` and
+    `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build its
+    model.
     """
 
     micro_batches: int
@@ -113,14 +111,13 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_micro_batches(self) -> int:
-        """The same word as in `train:`."""
+        """Alias of `micro_batches`, the name that Train uses."""
         return self.micro_batches
 
 
 def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need,
                need_count: Need) -> None:
-    """Tell `need` what has to hold of a loop on one of these numbers of slots, ascending; it raises
-    where something does not."""
+    """Check a loop for slot counts `counts` (ascending); `need` raises if a condition fails."""
     need_count(loop.micro_batches, "loop.micro_batches")
     need_count(loop.iterations, "loop.iterations")
     for name in ("checkpoint_every", "copy_every"):
@@ -128,21 +125,21 @@ def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need,
     check_output(loop.output, "loop.output", need)
     check_sizes(loop.parallel, "loop.parallel", need)
     need(loop.parallel.optimizer != "mirrored", "loop.parallel.optimizer",
-         "a mirror is the optimizer built a second time, and a script builds it once",
-         "write sharded: who alone has a shard takes the task back to its last copy")
+         "a mirror needs a second optimizer, and a script builds only one",
+         "write sharded: if a shard's only holder fails, the last in-memory checkpoint is used")
     need(not loop.parallel.is_plain or counts[-1] <= loop.micro_batches, "slots.max",
          f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
-         "lower slots.max, or make micro-batches smaller")
+         "lower slots.max, or use smaller micro-batches")
     check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel", need)
 
 API_VERSION = "unicron/v1"
 DOCS = "see docs/reference/job-spec.md"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
-TAKEN_NAMES = ("nodes",)
-"""What a command takes for something else where a task may stand."""
+RESERVED_NAMES = ("nodes",)
+"""Words that commands accept in place of a task name, with another meaning."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
-"""Weights lie between its inverse and it: the plan adds their products exactly."""
+"""Weights lie between its inverse and it, so that the planner adds products exactly."""
 PRIORITY_NUM_MAX = 9
 RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
@@ -151,11 +148,11 @@ HANG_AFTER_S_MAX = 1e6
 
 
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many slots (GPUs) a task may hold; `min` is T_necessary of the paper.
+    """How many slots (GPUs) a task may hold; `min` is T_necessary of the Unicron paper.
 
-    Each number from `min` to `max`, or its multiples of `multiple_of` alone (whole nodes), or what
-    `sizes` names: then `min` and `max` are its ends. The plan gives no fewer than `floor`, one of
-    these numbers, unless the floors of all tasks do not fit together; 0 is none.
+    Permitted: each number from `min` to `max`; only multiples of `multiple_of` (whole nodes); or
+    the list `sizes`, whose ends are then `min` and `max`. The plan gives at least `floor`, one of
+    these numbers, unless the floors of all tasks do not fit together; 0: no floor.
     """
 
     min: int = 1
@@ -166,12 +163,12 @@ class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Every number that a plan may give, ascending."""
+        """Every permitted number of slots, ascending."""
         return self.sizes or tuple(range(self.min, self.max + 1, self.multiple_of))
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPT; the vocabulary is the 256 bytes."""
+    """A GPT whose vocabulary is the 256 byte values."""
 
     num_layers: int = 4
     hidden: int = 128
@@ -204,22 +201,22 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training task that heals in memory.
+    """A training task that recovers in memory.
 
-    `data` empty means the byte-level text of the running Python's own documentation.
-    `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format,
-    and a link `latest` that is moved only to what the log has published. Or an fsspec URL, where
-    `latest` is a small object that names it.
-    `checkpoint_every` is in iterations; 0 writes the final model alone. `copy_every` too: so often
-    the state is copied into the memory of two nodes; 0 never.
-    `precision` is that of the model and its passes; beside bf16 and fp16 the optimizer keeps fp32
+    `data` empty: the byte-level text of the documentation of the running Python.
+    `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format, and
+    a link `latest` that is moved only to a checkpoint published in the log. Or an fsspec URL, where
+    `latest` is a small object that names the checkpoint.
+    `checkpoint_every` is in iterations; 0 writes only the final model. `copy_every` is the interval
+    in iterations of in-memory checkpoints on two nodes; 0: never.
+    `precision` is that of the model and its passes; with bf16 and fp16 the optimizer keeps fp32
     masters, and gradients are summed in fp32. `loss_scale` is constant; none means no scale in fp32
-    and bf16, and in fp16 the dynamic one.
-    `loss` says what the gradient is of. per_token: the sum over the tokens of the batch, divided
-    by their number. per_micro_batch: the mean over micro-batches of each one's mean over its own.
-    `overlap` reduces gradients while the last backward is still making them, in buckets of about
-    `bucket_params` parameters; 0 is Megatron's own size, 40 million. `parallel`: the layouts that
-    the plan may choose from, data-parallel alone where it is left out.
+    and bf16, and the dynamic scale in fp16.
+    `loss` selects the loss that is differentiated. per_token: the sum over the tokens of the batch,
+    divided by their number. per_micro_batch: the mean over micro-batches of the mean of each.
+    `overlap` reduces gradients during the last backward pass, in buckets of about `bucket_params`
+    parameters; 0: Megatron's default, 40 million. `parallel`: the layouts that the planner may
+    choose from; default: data-parallel only.
     """
 
     model: Model = field(default_factory=Model)
@@ -248,16 +245,16 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task. Exactly one of `train` and `command` is given.
 
-    `heal` says that the command's processes have adopted Unicron and heal in memory, as `train`
-    does; `loop` is what the cluster has to know of them.
+    `heal`: the command's processes have adopted Unicron and recover in memory, as `train` does;
+    `loop` is what the control plane needs to know about them.
 
-    `weight` is w(t) of the paper. A higher `priority` comes first, whatever the others would earn.
-    The policy may give a `team` a quota of slots. `throughput` maps a number of slots to the
-    achieved aggregate FLOP/s declared for it; sizes in between earn what the next smaller declared
-    size earns.
-    `model` is what a command trains with Megatron: its throughput is then modelled, and a declared
-    point sets the model's level. `hang_after_s`: a command that has printed no line of progress for
-    so long, and is told to stand, starts again; none: it is only told.
+    `weight` is w(t) of the Unicron paper. A higher `priority` comes first, whatever the throughput
+    of the others. The policy may give a `team` a quota of slots. `throughput` maps a number of
+    slots to its declared achieved aggregate FLOP/s; a size in between has the rate of the next
+    smaller declared size.
+    `model` describes the model that a command trains with Megatron: its throughput is then
+    modelled, and a declared point calibrates the model. `hang_after_s`: a command that is reported
+    as stalled and printed no progress line for this long is restarted; none: it is only reported.
     """
 
     api_version: str = field(name="apiVersion")
@@ -276,17 +273,17 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def training(self) -> Train | Loop | None:
-        """What heals in memory; None: a command that is supervised and restarted only."""
+        """The part that recovers in memory; None: the command is only supervised and restarted."""
         return self.train if self.heal is None else self.loop
 
 
-NOT_BESIDE = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
+EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
               "loop": ("model", "hang_after_s")}
-"""By a key: those that cannot stand in the same spec."""
+"""Key -> the keys that must not be in the same spec."""
 
 
 def parse(data: object) -> JobSpec:
-    """Turn plain data (from YAML or JSON) into a checked, normalised spec.
+    """Turn plain data (from YAML or JSON) into a validated, normalised spec.
 
     Raises SpecError with the path and a hint.
     """
@@ -301,19 +298,19 @@ def parse(data: object) -> JobSpec:
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        without = {name for key, names in NOT_BESIDE.items()
-                   if given.get(key) is not None for name in names}
-        raise refused(str(error), JobSpec, DOCS, given=given, without=without) from None
+        excluded = {name for key, names in EXCLUDED_BY.items()
+                    if given.get(key) is not None for name in names}
+        raise refused(str(error), JobSpec, DOCS, given=given, excluded=excluded) from None
     _need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
           "is empty", "name a program and its arguments, for example [python, train.py]")
-    spec = msgspec.structs.replace(spec, slots=_normal(spec.slots, given.get("slots", {})))
+    spec = msgspec.structs.replace(spec, slots=_normalised(spec.slots, given.get("slots", {})))
     _check(spec)
     _check_writable(spec)
     return spec
 
 
-def _normal(slots: Slots, given: Any) -> Slots:
-    """With the `min` and `max` that follow from what was `given`."""
+def _normalised(slots: Slots, given: Any) -> Slots:
+    """Fill in the `min` and `max` that the user did not give."""
     low, high = slots.min, slots.max
     if slots.sizes:
         low = low if "min" in given else slots.sizes[0]
@@ -330,7 +327,7 @@ def _check_slots(slots: Slots) -> None:
               "name each size once, the smallest first")
     _need(slots.multiple_of >= 1, "slots.multiple_of", "must be at least 1")
     _need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
-          "is of no use beside slots.sizes", "give one of them")
+          "has no effect with slots.sizes", "give one of them")
     _need(slots.min >= 1, "slots.min", "must be at least 1")
     _need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}")
     _need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
@@ -342,14 +339,14 @@ def _check_slots(slots: Slots) -> None:
         _need(not end or value == end[0], f"slots.{name}",
               f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
     _need(slots.floor == 0 or slots.floor in slots.counts, "slots.floor",
-          f"{slots.floor} is no number of slots that the task may have",
-          "name one of them, or leave it out")
+          f"{slots.floor} is not a permitted number of slots",
+          "name a permitted one, or leave it out")
 
 
 def _check(spec: JobSpec) -> None:
     _need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
           "lower-case letters, digits, '-' and '.', at most 63")
-    _need(spec.name not in TAKEN_NAMES, "name", f"{spec.name!r} is no task's name",
+    _need(spec.name not in RESERVED_NAMES, "name", f"{spec.name!r} is a reserved name",
           f"unicron status {spec.name} shows something else; give it another name")
     _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
           f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
@@ -360,7 +357,7 @@ def _check(spec: JobSpec) -> None:
     _check_slots(spec.slots)
     for name, value in (("loop", spec.loop), ("heal", spec.heal)):
         _need(value is None or spec.train is not None or bool(spec.command), "command",
-              f"is missing beside {name}:", "name the program that has adopted Unicron, "
+              f"is missing; {name}: needs it", "name the program that has adopted Unicron, "
               "for example [python, train.py]")
     _need((spec.train is None) != (not spec.command), "",
           "give exactly one of train: and command:")
@@ -372,24 +369,24 @@ def _check(spec: JobSpec) -> None:
               f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
     least = min((size for size, rate in spec.throughput.items() if rate), default=0)
     _need(least <= spec.slots.max or spec.model is not None, f"throughput[{least}]",
-          f"size {least} is above slots.max {spec.slots.max}, and smaller ones earn nothing",
+          f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
           "declare a size that the task may have, or raise slots.max")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
     for name, value in (("heal", spec.heal), ("loop", spec.loop)):
-        _need(value is None or bool(spec.command), name, "is of a command",
-              "leave it out: train: heals in memory")
+        _need(value is None or bool(spec.command), name, "is for a command",
+              "leave it out: train: recovers in memory")
     _need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
           "is missing", "heal: in-memory and loop: belong together")
     if spec.loop is not None:
         check_loop(spec.loop, spec.slots.counts, spec.slots.floor, _need, _need_count)
     if spec.model is not None:
-        _need(spec.training is None, "model", "is of a command that is restarted only",
-              "leave it out: what heals in memory is measured")
+        _need(spec.training is None, "model", "is for a command that is only restarted",
+              "leave it out: throughput of tasks that recover in memory is measured")
         check_model(spec.model, _need)
     if spec.hang_after_s is not None:
-        _need(spec.training is None, "hang_after_s", "is of a command that is restarted only",
-              "leave it out: who heals in memory is watched closely")
+        _need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
+              "leave it out: hangs of tasks that recover in memory are detected")
         _need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
               f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
 
@@ -405,10 +402,10 @@ def _check_train(train: Train, slots: Slots) -> None:
     _need_count(batch.global_, "train.batch.global")
     _need(batch.global_ % batch.micro == 0, "train.batch.global",
           f"{batch.global_} is not a multiple of micro {batch.micro}")
-    # Megatron counts the tokens that it divides by in 32 bits.
+    # Megatron counts tokens in 32 bits.
     _need(train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
-          "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens are more than "
-          f"the {COUNT_NUM_MAX} of an iteration that can be counted",
+          "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens exceed the "
+          f"{COUNT_NUM_MAX} tokens that Megatron can count in an iteration",
           "lower it or train.model.sequence, or write loss: per_micro_batch")
     _need(not train.parallel.is_plain or slots.max <= train.num_micro_batches, "slots.max",
           f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
@@ -440,7 +437,7 @@ def _check_train(train: Train, slots: Slots) -> None:
 
 
 def _check_writable(spec: JobSpec) -> None:
-    """The spec goes into records and onto command lines: no NUL, no half of a character."""
+    """Refuse NUL and lone surrogates: the spec is written to records and command lines."""
     texts = [(f"command[{index}]", text) for index, text in enumerate(spec.command)]
     if spec.train is not None:
         texts += [(f"train.data[{index}]", text) for index, text in enumerate(spec.train.data)]
@@ -448,8 +445,8 @@ def _check_writable(spec: JobSpec) -> None:
     if spec.loop is not None:
         texts.append(("loop.output", spec.loop.output))
     for path, text in texts:
-        whole = not any("\ud800" <= sign <= "\udfff" for sign in text)
-        _need("\0" not in text and whole, path, "is not plain text")
+        is_whole = not any("\ud800" <= char <= "\udfff" for char in text)
+        _need("\0" not in text and is_whole, path, "is not plain text")
     _need(not spec.command or spec.command[0] != "", "command[0]", "must name a program")
 
 

@@ -1,4 +1,4 @@
-"""What a command trains with Megatron, as far as its speed depends on it: a spec's `model:`."""
+"""The spec's `model:`: what determines the throughput of a command that trains with Megatron."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXPERTS_NUM_MAX = 4096
 class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPT, how it is trained, and on which GPUs. The names are those of Megatron's arguments.
 
-    Three times 0 for "as Megatron has it": `num_query_groups` is then `num_heads`, `ffn_hidden` 4
-    times `hidden`, and `micro_batch` is chosen by the search, as `recompute: any` is.
-    `num_experts` above 0 makes each layer a mixture, of which a token passes `top_k`; `ffn_hidden`
-    is then an expert's. With `dropout` masks are kept. `flash_attention` never writes the scores to
-    memory. `overlap` reduces gradients beside the backward pass. `kept_sum` charges what healing in
-    memory keeps: each rank's own gradients until their reduction is known to be good.
+    0 selects a default: `num_query_groups` is then `num_heads`, and `ffn_hidden` 4 times `hidden`.
+    The layout search chooses `micro_batch: 0` and `recompute: any`. `num_experts` above 0 makes
+    each layer a mixture of experts: a token passes `top_k` of them, and `ffn_hidden` is the width
+    of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores to memory.
+    `overlap` reduces gradients during the backward pass. `kept_sum` adds the memory of in-memory
+    recovery: the local gradients of a rank until their reduction has succeeded.
     """
 
     num_layers: int
@@ -54,12 +54,12 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def num_groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of key/value heads."""
         return self.num_query_groups or self.num_heads
 
     @property
     def ffn(self) -> int:
-        """Width of the MLP, or of one expert's."""
+        """Width of the MLP, or of one expert."""
         return self.ffn_hidden or 4 * self.hidden
 
 
@@ -68,17 +68,17 @@ Need = Callable[[bool, str, str, str], None]
 
 
 def check_model(model: MegatronModel, need: Need) -> None:
-    """Tell `need` what has to hold; it raises where something does not."""
+    """Check the model; `need` raises if a condition does not hold."""
     _check_sizes(model, need)
     need(model.hidden % model.num_heads == 0, "model.hidden",
          f"{model.hidden} is not divisible by num_heads {model.num_heads}",
-         "heads share the width evenly")
+         "each head gets an equal part of the width")
     need(model.num_heads % model.num_groups == 0, "model.num_query_groups",
          f"{model.num_query_groups} does not divide num_heads {model.num_heads}",
-         "as many heads share each group")
+         "each group has the same number of heads")
     need(model.global_batch % max(model.micro_batch, 1) == 0, "model.global_batch",
          f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
-         "every micro-batch is whole")
+         "micro-batches must all have the same size")
     need(0 <= model.dropout < 1, "model.dropout", "must be in [0, 1)", DOCS)
     need(model.num_experts > 0 or model.top_k == 1, "model.top_k",
          "is for a mixture of experts", "give num_experts, or leave it out")
@@ -104,9 +104,9 @@ def _check_sizes(model: MegatronModel, need: Need) -> None:
 
 
 class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How Megatron is to spread a model over tp * cp * pp * dp GPUs, in its order of ranks: `tp` of
-    them that follow one another are a group. `chunks` of layers on each stage; `ep` GPUs share the
-    experts.
+    """A Megatron layout on tp * cp * pp * dp GPUs, in Megatron's rank order: `tp` consecutive ranks
+    form a tensor-parallel group. `chunks`: virtual pipeline stages per rank. `ep`: expert-parallel
+    size.
     """
 
     tp: int = 1
@@ -120,13 +120,13 @@ class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Modelled(Struct, frozen=True, forbid_unknown_fields=True):
-    """T(t, x) as the analytical model has it: only sizes that earn more than all smaller ones."""
+    """T(t, x) by the analytical model: only sizes with a higher rate than all smaller ones."""
 
     sizes: tuple[int, ...]
     rates_flops: tuple[float, ...]
     layouts: tuple[str, ...]
-    """Of each size: the layout, and what binds."""
+    """For each size: the layout and its bottleneck."""
     refused: str = ""
-    """Why there is no size."""
+    """Why no size is possible."""
     axes: tuple[Axes, ...] = ()
-    """Of each size: the layout, in numbers; none in what was found by earlier releases."""
+    """For each size: the layout as numbers; empty in logs of earlier releases."""

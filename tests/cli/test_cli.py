@@ -163,7 +163,7 @@ def test_version():
     (("submit", "absent.yaml"), "absent.yaml"),
     (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
     (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
-    (("up", "--label", "zone=a"), "'zone' is no label; there are rack and switch"),
+    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch"),
 ])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     told = unicron(*arguments, folder=tmp_path)

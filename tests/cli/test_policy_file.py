@@ -51,9 +51,9 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),
     ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
     ("gain_min: 1990-13-01", "gain_min: expected a number, got text", "Policy: its fields"),
-    ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 proportional fairness"),
+    ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 is proportional fairness"),
     ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
-    ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF alone", "leave one"),
+    ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF, and", "leave one"),
     ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
     ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
 ])

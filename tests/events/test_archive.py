@@ -174,9 +174,9 @@ def test_an_edited_header_and_an_edited_end(exported: Path, old: bytes, new: byt
     assert read_all(exported)[1] is not None
     end = text.replace(b'"num_records":9', b'"num_records":8')
     exported.write_bytes(end)
-    assert "its end says 8" in str(read_all(exported)[1])
+    assert "its footer says 8" in str(read_all(exported)[1])
     exported.write_bytes(text + b"{}\n")
-    assert "follows the end" in str(read_all(exported)[1])
+    assert "follows the footer" in str(read_all(exported)[1])
 
 
 def test_lines_as_tail_prints_them_are_told_as_truncated(tmp_path: Path) -> None:

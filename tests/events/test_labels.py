@@ -26,7 +26,7 @@ def test_labels_are_read() -> None:
 
 @pytest.mark.parametrize(("texts", "words"), [
     (["rack"], "'rack' is not KEY=VALUE"),
-    (["zone=a"], "'zone' is no label; there are rack and switch"),
+    (["zone=a"], "'zone' is not a label; there are rack and switch"),
     (["rack=r1", "rack=r2"], "rack is given twice"),
     (["rack="], "'' is not 1 to 63"), (["rack=r 1"], "'r 1' is not"), (["rack=-"], "'-' is not"),
     (["rack=" + "r" * 64], "is not 1 to 63"), (["rack=r1\n"], "is not 1 to 63"),

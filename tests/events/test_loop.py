@@ -29,15 +29,15 @@ def d() -> Iterator[Driver]:
     ({"loop": None}, "loop: is missing"),
     ({"heal": None}, "heal: is missing"),
     ({"heal": "on-disk"}, "heal: invalid enum value 'on-disk'"),
-    ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is of a command"),
-    ({"command": None}, "command: is missing beside loop:"),
-    ({"command": None, "loop": None}, "command: is missing beside heal:"),
+    ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is for a command"),
+    ({"command": None}, "command: is missing; loop: needs it"),
+    ({"command": None, "loop": None}, "command: is missing; heal: needs it"),
     ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
     ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
     ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
     ({"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}}, "loop.parallel.optimizer: a mirror"),
     ({"loop": LOOP | {"parallel": {"tensor": [2, 2]}}}, "loop.parallel.tensor: names a size twice"),
-    ({"hang_after_s": 60}, "hang_after_s: is of a command that is restarted only"),
+    ({"hang_after_s": 60}, "hang_after_s: is for a command that is only restarted"),
 ])
 def test_what_is_refused(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as refused:

@@ -41,5 +41,5 @@ def test_the_order_is_megatrons() -> None:
 
 
 def test_beside_the_layout_there_are_no_coordinates() -> None:
-    with pytest.raises(AssertionError, match="beside"):
+    with pytest.raises(AssertionError, match="not a position"):
         coordinates(Axes(tp=2), 2)

@@ -1,8 +1,8 @@
-"""Error text to a row of the paper's table: what failed, by which rule, and whose fault it is.
+"""Classifies error text: the status of the paper's table, the rule, the device or peer.
 
-Each line is judged alone: an XID by its number, else by the first rule that matches (error_rule.py
-has their order of depth), unless a quiet rule says that such a line means nothing. Of many lines
-the deepest cause wins, then the first: a watchdog's line only carries what it tells.
+Each line is classified separately: an XID by its number, any other line by the first rule that
+matches (rules/rule.py has the depths), unless an ignore rule says that the line is harmless. Of
+many lines the deepest cause wins, then the first: a watchdog only repeats the error of another.
 """
 
 from __future__ import annotations
@@ -11,41 +11,40 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .rules.hardware import MACHINE_RULES, row_of
-from .rules.ignored import LAST_TRY, LEVEL, LEVEL_COLUMNS, QUIET_RULES, Quiet
+from .rules.hardware import MACHINE_RULES, xid_status
+from .rules.ignored import LAST_TRY, LEVEL, LEVEL_COLUMNS, QUIET_RULES, IgnoreRule
 from .rules.network import NETWORK_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
 
 
 class Verdict(NamedTuple):
-    """What a text says. `status` is a row of the table, "" for text that means nothing."""
+    """The result for a text. `status` is a status of the table, "" for harmless text."""
 
     status: str
     rule: str
     """The rule that matched; "": none did."""
     second_hand: bool = False
-    """It tells of a peer's end, or of a wait for it, not of what this process did."""
+    """Indirect evidence: the error is about a peer, or a wait for it, not this process."""
     line: str = ""
-    """The line of the text that decided."""
+    """The deciding line of the text."""
     peer: str = ""
-    """Whom it names at the other end, as host:port or host; "": nobody."""
+    """The peer that it names, as host:port or host; "": none."""
     code: int = 0
-    """The XID; 0: it names none."""
+    """The XID; 0: none."""
     device: str = ""
-    """The GPU's PCI address, or its index; "": it names none."""
+    """The GPU's PCI address or index; "": none."""
 
 
 NOTHING = Verdict("", "")
 
-RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES,
-                            *PROCESS_RULES)
+RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES, *PROCESS_RULES)
 """In the order in which they are tried on a line."""
-_PLACES = {rule.name: at for at, rule in enumerate(RULES)}
+_ORDER = {rule.name: at for at, rule in enumerate(RULES)}
 LINE_CHARS_MAX = 4096
-"""A longer line is judged in pieces of this length."""
+"""A longer line is classified in pieces of this length."""
 OVERLAP_CHARS = 1024
-"""What two neighbouring pieces share: no rule looks at so much at once."""
+"""Overlap of neighbouring pieces; no rule matches more characters."""
 SHOWN_CHARS_MAX = 500
 EXCEPTION = "exception"
 
@@ -69,16 +68,16 @@ _PEER = re.compile(
 _FRAME = re.compile(r"file \"[^\"]{1,300}\", line \d")
 _GROUP = "sub-exception"
 _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MULTILINE)
-"""What Python prints before, between and behind the members of an exception group."""
+"""Python prints this before, between and after the members of an exception group."""
 
 
 def classify(text: str) -> Verdict:
-    """The verdict on one error: a line of a log, or a traceback with all that it carries.
+    """Classify one error: a log line, or a complete traceback.
 
-    Linear in the text's length. Where several rules match, the innermost cause decides: a
-    watchdog's line only carries it. Where two lie equally deep, the first: Python prints a chain
-    from its root. The members of an exception group stand each alone: there what one did itself
-    comes before what tells of a peer, and the group's own message, its wrapper, says nothing.
+    Linear in the length of the text. If several rules match, the deepest cause decides. Of equally
+    deep causes the first decides, because Python prints a chain from its root. The members of an
+    exception group are classified separately: direct evidence comes before indirect evidence, and
+    the message of the group itself is ignored.
     """
     best, best_depth = NOTHING, len(RULES)
     for member in _MEMBER.split(text) if _GROUP in text else [text]:
@@ -89,11 +88,11 @@ def classify(text: str) -> Verdict:
 
 
 def _deepest(text: str) -> tuple[Verdict, int]:
-    """The verdict of the line that lies deepest, of these the first, and how deep."""
+    """The verdict of the first line with the deepest cause, and that depth."""
     best, best_depth = NOTHING, len(RULES)
-    for pieces in _spoken(text):
-        # A rule that a piece cuts short may match in the next: the line's is the first of all.
-        found, depth = min(map(_line_verdict, pieces), key=lambda one: (one[1], _place(one[0])))
+    for pieces in _messages(text):
+        # A rule may match in a later piece only: the best verdict of the pieces counts.
+        found, depth = min(map(_line_verdict, pieces), key=lambda one: (one[1], _order(one[0])))
         if found.rule and depth < best_depth:
             best, best_depth = found, depth
             if depth == HARDWARE:
@@ -101,16 +100,16 @@ def _deepest(text: str) -> tuple[Verdict, int]:
     return best, best_depth
 
 
-def _place(verdict: Verdict) -> int:
-    """Where its rule stands among those that are tried; an XID before them."""
-    return _PLACES.get(verdict.rule, -1)
+def _order(verdict: Verdict) -> int:
+    """The index of its rule in RULES; -1 for an XID."""
+    return _ORDER.get(verdict.rule, -1)
 
 
-def _spoken(text: str) -> Iterator[list[str]]:
-    """The lines that somebody said: no source code that a traceback quotes. A long one in pieces.
+def _messages(text: str) -> Iterator[list[str]]:
+    """The lines without the source code that tracebacks quote; long lines in pieces.
 
-    The code stands below its frame and further in, behind the same prefix (a rank, the margin of
-    an exception group). Without its source a frame is followed by the next frame or the error.
+    The code is below its frame and indented further, after the same prefix (a rank, the margin of
+    an exception group). A frame without source is followed by the next frame or the error.
     """
     column = -1
     for line in text.splitlines():
@@ -124,31 +123,31 @@ def _spoken(text: str) -> Iterator[list[str]]:
 
 
 def _line_verdict(line: str) -> tuple[Verdict, int]:
-    """What one line says, and how deep that cause lies; a quiet line lies deeper than none."""
+    """The verdict of one line and its depth; an ignored line ranks before an unknown one."""
     lowered = line.lower()
-    if len(lowered) != len(line):  # a letter that grows, as the Turkish I does
+    if len(lowered) != len(line):  # a letter whose lower case is longer, as the Turkish I
         line = lowered
     if "xid" in lowered:
         number = _XID.search(lowered)
         if number is not None:
             return _xid_verdict(line, lowered, number)
-    heard = KILLED + len(RULES)
-    quiet = _quiet(line, lowered)
-    if quiet is not None:
-        heard = quiet.heard
-    if heard >= 0:
+    depth_max = KILLED + len(RULES)
+    ignored = _ignored_by(line, lowered)
+    if ignored is not None:
+        depth_max = ignored.depth_max
+    if depth_max >= 0:
         for rule in RULES:
-            if rule.depth <= heard:
+            if rule.depth <= depth_max:
                 at = _match(rule, line, lowered)
                 if at >= 0:
-                    return _told(rule, line, lowered, at), rule.depth
-    if quiet is not None:
-        return Verdict("", quiet.name, line=_shown(line, 0)), len(RULES) - 1
+                    return _verdict(rule, line, lowered, at), rule.depth
+    if ignored is not None:
+        return Verdict("", ignored.name, line=_excerpt(line, 0)), len(RULES) - 1
     return NOTHING, len(RULES)
 
 
 def _match(rule: Rule, line: str, lowered: str) -> int:
-    """Where the rule matches; below 0: nowhere."""
+    """The offset at which the rule matches; -1: it does not."""
     for word in rule.words:
         if word in lowered:
             if rule.pattern is None:
@@ -158,8 +157,8 @@ def _match(rule: Rule, line: str, lowered: str) -> int:
     return -1
 
 
-def _quiet(line: str, lowered: str) -> Quiet | None:
-    """The quiet rule that this line falls under."""
+def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
+    """The ignore rule that matches the line."""
     if "retrying (" in lowered and LAST_TRY.search(lowered) is not None:
         return None
     if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:
@@ -171,29 +170,29 @@ def _quiet(line: str, lowered: str) -> Quiet | None:
     return None
 
 
-_LEVEL_RULE = Quiet("level", (), None)
+_LEVEL_RULE = IgnoreRule("level", (), None)
 
 
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
-    """Of an XID that names an earlier one as its cause, as 45 does: the cause's row."""
+    """The verdict of an XID; if it names an earlier XID as its cause (45 does), of that cause."""
     xid = int(number[1])
     text = lowered[number.end():number.end() + 200]
     cause = _PREVIOUS_XID.search(lowered)
-    status = (row_of(int(cause[1]), text) if cause is not None else "") or row_of(xid, text)
+    status = (xid_status(int(cause[1]), text) if cause is not None else "") or xid_status(xid, text)
     return Verdict(status, f"xid-{xid}" if xid else "xid-none", second_hand=cause is not None,
-                   line=_shown(line, number.start()), code=xid, device=_device(lowered)
+                   line=_excerpt(line, number.start()), code=xid, device=_device(lowered)
                    ), HARDWARE if status else len(RULES) - 1
 
 
-def _told(rule: Rule, line: str, lowered: str, at: int) -> Verdict:
+def _verdict(rule: Rule, line: str, lowered: str, at: int) -> Verdict:
     peer = _PEER.search(lowered) if rule.depth > KILLED else None
-    return Verdict(rule.status, rule.name, rule.second_hand, _shown(line, at),
+    return Verdict(rule.status, rule.name, rule.second_hand, _excerpt(line, at),
                    _peer(peer, line) if peer is not None else "",
                    device=_device(lowered) if rule.depth <= KILLED else "")
 
 
-def _shown(line: str, at: int) -> str:
-    """The line, or what surrounds its match."""
+def _excerpt(line: str, at: int) -> str:
+    """The line, cut to SHOWN_CHARS_MAX around the match."""
     if len(line) <= SHOWN_CHARS_MAX:
         return line.strip()
     start = max(0, min(at - SHOWN_CHARS_MAX // 4, len(line) - SHOWN_CHARS_MAX))

@@ -1,12 +1,12 @@
-"""PyTorch's flight-recorder dumps made plain: the groups, what was entered, what is not complete.
+"""Reads PyTorch's flight-recorder dumps: groups, entered collectives, incomplete collectives.
 
-torch writes one dump per rank (NCCL since 2.5, gloo since 2.10). Its numbers are read with care:
+torch writes one dump per rank (NCCL since 2.5, gloo since 2.10). Its numbers need care:
 
-- `pg_status` goes by a number that is the rank's own; entries tie it to a group's name. Where a
-  group has no entry left, both lists are in the order of creation.
-- In a group that also sends and receives, that status counts those too: entries alone count there.
-- A rank that has rebuilt its groups has several of one name: only the newest counts.
-- gloo never says that a collective has completed, only that it was retired.
+- The keys of `pg_status` are local to the rank; entries map them to group names. If a group has no
+  entry left, both lists are in the order of creation.
+- In a group with sends and receives, `pg_status` counts those too, so only entries are used.
+- A rank that has rebuilt its groups has several of one name: only the newest is used.
+- gloo never reports that a collective has completed, only that it was retired.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ...events.errors import UsageError
 Json = Mapping[str, Any]
 
 DIMENSIONS_NUM_MAX = 64
-"""Of a tensor, as torch has it."""
+"""Maximum number of tensor dimensions in torch."""
 
-_ALL_ALIKE = ("reduce", "all_gather", "allgather", "broadcast")
-"""Collectives into which all ranks put as much, of one type. all_to_all may be uneven."""
+_SAME_INPUT = ("reduce", "all_gather", "allgather", "broadcast")
+"""Collectives whose input has the same size and type on all ranks. all_to_all may be uneven."""
 _ENDS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class NotADump(ValueError):
-    """The document is no flight-recorder dump; `str()` says what is missing."""
+    """The document is not a flight-recorder dump; `str()` says what is missing."""
 
 
 class Op(NamedTuple):
@@ -45,19 +45,19 @@ class Op(NamedTuple):
 
     group: str
     seq: int
-    """The collective's number in its group; of a send or receive: its own count there."""
+    """Number of the collective in its group; sends and receives are counted separately."""
     name: str
     at_ns: int
-    """When it was entered, by the rank's own clock (nanoseconds since 1970)."""
+    """When it was entered, by the clock of the rank (nanoseconds since 1970)."""
     order: int
-    """Where it stands among all that this rank entered."""
+    """Its index among all operations of this rank."""
     has_started: bool = False
     source: int = -1
-    """Of a send or receive: the rank that sends; below 0: this is a collective."""
+    """The sending rank of a send or receive; -1: this is a collective."""
     target: int = -1
     tensors: str = ""
-    """What the rank puts in, `4096 Float`: elements and data type. Only of a collective into which
-    all ranks must put the same; "": not told, or they may differ."""
+    """Elements and data type of the rank's input, `4096 Float`. Only for collectives that need the
+    same input size on all ranks; "": unknown, or sizes may differ."""
 
     @property
     def is_p2p(self) -> bool:
@@ -65,50 +65,50 @@ class Op(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """The same for all who take part. Sends are matched in order, not by number."""
+        """Equal for all participants. Sends are matched in order, not by number."""
         if self.is_p2p:
             return self.group, -1, self.source, self.target
         return self.group, self.seq, -1, -1
 
 
 class Job(NamedTuple):
-    """Of which job, and which try of it, as far as a dump says."""
+    """The job and its attempt, as far as a dump identifies them."""
 
     world: tuple[int, ...] = ()
-    """All its ranks; none: not told."""
+    """All its ranks; empty: unknown."""
     task: int = 0
-    """Ours, in generation `generation`; 0: another's."""
+    """The Unicron task, in generation `generation`; 0: not a Unicron task."""
     generation: int = 0
 
 
 class Dump(NamedTuple):
-    """What one rank's recorder held."""
+    """The content of one rank's recorder."""
 
     rank: int
     members: dict[str, tuple[int, ...]]
-    """Group -> its ranks; none where the dump does not say."""
+    """Group -> its ranks; without groups whose ranks are unknown."""
     entered: dict[str, int]
     """Group -> the last collective that this rank entered."""
     completed: dict[str, int]
     status: dict[str, tuple[int, int]]
-    """Group -> entered and completed as its status has it, sends and receives counted in."""
+    """Group -> entered and completed by `pg_status`, which includes sends and receives."""
     pending: tuple[Op, ...]
-    """Entered and not complete by this rank's own account, oldest first."""
+    """Entered and not complete according to this rank, oldest first."""
     ended: tuple[Op, ...]
-    """Of each group, the last collective that is complete by its own account."""
+    """The last complete collective of each group, according to this rank."""
     mixed: frozenset[str]
-    """Groups in which it sends and receives too."""
-    tells_starts: bool
-    """Whether its recorder notes when a collective's kernel starts."""
-    is_cut: bool
+    """Groups with sends and receives."""
+    records_starts: bool
+    """Whether its recorder records the start of kernels."""
+    is_truncated: bool
     """Whether older entries have been overwritten."""
     dumped_ns: int
-    """When it was written; 0: not told."""
+    """When it was written; 0: unknown."""
     job: Job
 
 
 def read(rank: int, document: object) -> Dump:
-    """The dump of one rank. Linear in its entries. Raises NotADump."""
+    """Parse the dump of one rank. Linear in its entries. Raises NotADump."""
     if not isinstance(document, Mapping) or not isinstance(
             cast(Json, document).get("entries"), Sequence):
         raise NotADump("it has no list `entries`")
@@ -120,13 +120,14 @@ def read(rank: int, document: object) -> Dump:
 
 
 def _read(rank: int, dump: Json) -> Dump:
-    entries = sorted(_known(dump["entries"]), key=lambda entry: _whole(entry.get("record_id", 0)))
+    entries = sorted(_of_groups(dump["entries"]),
+                     key=lambda entry: _whole(entry.get("record_id", 0)))
     newest = _newest(entries)
     entries = [entry for entry in entries
                if _whole(entry.get("pg_id", -1)) == newest[_group(entry)]]
     config = _table(dump.get("pg_config"))
-    config.pop("", None)  # gloo's: it has no name
-    members = {_key(name, str(one.get("desc", ""))): found for name, one in config.items()
+    config.pop("", None)  # gloo has a group without a name
+    members = {_group_name(name, str(one.get("desc", ""))): found for name, one in config.items()
                if (found := _ranks(one.get("ranks")))}
     mixed = frozenset(_group(entry) for entry in entries
                       if entry.get("is_p2p") or _seq(entry) != _whole(entry.get("op_id", -1)))
@@ -144,14 +145,15 @@ def _read(rank: int, dump: Json) -> Dump:
     return Dump(
         rank=rank, members=members, entered=entered, completed=completed, status=status,
         pending=pending, ended=tuple(_op(entry, members) for entry in ended.values()), mixed=mixed,
-        tells_starts=any(entry.get("time_discovered_started_ns") or entry.get("state") == "started"
-                         for entry in entries),
-        is_cut=bool(entries) and int(entries[0].get("record_id", 0)) > 0,
+        records_starts=any(
+            entry.get("time_discovered_started_ns") or entry.get("state") == "started"
+            for entry in entries),
+        is_truncated=bool(entries) and int(entries[0].get("record_id", 0)) > 0,
         dumped_ns=_whole(dump.get("dumped_ns") or 0), job=_job(dump, config))
 
 
 def _job(dump: Json, config: Mapping[str, Json]) -> Job:
-    """By the group of all ranks, which is the default one, and what our own dumps say."""
+    """The job by its default group (all ranks), and by the fields that Unicron adds to dumps."""
     worlds = [found for one in config.values() if one.get("desc") == "default_pg"
               and (found := _ranks(one.get("ranks")))]
     if not worlds:
@@ -161,22 +163,22 @@ def _job(dump: Json, config: Mapping[str, Json]) -> Job:
 
 
 def _table(value: object) -> dict[str, Json]:
-    """torch's JSON has text for keys; its pickles may have numbers."""
+    """The mapping with text keys: torch's pickles may have numbers."""
     return {str(key): one for key, one in cast(Mapping[object, Json], value or {}).items()}
 
 
-def _known(entries: Iterable[Json]) -> list[Json]:
-    """Entries of a group; what a recorder notes beside them has none."""
+def _of_groups(entries: Iterable[Json]) -> list[Json]:
+    """The entries that belong to a group; other recorder entries have none."""
     return [entry for entry in entries if entry.get("process_group")]
 
 
-def _key(name: str, desc: str) -> str:
+def _group_name(name: str, desc: str) -> str:
     return f"{name} {desc}" if desc not in ("", "undefined") else name
 
 
 def _group(entry: Json) -> str:
     name, *desc = entry["process_group"]
-    return _key(str(name), str(desc[0]) if desc else "")
+    return _group_name(str(name), str(desc[0]) if desc else "")
 
 
 def _seq(entry: Json) -> int:
@@ -184,7 +186,7 @@ def _seq(entry: Json) -> int:
 
 
 def _ranks(text: object) -> tuple[int, ...]:
-    """torch writes the list as text."""
+    """Ranks of a list that torch writes as text."""
     found: object = json.loads(text) if isinstance(text, str) else text
     return tuple(_whole(one) for one in cast(Iterable[int], found or ()))
 
@@ -199,12 +201,13 @@ def _newest(entries: Iterable[Json]) -> dict[str, int]:
 
 def _status(status: Mapping[str, Json], config: Mapping[str, Json],
             newest: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Group -> (entered, completed), as far as its number can be tied to a name."""
+    """Group -> (entered, completed), for the numbers that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
     if (len(status) == len(config)
             and all(name.isdigit() for name in config) and all(one.isdigit() for one in status)):
         pairs = zip(sorted(map(int, status)), sorted(config, key=int), strict=True)
-        guessed = {number: _key(name, str(config[name].get("desc", ""))) for number, name in pairs}
+        guessed = {number: _group_name(name, str(config[name].get("desc", "")))
+                   for number, name in pairs}
         if all(guessed.get(number, group) == group for number, group in named.items()):
             named = {**guessed, **named}
     found: dict[str, tuple[int, int]] = {}
@@ -226,9 +229,9 @@ def _op(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Op:
     source = target = -1
     ends = _ENDS.search(name) if entry.get("is_p2p") else None
     if ends is not None:
-        places = int(ends[2]), int(ends[3])
+        indices = int(ends[2]), int(ends[3])
         ranks = members.get(group, ())
-        one, other = (ranks[place] if place < len(ranks) else place for place in places)
+        one, other = (ranks[index] if index < len(ranks) else index for index in indices)
         source, target = (one, other) if ends[1] == "send" else (other, one)
         name = ends[1]
     return Op(group=group, name=name or "?", at_ns=_whole(entry.get("time_created_ns") or 0),
@@ -239,8 +242,8 @@ def _op(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Op:
 
 
 def _tensors(entry: Json, name: str) -> str:
-    """The elements and data types that go in: a reshaped tensor is the same to NCCL and gloo."""
-    if not any(word in name for word in _ALL_ALIKE) or "sparse" in name:
+    """Number of elements and data types of the input; NCCL and gloo ignore the shape."""
+    if not any(word in name for word in _SAME_INPUT) or "sparse" in name:
         return ""
     sizes, dtypes = entry.get("input_sizes") or (), entry.get("input_dtypes") or ()
     return ", ".join(f"{math.prod(map(_whole, size[:DIMENSIONS_NUM_MAX]))} {dtype}"
@@ -248,7 +251,7 @@ def _tensors(entry: Json, name: str) -> str:
 
 
 def _whole(value: object) -> int:
-    """torch writes whole numbers of 64 bits; JSON knows longer ones, infinities and NaN."""
+    """Check a 64-bit integer, as torch writes them; JSON also allows longer ones, inf and NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} where a whole number belongs")
     found = int(cast(int, value))
@@ -257,31 +260,30 @@ def _whole(value: object) -> int:
     return found
 
 
-# --- Flight-recorder dumps from files: JSON, or torch's own pickles read without running anything.
-# ---
+# --- Dump files: JSON, or torch's pickles read without executing code ---
 #
-# A file holds one rank's dump, and its name ends in the rank (`nccl_trace_rank_7`, `_dump_7`,
-# `flight-rank-7.json`), or all ranks' under `ranks`. A folder stands for all such files in it.
+# A file has the dump of one rank, and its name ends in the rank (`nccl_trace_rank_7`, `_dump_7`,
+# `flight-rank-7.json`), or the dumps of all ranks under `ranks`. A folder means all such files.
 
 FILE_BYTES_MAX = 256 << 20
-"""A rank's dump takes about 1 KB an entry, with stacks 10; torch keeps 2,000 entries."""
+"""A dump has about 1 KB per entry, 10 KB with stacks; torch keeps 2,000 entries."""
 FILES_NUM_MAX = 100_000
 RANK_CHARS_MAX = 9
 JOBS_NUM_MAX = 3
-"""Named where there are several."""
-OTHERS = (".error.json",)
-"""What lies beside our own dumps: torch's error files."""
+"""Jobs named in an error about several."""
+OTHER_FILES = (".error.json",)
+"""Other files in the folder of Unicron's dumps: torch's error files."""
 HINT = "give the files that torch's flight recorder wrote, one per rank, or their folder"
 _NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """All dumps of the files, by rank; a file that is named twice counts once.
+    """Read all dumps, sorted by rank; a file that is named twice is read once.
 
-    Raises UsageError for what is none, for dumps of several jobs, or a rank that is there twice.
+    Raises UsageError for an invalid file, dumps of several jobs, or two dumps of one rank.
     """
-    told: list[tuple[Dump, Path]] = []
-    for path, is_inside in _once(_files(paths)):
+    read_dumps: list[tuple[Dump, Path]] = []
+    for path, is_inside in _distinct(_files(paths)):
         try:
             dumps = _read_file(path)
         except UsageError as error:
@@ -289,37 +291,37 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
                 raise UsageError(str(error), "leave it out: give the other files, without their "
                                  "folder") from None
             raise
-        told += ((dump, path) for dump in dumps)
-    _refuse_several_jobs(told)
+        read_dumps += ((dump, path) for dump in dumps)
+    _refuse_several_jobs(read_dumps)
     found: dict[int, tuple[Dump, Path]] = {}
-    for dump, path in told:
+    for dump, path in read_dumps:
         if dump.rank in found:
             raise UsageError(
                 f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
-                "give one file for all ranks, or the files of one job at one moment; ranks are "
+                "give one file for all ranks, or the files of one job at one time; ranks are "
                 "numbered across all its nodes")
         found[dump.rank] = dump, path
     return [found[rank][0] for rank in sorted(found)]
 
 
-def _refuse_several_jobs(told: Iterable[tuple[Dump, Path]]) -> None:
-    """Raises UsageError: together they would blame a rank that another job alone has not."""
+def _refuse_several_jobs(dumps_of: Iterable[tuple[Dump, Path]]) -> None:
+    """Raise UsageError: ranks of different jobs would be reported as missing or behind."""
     jobs: dict[Job, list[Path]] = {}
-    for path, dumps in groupby(told, key=itemgetter(1)):  # a file with all ranks is of one job
+    for path, dumps in groupby(dumps_of, key=itemgetter(1)):  # one file is of one job
         job = next((dump.job for dump, _ in dumps if dump.job.world), None)
         if job is not None:
             jobs.setdefault(job, []).append(path)
     if len(jobs) > 1:
-        parts = [f"{_named(job)} ({files[0]}{_and_more(len(files) - 1)})"
+        parts = [f"{_job_name(job)} ({files[0]}{_and_more(len(files) - 1)})"
                  for job, files in list(jobs.items())[:JOBS_NUM_MAX]]
         raise UsageError(
-            f"these dumps are of {len(jobs)} jobs, or of several tries of one: {', '.join(parts)}"
+            f"these dumps are of {len(jobs)} jobs, or of several attempts: {', '.join(parts)}"
             f"{_and_more(len(jobs) - JOBS_NUM_MAX)}",
-            "give the files of one of them alone, all of one moment: older ones may have been "
-            "left in the folder (ls -lt)")
+            "give only the files of one of them, written at one time: the folder may also have "
+            "older ones (ls -lt)")
 
 
-def _named(job: Job) -> str:
+def _job_name(job: Job) -> str:
     num = f"{len(job.world)} rank{'s' * (len(job.world) != 1)}"
     return f"task {job.task} generation {job.generation}, {num}" if job.task else num
 
@@ -328,7 +330,7 @@ def _and_more(num: int) -> str:
     return f" and {num} more" if num > 0 else ""
 
 
-def _once(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]:
+def _distinct(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]:
     seen: set[Path] = set()
     for path, is_inside in files:
         if (real := path.resolve()) not in seen:
@@ -337,14 +339,14 @@ def _once(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Each file, with whether its folder was named, not it."""
+    """Yield (file, whether its folder was given instead of it)."""
     for path in paths:
         if not path.is_dir():
             yield path, False
             continue
         inside = sorted(one for one in path.iterdir()
                         if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
-                        and not one.name.startswith(".") and not one.name.endswith(OTHERS))
+                        and not one.name.startswith(".") and not one.name.endswith(OTHER_FILES))
         if not inside:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:
@@ -355,23 +357,23 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
 def _read_file(path: Path) -> list[Dump]:
     document = _document(path)
     try:
-        ranks = _told(document, "ranks")
+        ranks = _field(document, "ranks")
         if isinstance(ranks, Mapping):
-            return _of_all(cast(Mapping[str, Any], ranks))
+            return _read_all(cast(Mapping[str, Any], ranks))
         return [read(_rank_of(path, document), document)]
     except NotADump as error:
         raise UsageError(f"{path}: not a flight-recorder dump: {error}", HINT) from None
 
 
-def _told(document: object, key: str) -> object:
+def _field(document: object, key: str) -> object:
     return cast(Mapping[str, Any], document).get(key) if isinstance(document, Mapping) else None
 
 
-def _of_all(ranks: Mapping[str, Any]) -> list[Dump]:
+def _read_all(ranks: Mapping[str, Any]) -> list[Dump]:
     dumps: list[Dump] = []
     for name, one in ranks.items():
         if not str(name).isdecimal() or len(str(name)) > RANK_CHARS_MAX:
-            raise NotADump(f"`ranks` names {str(name)[:40]!r}, which is no rank")
+            raise NotADump(f"`ranks` names {str(name)[:40]!r}, which is not a rank")
         try:
             dumps.append(read(int(name), one))
         except NotADump as error:
@@ -382,13 +384,13 @@ def _of_all(ranks: Mapping[str, Any]) -> list[Dump]:
 
 
 def _rank_of(path: Path, document: object) -> int:
-    """As the dump says, where it is one of ours; else as the file is named."""
-    told = _told(document, "rank")
-    if isinstance(told, int) and told >= 0:
-        return told
+    """The rank in the dump, if Unicron wrote it, else the rank in the file name."""
+    rank = _field(document, "rank")
+    if isinstance(rank, int) and rank >= 0:
+        return rank
     named = _NAMED.search(path.name)
     if named is None:
-        read(0, document)  # what is no dump at all is told first
+        read(0, document)  # if it is not a dump, raise that error first
         raise UsageError(f"{path}: its name does not end in a rank",
                          "name each file after its rank, as torch does: nccl_trace_rank_7")
     return int(named[1])
@@ -406,12 +408,12 @@ def _document(path: Path) -> object:
         raise UsageError(f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB",
                          "give one file per rank")
     if not data.strip():
-        raise UsageError(f"{path}: empty", "the rank may have ended while it wrote: leave it out")
+        raise UsageError(f"{path}: empty", "the rank may have exited while it wrote: leave it out")
     try:
-        return _Plain(io.BytesIO(data)).load() if data[:1] == b"\x80" else json.loads(data)
+        return _PlainUnpickler(io.BytesIO(data)).load() if data[:1] == b"\x80" else json.loads(data)
     except RecursionError:
         raise UsageError(f"{path}: not a flight-recorder dump: nested too deep", HINT) from None
-    except _Refused as error:
+    except _ImportRefused as error:
         raise UsageError(f"{path}: refused: it would load {error}",
                          "a flight-recorder dump holds plain values only; do not trust this "
                          "file") from None
@@ -422,12 +424,12 @@ def _document(path: Path) -> object:
 
 
 def _open(path: str, flags: int) -> int:
-    """A FIFO that nobody writes to would hold a plain open for ever."""
+    """Open without blocking: a FIFO without a writer would block forever."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _in_words(error: Exception) -> str:
-    """Python's readers say it in words of theirs."""
+    """A plain message for an error of Python's readers."""
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON from line {error.lineno}, column {error.colno} on"
     if isinstance(error, UnicodeDecodeError):
@@ -435,15 +437,15 @@ def _in_words(error: Exception) -> str:
     return "its pickle cannot be read to the end"
 
 
-class _Refused(Exception):
-    """The pickle names something to import."""
+class _ImportRefused(Exception):
+    """The pickle would import an object."""
 
 
-class _Plain(pickle.Unpickler):
-    """Reads plain values only: torch writes nothing else, and anything else could run code."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain values only: torch writes no others, and others could run code."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise _Refused(f"{module_name}.{global_name}")
+        raise _ImportRefused(f"{module_name}.{global_name}")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise _Refused("a persistent object")
+        raise _ImportRefused("a persistent object")

@@ -1,17 +1,17 @@
-"""Where a hang is: from all ranks' flight-recorder dumps to those on whom everybody waits.
+"""Locates a hang: finds the ranks that all others wait for in the flight-recorder dumps.
 
-A rank waits for another where it has entered a collective that the other has not, and has not come
-out of it; or where its send or receive has no counterpart. In a program whose ranks all enter
-collectives in one order of the whole, such waits never form a circle: at their ends are the ranks
-that wait for nobody. Those are named, and what else shows a rank that stands still by itself:
+A rank waits for another if it is in a collective that the other has not entered, or if its send or
+receive has no counterpart. If all ranks enter collectives in one global order, such waits have no
+cycle, and the ranks that wait for no other are the suspects. Other signs of a stalled rank:
 
-- its kernel has not started where those of its peers have;
-- it does not see the end of what its peers have finished with it: its device no longer answers;
+- its kernel has not started, while those of its peers have;
+- a collective has completed on its peers but not on it: its device no longer answers;
 - it left no dump, and others wait for it;
 - it called another collective than its peers, or with another size or data type;
 - it waits for nothing while all others wait.
 
-Where all have entered what does not end, no rank is named: that is the network's, or a device's.
+If all ranks have entered a collective that does not complete, no rank is named: the cause is the
+network or a device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .flight_recorder import Dump, Op
-from .wait_graph import Waits, ends_of
+from .wait_graph import WaitGraph, sink_components
 
 WAIT_S_MIN = 1.0
-"""A wait shorter than this is no hang, where the dumps say when they were written."""
+"""A shorter wait is not a hang, if the dumps have the time at which they were written."""
 TENSORS_CHARS_MAX = 80
 
 
 class Suspect(NamedTuple):
-    """A rank that stands still by itself, with the wait that shows it best."""
+    """A rank that stalled on its own, with the wait that shows it best."""
 
     rank: int
     why: str
@@ -42,22 +42,22 @@ class Suspect(NamedTuple):
     behind: int = 0
     """How many collectives of the group it is behind the foremost."""
     waited_by: tuple[int, ...] = ()
-    """Who waits for it in that collective."""
+    """The ranks that wait for it in that collective."""
 
 
-class Waiting(NamedTuple):
-    """A rank that only waits, and in what."""
+class WaitingRank(NamedTuple):
+    """A rank that only waits for others."""
 
     rank: int
     ranks: tuple[int, ...]
-    """For whom; none: all have entered, and one of them is held elsewhere."""
+    """The ranks it waits for; (): all have entered, and one of them is blocked elsewhere."""
     group: str
     collective: str
     seq: int
 
 
-class Stuck(NamedTuple):
-    """A collective that all have entered, that nobody holds elsewhere, and that does not end."""
+class StuckCollective(NamedTuple):
+    """A collective that all ranks have entered, with no rank blocked elsewhere, and that hangs."""
 
     group: str
     collective: str
@@ -66,23 +66,23 @@ class Stuck(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What the dumps say. `verdict` is hang, network or none."""
+    """The result. `verdict` is hang, network or none."""
 
     verdict: str
     suspects: tuple[Suspect, ...]
-    waiting: tuple[Waiting, ...]
-    stuck: tuple[Stuck, ...]
+    waiting: tuple[WaitingRank, ...]
+    stuck: tuple[StuckCollective, ...]
     missing: tuple[int, ...]
     """Ranks that left no dump."""
     num_ranks: int
 
 
 def locate(dumps: Iterable[Dump]) -> Located:
-    """Name the ranks that the others wait for; of equal explanations the smallest.
+    """Find the ranks that the others wait for; of equal explanations the smallest.
 
     Linear in the entries and in the waits between ranks.
     """
-    waits = Waits({dump.rank: dump for dump in dumps})
+    waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
     if waits.longest_s is not None and waits.longest_s < WAIT_S_MIN:
         return Located("none", (), (), (), waits.missing, len(ranks))
@@ -91,9 +91,9 @@ def locate(dumps: Iterable[Dump]) -> Located:
         found[rank] = _mismatched(waits, rank)
     for rank in waits.stale:
         found.setdefault(rank, _stale(waits, rank))
-    stuck: dict[tuple[str, int, int, int], Stuck] = {}
-    for end in ends_of({rank: waits.edges(rank) for rank in ranks}):
-        _judge(waits, end, found, stuck)
+    stuck: dict[tuple[str, int, int, int], StuckCollective] = {}
+    for sink in sink_components({rank: waits.edges(rank) for rank in ranks}):
+        _judge(waits, sink, found, stuck)
     _judge_missing(waits, found)
     if found or waits.has_waits:
         for rank in ranks:
@@ -110,66 +110,66 @@ def locate(dumps: Iterable[Dump]) -> Located:
         waits.missing, len(ranks))
 
 
-def _judge(waits: Waits, end: Sequence[int], found: dict[int, Suspect],
-           stuck: dict[tuple[str, int, int, int], Stuck]) -> None:
-    """What stands at an end of the waits: a rank, or several that wait for each other."""
-    if len(end) > 1:
-        _judge_circle(waits, end, found)
+def _judge(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect],
+           stuck: dict[tuple[str, int, int, int], StuckCollective]) -> None:
+    """Classify a sink of the wait graph: one rank, or several that wait for each other."""
+    if len(sink) > 1:
+        _judge_cycle(waits, sink, found)
         return
-    (rank,) = end
+    (rank,) = sink
     if rank in found or rank in waits.missing:
         return
     pending = waits.pending(rank)
-    if pending and not waits.late(rank) and not _is_passed(waits, rank):
+    if pending and not waits.unstarted(rank) and not _is_passed(waits, rank):
         op = pending[0]
-        stuck[op.key] = Stuck(op.group, op.name, op.seq, waits.parts(op))
+        stuck[op.key] = StuckCollective(op.group, op.name, op.seq, waits.participants(op))
     elif waits.waiters(rank):
-        found[rank] = _absent(waits, rank)
+        found[rank] = _behind(waits, rank)
 
 
-def _is_passed(waits: Waits, rank: int) -> bool:
-    """Whether a peer went on past what this rank is in, and waits for it in something later."""
+def _is_passed(waits: WaitGraph, rank: int) -> bool:
+    """Whether a peer went past this rank's operation, and waits for it in a later one."""
     key = waits.pending(rank)[0].key
     return any(op.key == key for one in waits.waiters(rank) for op in waits.pending(one)
                if op.order < waits.edges(one)[rank].order)
 
 
-def _judge_circle(waits: Waits, end: Sequence[int], found: dict[int, Suspect]) -> None:
-    """Ranks that wait for each other: collectives in another order, or several faults at once.
+def _judge_cycle(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect]) -> None:
+    """Ranks that wait for each other: different orders of collectives, or several faults.
 
-    Whoever the oldest of the waits is for is named, and nobody is sure.
+    The target of the oldest wait is named, with low confidence.
     """
-    if any(rank in found for rank in end):
+    if any(rank in found for rank in sink):
         return
-    inside = frozenset(end)
-    oldest = min(((op.at_ns, rank, other) for rank in end for other, op in
+    inside = frozenset(sink)
+    oldest = min(((op.at_ns, rank, other) for rank in sink for other, op in
                   waits.edges(rank).items() if other in inside), default=None)
     if oldest is None:
         return
     op = waits.edges(oldest[1])[oldest[2]]
-    for rank in sorted(inside.intersection(waits.absent(oldest[1], op) or (oldest[2],))):
-        why = (f"waits in a circle with ranks {listed(end)}: {_did_not(waits, rank, op)}; "
+    for rank in sorted(inside.intersection(waits.not_entered(oldest[1], op) or (oldest[2],))):
+        why = (f"waits in a circle with ranks {listed(sink)}: {_did_not(waits, rank, op)}; "
                f"the ranks may enter their collectives in different orders")
-        found[rank] = _absent(waits, rank)._replace(why=why, confidence="low")
+        found[rank] = _behind(waits, rank)._replace(why=why, confidence="low")
 
 
-def _judge_missing(waits: Waits, found: dict[int, Suspect]) -> None:
-    """Ranks without a dump: named where others wait for them, unless most left none."""
+def _judge_missing(waits: WaitGraph, found: dict[int, Suspect]) -> None:
+    """Name ranks without a dump that others wait for, unless most ranks left none."""
     if 2 * len(waits.missing) > len(waits.ranks):
         return
     for rank in (one for one in waits.missing if waits.waiters(one)):
         waiter, op = waits.first_waiter(rank)
         found[rank] = Suspect(
-            rank, f"left no dump, and rank {waiter} waits for it in {_words(op, waits)}",
+            rank, f"left no dump, and rank {waiter} waits for it in {_op_in_words(op, waits)}",
             "no dump", "medium", op.group, op.name, op.seq, 0, waits.waiters(rank))
 
 
-def _absent(waits: Waits, rank: int) -> Suspect:
-    """Others have entered, and this rank has not, or its kernel has not started."""
+def _behind(waits: WaitGraph, rank: int) -> Suspect:
+    """The suspect that has not entered what others have, or whose kernel has not started."""
     waiter, op = waits.first_waiter(rank)
-    late = op.key in waits.late(rank)
+    late = op.key in waits.unstarted(rank)
     if late:
-        why = (f"entered {_words(op, waits)}, but its kernel has not started; those of "
+        why = (f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
                f"{listed(waits.started(op))} have")
     else:
         why = _did_not(waits, rank, op)
@@ -178,19 +178,19 @@ def _absent(waits: Waits, rank: int) -> Suspect:
                    op.seq, waits.behind(rank, op.group), tuple(mine) or (waiter,))
 
 
-def _did_not(waits: Waits, rank: int, op: Op) -> str:
+def _did_not(waits: WaitGraph, rank: int, op: Op) -> str:
     if op.is_p2p:
-        return (f"has not entered its side of {_words(op, waits)}, in which rank "
+        return (f"has not entered its side of {_op_in_words(op, waits)}, in which rank "
                 f"{op.target if rank == op.source else op.source} waits")
-    entered = [one for one in waits.parts(op) if waits.has_entered(one, op)]
+    entered = [one for one in waits.participants(op) if waits.has_entered(one, op)]
     behind = waits.behind(rank, op.group)
-    return (f"did not enter {_words(op, waits)}, which {listed(entered)} entered; it is {behind} "
-            f"behind there, its last is {waits.entered(rank, op.group)}")
+    return (f"did not enter {_op_in_words(op, waits)}, which {listed(entered)} entered; it is "
+            f"{behind} behind there, its last is {waits.entered(rank, op.group)}")
 
 
-def _stale(waits: Waits, rank: int) -> Suspect:
+def _stale(waits: WaitGraph, rank: int) -> Suspect:
     op, num, peers = waits.stale[rank]
-    why = (f"does not see the end of {_words(op, waits)}, "
+    why = (f"does not see the end of {_op_in_words(op, waits)}, "
            + (f"nor of {num - 1} after it, " if num > 1 else "")
            + f"which {listed(peers)} finished with it: its device no longer answers")
     behind = waits.behind(rank, op.group)
@@ -200,14 +200,14 @@ def _stale(waits: Waits, rank: int) -> Suspect:
                    op.seq, behind, waits.waiters(rank))
 
 
-def _mismatched(waits: Waits, rank: int) -> Suspect:
-    op, theirs, peers, is_sure = waits.mismatched[rank]
+def _mismatched(waits: WaitGraph, rank: int) -> Suspect:
+    op, theirs, peers, has_majority = waits.mismatched[rank]
     mine, other = op.name, theirs.name
     if mine == other:
         mine, other = (f"{one.name} of {_clipped(one.tensors)}" for one in (op, theirs))
     return Suspect(
         rank, f"called {mine} as number {op.seq} of {op.group}, where {listed(peers)} called "
-        f"{other}", "mismatched", "high" if is_sure else "low", op.group, op.name, op.seq,
+        f"{other}", "mismatched", "high" if has_majority else "low", op.group, op.name, op.seq,
         waits.behind(rank, op.group), tuple(peers))
 
 
@@ -215,24 +215,25 @@ def _clipped(text: str) -> str:
     return text if len(text) <= TENSORS_CHARS_MAX else text[:TENSORS_CHARS_MAX] + " ..."
 
 
-def _waiting(waits: Waits, rank: int) -> Waiting:
+def _waiting(waits: WaitGraph, rank: int) -> WaitingRank:
     edges = waits.edges(rank)
     if not edges:
         op = waits.pending(rank)[0]
-        return Waiting(rank, (), op.group, op.name, op.seq)
+        return WaitingRank(rank, (), op.group, op.name, op.seq)
     first = min(edges.values(), key=lambda op: op.order)
     for_whom = tuple(sorted(other for other, op in edges.items() if op.key == first.key))
-    return Waiting(rank, for_whom, first.group, first.name, first.seq)
+    return WaitingRank(rank, for_whom, first.group, first.name, first.seq)
 
 
-def _words(op: Op, waits: Waits) -> str:
+def _op_in_words(op: Op, waits: WaitGraph) -> str:
     if op.is_p2p:
         return f"{op.name} {op.source}->{op.target} of {op.group}"
-    return f"{op.name} {op.seq} of {op.group} (ranks {listed(waits.parts(op), bare=True)})"
+    ranks = listed(waits.participants(op), bare=True)
+    return f"{op.name} {op.seq} of {op.group} (ranks {ranks})"
 
 
 def listed(ranks: Sequence[int], *, bare: bool = False) -> str:
-    """1, 2, 3, 5 as `ranks 1-3, 5`, or without the word; cut after a few runs."""
+    """1, 2, 3, 5 as `ranks 1-3, 5`; `bare`: without the word; cut after six runs."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

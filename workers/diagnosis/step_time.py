@@ -1,18 +1,17 @@
-"""Iteration times in, verdicts out: what is slow, what stands still, what has changed for good.
+"""Step-time monitoring: detects slow and stalled iterations, and lasting changes.
 
-The paper's rule: over 3 x the running average is a fault, between 1.1 x and 3 x is degraded. What
-keeps it from crying on a cluster that is shared:
+The rule of the Unicron paper: more than 3 x the running average is a fault, 1.1 x to 3 x is
+degraded. To avoid false alarms on a shared cluster:
 
-- The running average is a median. One slow iteration does not move it.
-- What this job itself has shown several times is no fault of it (`SHOWN_NUM`), up to a bound.
-- Degraded is told on persistence only: three quarters of a window lie beyond 1.1 x the level known
-  so far, and beyond three times the noise of single iterations around it. The noisier a job, the
-  longer the window, but for a change that is plain; it doubles with each change that was told, so
-  nobody is told again and again.
-- That it is over is told at once: when a shortest window lies below 1.1 x the usual level again, or
-  iterations take less by a tenth than was told.
+- The running average is a median. One slow iteration does not change it.
+- A duration that this job has shown several times (`SHOWN_NUM`) is not a fault, up to a bound.
+- Degraded needs persistence: three quarters of a window exceed 1.1 x the known level, and three
+  times the noise of single iterations. A noisier job has a longer window, except for an obvious
+  change. The window doubles with each reported change, to limit the number of reports.
+- The end of a degradation is reported immediately: a shortest window is below 1.1 x the usual level
+  again, or iterations are a tenth faster than reported.
 
-Memory and time are bounded, whatever is fed.
+Memory and time per iteration are bounded.
 """
 
 from __future__ import annotations
@@ -24,37 +23,37 @@ from typing import Literal, NamedTuple
 
 Verdict = Literal["well", "degraded", "slow", "stalled"]
 Kind = Literal["usual", "boundary", "first"]
-"""Of an iteration. Only a usual one counts. One that a checkpoint or a copy of the state is taken
-before has a limit of its own, learnt from those of its kind; the first one after a reconfiguration,
-or one that evaluates, has hardly any."""
+"""Kind of an iteration. Only usual ones enter the average. boundary: a checkpoint of the state, on
+disk or in memory, precedes it; its limit is learnt from this kind. first: it follows a
+reconfiguration or evaluates; its limit is lenient."""
 
 STALLED_TIMES = 3.0
 DEGRADED_TIMES = 1.1
 WARM_UP_NUM = 5
-"""Before so many iterations that count nothing is slow, and nothing stalls but by LENIENT_S."""
+"""Before this many usual iterations none is slow, and only LENIENT_S limits a stall."""
 AVERAGE_NUM = 500
-"""The running average is the median of so many."""
+"""The running average is the median of this many iterations."""
 SHOWN_NUM = 3
 SHOWN_TIMES, SHOWN_TIMES_MAX = 1.25, 10.0
-"""What lasted long at least SHOWN_NUM times among those is usual, up to 1.25 x that."""
+"""A duration reached SHOWN_NUM times among those is usual, up to 1.25 x of it."""
 LENIENT_TIMES, LENIENT_S = 10.0, 60.0
-"""Where evidence is thin (a first iteration, a warm-up), the larger of the two."""
+"""With little evidence (a first iteration, a warm-up): the larger of the two."""
 BOUNDARIES_NUM = 50
 WINDOW_NUM, WINDOW_NUM_MAX = 20, 800
 PLAIN_TIMES, PLAIN_SHARE = 1.5, 0.98
-"""A shortest window is enough for what is slower by so much, and than this share ever was."""
+"""The shortest window is enough if it is slower by this factor and than this share of before."""
 REFERENCE_NUM = 400
-"""So many at most make up the level that a window is compared with."""
+"""Maximum number of values in the reference level."""
 NOISE_TIMES = 3.0
 QUIET_SHARE = 0.03
-"""A job whose single iterations differ by less, as one standard deviation, is quiet."""
+"""A job with a smaller standard deviation of single iterations is quiet."""
 DOUBLINGS_NUM_MAX = 4
 DEVIATION_TIMES = 2.563
-"""Between the first and the last tenth of a normal distribution."""
+"""Standard deviations between the 10 % and 90 % quantiles of a normal distribution."""
 
 
 class Paced(NamedTuple):
-    """How fast it goes: medians of the last `num_iterations`; `normal_s` is the usual own time."""
+    """Step time: medians of the last `num_iterations`; `normal_s` is the usual own time."""
 
     num_iterations: int
     iteration_s: float
@@ -80,24 +79,24 @@ class Window:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
 
     def quantile(self, share: float) -> float:
-        """The value below which this share lies; 0.5 is the (upper) median. Needs one value."""
+        """The quantile `share`; 0.5 is the (upper) median. Needs one value."""
         return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
 
     def largest(self, nth: int) -> float:
-        """The nth largest, 0 where there are fewer."""
+        """The nth largest value, 0 if there are fewer."""
         return self._sorted[-nth] if len(self._sorted) >= nth else 0.0
 
 
 class Level:
-    """One series, and whether its level has changed for good."""
+    """Detects lasting changes of the level of one series."""
 
     def __init__(self) -> None:
         self.normal = 0.0
-        """Its usual level; 0 while unknown."""
+        """The usual level; 0 while unknown."""
         self.now = 0.0
-        """The level as last told; 0 while unknown."""
+        """The last reported level; 0 while unknown."""
         self._num_changes = 0
-        self._begin()
+        self._restart()
 
     @property
     def is_degraded(self) -> bool:
@@ -105,75 +104,76 @@ class Level:
 
     @property
     def noise(self) -> float:
-        """Of single values around the level, as a share of it: one robust standard deviation."""
+        """Robust standard deviation of single values, as a share of the level."""
         spread = self._reference.quantile(0.9) - self._reference.quantile(0.1)
         return spread / DEVIATION_TIMES / self._reference.quantile(0.5)
 
     def add(self, value: float) -> bool:
-        """Whether the level is known since now, or has changed."""
+        """Add a value; return whether the level became known or has changed."""
         if len(self._reference) < WINDOW_NUM:
             self._reference.add(value)
             if len(self._reference) < WINDOW_NUM or self.now:
                 return False
             self.normal = self.now = self._reference.quantile(0.5)
             return True
-        self._waiting.append(value)
-        if self._is_back():
+        self._recent.append(value)
+        if self._has_recovered():
             return True
         again = 1 << min(self._num_changes, DOUBLINGS_NUM_MAX)
         noisier = max(1.0, (self.noise / QUIET_SHARE) ** 2)
         num = int(min(WINDOW_NUM_MAX, WINDOW_NUM * noisier * again))
-        while len(self._waiting) > num:  # what is older than the window is how it was before
-            older = self._waiting.popleft()
+        while len(self._recent) > num:  # values older than the window are the reference
+            older = self._recent.popleft()
             if len(self._reference) < REFERENCE_NUM:
                 self._reference.add(older)
         level, plain = self._reference.quantile(0.5), self._reference.quantile(PLAIN_SHARE)
-        if self._has_left(WINDOW_NUM * again, level,
+        if self._has_changed(WINDOW_NUM * again, level,
                           max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
             return True
         return (len(self._reference) >= min(num // again, REFERENCE_NUM)
-                and self._has_left(num, level, max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
+                and self._has_changed(num, level,
+                                      max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
 
-    def _is_back(self) -> bool:
-        """Whether three of four of the last few are as usual, where it was degraded."""
-        if not self.is_degraded or len(self._waiting) < WINDOW_NUM:
+    def _has_recovered(self) -> bool:
+        """Whether three of four of the last values are usual again after a degradation."""
+        if not self.is_degraded or len(self._recent) < WINDOW_NUM:
             return False
-        there = sorted(value for value in list(self._waiting)[-WINDOW_NUM:]
+        usual = sorted(value for value in list(self._recent)[-WINDOW_NUM:]
                        if value < DEGRADED_TIMES * self.normal)
-        if 4 * len(there) < 3 * WINDOW_NUM:
+        if 4 * len(usual) < 3 * WINDOW_NUM:
             return False
-        self.now = there[len(there) // 2]
-        self._begin(there)
+        self.now = usual[len(usual) // 2]
+        self._restart(usual)
         return True
 
-    def _has_left(self, num: int, level: float, far: float) -> bool:
-        """Whether three of four of the last `num` lie beyond `far` x the level: now their own."""
-        if len(self._waiting) < num:
+    def _has_changed(self, num: int, level: float, factor: float) -> bool:
+        """Whether three of four of the last `num` values differ by `factor`; adopt their level."""
+        if len(self._recent) < num:
             return False
-        last = list(self._waiting)[-num:]
-        slower = [value for value in last if value >= far * level]
-        faster = [value for value in last if value <= level / far]
-        there = sorted(slower if len(slower) > len(faster) else faster)
-        if 4 * len(there) < 3 * num:
+        last = list(self._recent)[-num:]
+        slower = [value for value in last if value >= factor * level]
+        faster = [value for value in last if value <= level / factor]
+        changed = sorted(slower if len(slower) > len(faster) else faster)
+        if 4 * len(changed) < 3 * num:
             return False
-        self.now = there[len(there) // 2]
+        self.now = changed[len(changed) // 2]
         self.normal = min(self.normal, self.now)
         self._num_changes += 1
-        self._begin(there)
+        self._restart(changed)
         return True
 
-    def _begin(self, known: Iterable[float] = ()) -> None:
-        """A level begins, of which this much is known."""
+    def _restart(self, known: Iterable[float] = ()) -> None:
+        """Start a new reference level with the values `known`."""
         self._reference = Window(REFERENCE_NUM)
-        self._waiting: deque[float] = deque()
+        self._recent: deque[float] = deque()
         for value in known:
             self._reference.add(value)
 
 
 class Monitor:
-    """The iterations of one rank, or of one job: fed one by one, asked at any time.
+    """Monitors the iterations of one rank or one job.
 
-    `before_s` is the average of an earlier configuration: good for a lenient limit, for no more.
+    `before_s` is the average of an earlier configuration; it is used only for the lenient limit.
     """
 
     def __init__(self, before_s: float = 0.0) -> None:
@@ -182,17 +182,17 @@ class Monitor:
         self._boundaries = Window(BOUNDARIES_NUM)
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW_NUM)
         self.own = Level()
-        self._paced: Paced | None = None
-        self._told_s = 0.0
-        """How long an iteration took when it was told last."""
+        self._change: Paced | None = None
+        self._reported_s = 0.0
+        """Iteration time in the last report."""
 
     @property
     def average_s(self) -> float:
-        """The running average of an iteration; before the first that counts that of before."""
+        """The running average of an iteration; `before_s` until the first usual iteration."""
         return self._times.quantile(0.5) if len(self._times) else self._before_s
 
     def limit_s(self, kind: Kind = "usual") -> float:
-        """How long may pass without a mark, or an iteration last; 0: nobody knows."""
+        """Time limit of an iteration, or between progress marks; 0: unknown."""
         average_s = self.average_s
         if not average_s:
             return 0.0
@@ -206,13 +206,13 @@ class Monitor:
         return max(STALLED_TIMES * average_s, SHOWN_TIMES * shown_s)
 
     def lasts(self, in_s: float, kind: Kind = "usual") -> Verdict:
-        """What it means that nothing was passed for `in_s`."""
+        """The verdict if no mark was passed for `in_s`."""
         limit_s = self.limit_s(kind)
         return "stalled" if 0 < limit_s < in_s else "well"
 
     def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual"
             ) -> Verdict:
-        """Take note of a finished iteration. `own_s`: without waiting for others; None: all."""
+        """Add a finished iteration. `own_s`: without waiting for others; None: all of it."""
         if iteration_s <= 0:
             return "well"
         if kind == "boundary":
@@ -223,25 +223,25 @@ class Monitor:
         is_slow = len(self._times) >= WARM_UP_NUM and iteration_s > self.limit_s()
         self._times.add(iteration_s)
         self._last.append((iteration_s, own_s))
-        if self.own.add(own_s) or self._is_relieved():
-            self._paced = self.recent()
-            self._told_s = self._paced.iteration_s
+        if self.own.add(own_s) or self._has_improved():
+            self._change = self.recent()
+            self._reported_s = self._change.iteration_s
         if is_slow:
             return "slow"
         return "degraded" if self.own.is_degraded else "well"
 
-    def _is_relieved(self) -> bool:
-        """Whether it is told as degraded, and iterations take less by now: they say so too."""
-        return (self.own.is_degraded and self._told_s > 0
-                and self.recent().iteration_s * DEGRADED_TIMES <= self._told_s)
+    def _has_improved(self) -> bool:
+        """Whether it was reported as degraded, and iterations are faster now."""
+        return (self.own.is_degraded and self._reported_s > 0
+                and self.recent().iteration_s * DEGRADED_TIMES <= self._reported_s)
 
     def recent(self) -> Paced:
-        """Its pace over the last iterations that counted. Needs one."""
+        """The step time of the last usual iterations. Needs one."""
         num = len(self._last)
         iteration_s, own_s = (sorted(times)[num // 2] for times in zip(*self._last, strict=True))
         return Paced(num, iteration_s, own_s, self.own.normal or own_s)
 
     def paced(self) -> Paced | None:
-        """What is to be told of its pace since this was asked last: once for each change."""
-        paced, self._paced = self._paced, None
-        return paced
+        """The change of step time since the last call, or None; each change is returned once."""
+        change, self._change = self._change, None
+        return change

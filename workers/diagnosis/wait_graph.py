@@ -1,4 +1,4 @@
-"""Who waits for whom: the graph of the waits among ranks, read off their flight-recorder dumps."""
+"""The wait-for graph between ranks, built from their flight-recorder dumps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .flight_recorder import Dump, Op
 Key = tuple[str, int, int, int]
 _ALL_TAKE_PART = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter",
                   "all_to_all", "alltoall", "barrier")
-"""Collectives out of which nobody comes before all have entered."""
+"""Collectives that no rank completes before all ranks have entered."""
 
 
-class Waits:
-    """All dumps of one job, and what follows of them together."""
+class WaitGraph:
+    """All dumps of one job, and the waits between ranks that they show."""
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
@@ -25,7 +25,7 @@ class Waits:
             rank for group in self._members.values() for rank in group)}))
         self.missing = tuple(rank for rank in self.ranks if rank not in dumps)
         self._edges: dict[int, dict[int, Op]] = {}
-        self._absent: dict[Key, tuple[int, ...]] = {}
+        self._not_entered: dict[Key, tuple[int, ...]] = {}
         self._started: dict[Key, list[int]] = defaultdict(list)
         for rank in sorted(dumps):
             for op in dumps[rank].pending:
@@ -34,7 +34,7 @@ class Waits:
 
     @property
     def longest_s(self) -> float | None:
-        """How long the longest wait has lasted (seconds); None where dumps do not tell."""
+        """Duration of the longest wait in seconds; None if the dumps have no time."""
         waits = [(dump.dumped_ns, op.at_ns) for dump in self._dumps.values()
                  for op in dump.pending[:1]]
         if not waits or not all(dumped_ns for dumped_ns, _ in waits):
@@ -43,23 +43,22 @@ class Waits:
 
     # --- one rank in one group ---------------------------------------------------------------
     def entered(self, rank: int, group: str) -> int:
-        """The last collective of the group that the rank entered; 0: none that is known."""
+        """The last collective of the group that the rank entered; 0: none known."""
         return self._last(rank, group, 0)
 
     def completed(self, rank: int, group: str) -> int:
-        """The last one that it saw the end of."""
+        """The last collective of the group that completed on this rank."""
         return self._last(rank, group, 1)
 
     def _last(self, rank: int, group: str, which: int) -> int:
         dump = self._dumps.get(rank)
         if dump is None:
             return 0
-        told = 0 if group in self._mixed else dump.status.get(group, (0, 0))[which]
-        return max(told, (dump.entered, dump.completed)[which].get(group, 0))
+        last = 0 if group in self._mixed else dump.status.get(group, (0, 0))[which]
+        return max(last, (dump.entered, dump.completed)[which].get(group, 0))
 
     def behind(self, rank: int, group: str) -> int:
-        """By how many collectives of the group its foremost member is ahead of the rank; 0 where
-        the rank's dump does not say."""
+        """How many collectives the rank is behind the foremost member of the group; 0: unknown."""
         dump = self._dumps.get(rank)
         if dump is None or (group in self._mixed and group not in dump.entered):
             return 0
@@ -67,8 +66,8 @@ class Waits:
                        default=0)
         return max(foremost - self.entered(rank, group), 0)
 
-    def parts(self, op: Op) -> tuple[int, ...]:
-        """Who takes part in it."""
+    def participants(self, op: Op) -> tuple[int, ...]:
+        """The ranks that take part in the operation."""
         return (op.source, op.target) if op.is_p2p else self._members.get(op.group, ())
 
     def has_entered(self, rank: int, op: Op) -> bool:
@@ -76,11 +75,11 @@ class Waits:
         return self.entered(rank, op.group) >= op.seq
 
     def pending(self, rank: int) -> tuple[Op, ...]:
-        """What the rank entered and has not come out of, oldest first."""
+        """The incomplete operations of the rank, oldest first."""
         return self._pending[rank] if rank in self._dumps else ()
 
     def is_idle(self, rank: int) -> bool:
-        """Whether it waits in nothing, by a dump that shows that it has communicated before."""
+        """Whether its dump shows earlier communication and no pending operation."""
         dump = self._dumps.get(rank)
         return (dump is not None and not dump.pending and rank not in self._contradicted
                 and bool(dump.entered or any(last for last, _ in dump.status.values())))
@@ -88,8 +87,8 @@ class Waits:
     # --- all together --------------------------------------------------------------------------
     @cached_property
     def _contradicted(self) -> frozenset[int]:
-        """Ranks that claim the end of what others have not entered: they had given up, or were
-        the source of a broadcast."""
+        """Ranks that report the completion of a collective that others have not entered: they gave
+        up, or were the source of a broadcast."""
         return frozenset(
             rank for group, members in self._members.items()
             if (dumped := [one for one in members if one in self._dumps])
@@ -98,27 +97,27 @@ class Waits:
 
     @cached_property
     def stale(self) -> dict[int, tuple[Op, int, tuple[int, ...]]]:
-        """Rank -> the first collective whose end it does not see, how many, and who saw it.
+        """Rank -> the first collective that completed for others only, how many, and those others.
 
-        In a collective in which all take part, the end at one member shows that all were in it.
-        Where more members do not see it than do, it is these that gave up.
+        If a collective that needs all members completed on one, all have entered it. If most
+        members do not see the completion, those that do gave up, and nothing is reported.
         """
         found: dict[int, tuple[Op, int, tuple[int, ...]]] = {}
         for rank in sorted(self._dumps):
-            unseen = [(op, saw) for op in self._own_pending(rank) if (saw := self._saw_end(op))]
+            unseen = [(op, by) for op in self._own_pending(rank) if (by := self._completed_by(op))]
             if unseen:
-                op, saw = unseen[0]
-                found[rank] = op, len(unseen), saw
+                op, by = unseen[0]
+                found[rank] = op, len(unseen), by
         return found
 
-    def _saw_end(self, op: Op) -> tuple[int, ...]:
-        """Who saw the end of it, where that can be trusted."""
+    def _completed_by(self, op: Op) -> tuple[int, ...]:
+        """The ranks on which it completed; () if that is not reliable."""
         if op.is_p2p or not any(word in op.name for word in _ALL_TAKE_PART):
             return ()
-        members = [one for one in self.parts(op) if one in self._dumps]
-        saw = [one for one in members if self.completed(one, op.group) >= op.seq
-               and one not in self._contradicted]
-        return tuple(saw) if 2 * len(saw) >= len(members) else ()
+        members = [one for one in self.participants(op) if one in self._dumps]
+        by = [one for one in members if self.completed(one, op.group) >= op.seq
+              and one not in self._contradicted]
+        return tuple(by) if 2 * len(by) >= len(members) else ()
 
     def _own_pending(self, rank: int) -> list[Op]:
         return [op for op in self._dumps[rank].pending
@@ -127,36 +126,37 @@ class Waits:
     @cached_property
     def _pending(self) -> dict[int, tuple[Op, ...]]:
         return {rank: tuple(op for op in self._own_pending(rank)
-                            if rank not in self.stale or not self._saw_end(op))
+                            if rank not in self.stale or not self._completed_by(op))
                 for rank in self._dumps}
 
     @cached_property
     def mismatched(self) -> dict[int, tuple[Op, Op, tuple[int, ...], bool]]:
-        """Rank -> what it called, what others of its group called instead, who these are, and
-        whether they are the most.
+        """Rank -> its call, the different call of others in its group, these others, and whether
+        they are the majority.
 
-        Where as many called one as the other, all of them are named.
+        Without a majority all of them are named.
         """
         found: dict[int, tuple[Op, Op, tuple[int, ...], bool]] = {}
         for ops in self._called.values():
             by_call: dict[tuple[str, str], list[int]] = defaultdict(list)
-            untold = {op.name for op in ops.values() if not op.tensors}
+            unsized = {op.name for op in ops.values() if not op.tensors}
             for rank, op in ops.items():
-                by_call[op.name, "" if op.name in untold else op.tensors].append(rank)
+                by_call[op.name, "" if op.name in unsized else op.tensors].append(rank)
             if len(by_call) == 1:
                 continue
             most, second, *_ = sorted(by_call.values(), key=len, reverse=True)
-            is_sure = len(second) < len(most)
+            has_majority = len(second) < len(most)
             for ranks in by_call.values():
                 peers = second if ranks is most else most
-                for rank in ranks if ranks is not most or not is_sure else ():
-                    found.setdefault(rank, (ops[rank], ops[peers[0]], tuple(peers), is_sure))
+                for rank in ranks if ranks is not most or not has_majority else ():
+                    found.setdefault(rank, (ops[rank], ops[peers[0]], tuple(peers),
+                                            has_majority))
         return found
 
     @cached_property
     def _called(self) -> dict[Key, dict[int, Op]]:
-        """Each collective that is open at some rank -> what each rank called as that, also one
-        that came out of it: the smaller of two sizes may end."""
+        """Each incomplete collective -> the call of each rank in its position, including ranks on
+        which it completed: with two sizes the smaller may complete."""
         called: dict[Key, dict[int, Op]] = defaultdict(dict)
         for rank in sorted(self._dumps):
             for op in self.pending(rank):
@@ -170,59 +170,59 @@ class Waits:
 
     # --- the graph -----------------------------------------------------------------------------
     def edges(self, rank: int) -> dict[int, Op]:
-        """For whom the rank waits -> the first of what it waits in; {}: it waits for nobody."""
+        """The ranks that this rank waits for -> the first operation of each wait; {}: none."""
         if rank not in self._edges:
-            self._edges[rank] = self._seek(rank)
+            self._edges[rank] = self._find_edges(rank)
         return self._edges[rank]
 
-    def _seek(self, rank: int) -> dict[int, Op]:
+    def _find_edges(self, rank: int) -> dict[int, Op]:
         found: dict[int, Op] = {}
         if rank in self.stale:
             return found
         for op in self.pending(rank):
-            for other in (*self.absent(rank, op), *self._not_started(rank, op)):
+            for other in (*self.not_entered(rank, op), *self._unstarted_peers(rank, op)):
                 found.setdefault(other, op)
         for op in self.pending(rank)[:1]:
-            for other in self.parts(op):
-                if other != rank and self._is_held(other, op):
+            for other in self.participants(op):
+                if other != rank and self._is_blocked(other, op):
                     found.setdefault(other, op)
         return found
 
-    def absent(self, rank: int, op: Op) -> tuple[int, ...]:
-        """Who has not entered this op of the rank. One without a dump only where nobody else."""
+    def not_entered(self, rank: int, op: Op) -> tuple[int, ...]:
+        """The ranks that have not entered this operation; ranks without a dump only if no other."""
         if op.is_p2p:
             other = op.target if rank == op.source else op.source
-            return () if self._is_met(rank, other, op) else (other,)
-        if op.key not in self._absent:
-            others = [one for one in self.parts(op) if not self.has_entered(one, op)]
+            return () if self._is_matched(rank, other, op) else (other,)
+        if op.key not in self._not_entered:
+            others = [one for one in self.participants(op) if not self.has_entered(one, op)]
             dumped = tuple(one for one in others if one in self._dumps)
-            self._absent[op.key] = dumped or tuple(others)
-        return self._absent[op.key]
+            self._not_entered[op.key] = dumped or tuple(others)
+        return self._not_entered[op.key]
 
-    def _is_met(self, rank: int, other: int, op: Op) -> bool:
-        """Whether the other side has the counterpart: the first with the first, and so on."""
+    def _is_matched(self, rank: int, other: int, op: Op) -> bool:
+        """Whether the other side has posted the counterpart; they match in order."""
         mine = [one.order for one in self._dumps[rank].pending if one.key == op.key]
         theirs = self._dumps[other].pending if other in self._dumps else ()
         return mine.index(op.order) < sum(one.key == op.key for one in theirs)
 
-    def _not_started(self, rank: int, op: Op) -> tuple[int, ...]:
-        """Who has entered it too, but whose kernel does not run, while ours does."""
-        return tuple(other for other in self.parts(op) if op.key in self.late(other)
+    def _unstarted_peers(self, rank: int, op: Op) -> tuple[int, ...]:
+        """The ranks that entered it but whose kernel has not started, while its own has."""
+        return tuple(other for other in self.participants(op) if op.key in self.unstarted(other)
                      ) if op.has_started else ()
 
-    def late(self, rank: int) -> frozenset[Key]:
-        """What has started at others, and not here, where this rank's recorder would know."""
-        if rank not in self._dumps or not self._dumps[rank].tells_starts:
+    def unstarted(self, rank: int) -> frozenset[Key]:
+        """Operations started on others but not here, if this recorder records starts."""
+        if rank not in self._dumps or not self._dumps[rank].records_starts:
             return frozenset()
         return frozenset(op.key for op in self.pending(rank)
                          if not op.has_started and self._started.get(op.key))
 
     def started(self, op: Op) -> tuple[int, ...]:
-        """At whom its kernel runs."""
+        """The ranks on which its kernel has started."""
         return tuple(self._started.get(op.key, ()))
 
-    def _is_held(self, other: int, op: Op) -> bool:
-        """Whether one that has entered `op` is held before it by something else."""
+    def _is_blocked(self, other: int, op: Op) -> bool:
+        """Whether a rank that has entered `op` is blocked by an earlier operation."""
         if other in self.stale:
             return True
         pending = self.pending(other)
@@ -242,38 +242,38 @@ class Waits:
         return bool(self._waiters)
 
     def waiters(self, rank: int) -> tuple[int, ...]:
-        """Who waits for the rank itself."""
+        """The ranks that wait for this rank."""
         return tuple(self._waiters.get(rank, ()))
 
     def first_waiter(self, rank: int) -> tuple[int, Op]:
-        """Who has waited longest for it, and in what: a collective shows more than a send."""
+        """The rank that has waited longest for it, and the operation; collectives before sends."""
         waits = {one: self.edges(one)[rank] for one in self._waiters[rank]}
         waiter = min(waits, key=lambda one: (waits[one].is_p2p, waits[one].at_ns, one))
         return waiter, waits[waiter]
 
 
 def _members(dumps: Mapping[int, Dump]) -> dict[str, tuple[int, ...]]:
-    """Group -> its ranks; where no dump says, those that have entered something there."""
+    """Group -> its ranks; if no dump lists them, the ranks that entered its collectives."""
     found: dict[str, set[int]] = defaultdict(set)
-    told: dict[str, tuple[int, ...]] = {}
+    listed: dict[str, tuple[int, ...]] = {}
     for rank in sorted(dumps):
         for group, members in dumps[rank].members.items():
-            told[group] = members
+            listed[group] = members
         for group in dumps[rank].entered:
             found[group].add(rank)
-    return {group: told.get(group) or tuple(sorted(found.get(group, ())))
-            for group in sorted({*told, *found})}
+    return {group: listed.get(group) or tuple(sorted(found.get(group, ())))
+            for group in sorted({*listed, *found})}
 
 
-def ends_of(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
-    """The ends of a graph: sets of nodes that reach each other, and nothing else.
+def sink_components(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
+    """The strongly connected components without edges to other components.
 
-    Tarjan's, without recursion: linear in nodes and edges.
+    Tarjan's algorithm without recursion: linear in nodes and edges.
     """
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
-    home: dict[int, int] = {}
+    component: dict[int, int] = {}
     parts: list[list[int]] = []
     for start in sorted(edges):
         if start in index:
@@ -289,7 +289,7 @@ def ends_of(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
                     stack.append(other)
                     path.append((other, iter(sorted(edges.get(other, ())))))
                     break
-                if other not in home:
+                if other not in component:
                     low[node] = min(low[node], index[other])
             else:
                 path.pop()
@@ -298,7 +298,7 @@ def ends_of(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
                 if low[node] == index[node]:
                     at = stack.index(node)
                     part, stack[at:] = stack[at:], []
-                    home.update((one, len(parts)) for one in part)
+                    component.update((one, len(parts)) for one in part)
                     parts.append(sorted(part))
     return [part for number, part in enumerate(parts)
-            if all(home[other] == number for one in part for other in edges.get(one, ()))]
+            if all(component[other] == number for one in part for other in edges.get(one, ()))]

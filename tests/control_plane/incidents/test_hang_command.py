@@ -145,7 +145,7 @@ def test_its_budget_is_that_of_any_failure(d: Driver) -> None:
     ({"hang_after_s": 1e7}, "at most"), ({"hang_after_s": float("nan")}, "must be above 0"),
     ({"hang_after_s": "1h"}, "a number"),
     ({"hang_after_s": 60, "command": (), "train": {"iterations": 5, "output": "/tmp/x"}},
-     "is of a command")])
+     "is for a command")])
 def test_the_spec_is_strict(more: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said) as refused:
         parse({"apiVersion": "unicron/v1", "name": "beta", "command": ["true"], **more})

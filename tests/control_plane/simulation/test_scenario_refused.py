@@ -113,7 +113,7 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     ({"limits": {"silence": 1}}, "limits: silence: is not a field"),
     ({"limits": {"silence_s_max": -1}}, "limits: silence_s_max: must be between"),
     ({"limits": {"alpha": 3}}, "limits: alpha: 3 is not one of"),
-    ({"limits": {"observe": True}}, "limits: observe: stands in no"),
+    ({"limits": {"observe": True}}, "limits: observe: is not a field of a policy"),
     ({"limits": 3}, "limits: expected a mapping"),
     ({"trace": 5}, "trace: expected text or a mapping, got a whole number"),
     ({"trace": ""}, "trace: names no file"),

@@ -67,7 +67,7 @@ def test_what_is_wrong_with_a_model_is_said_in_one_line(model: dict[str, Any], p
 
 
 def test_a_train_task_has_a_model_of_its_own() -> None:
-    with pytest.raises(SpecError, match="model: is of a command"):
+    with pytest.raises(SpecError, match="model: is for a command"):
         parse(job(command=[], train={"iterations": 1, "output": "build/x"}))
 
 

@@ -67,10 +67,10 @@ def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     write(tmp_path, {rank: job(4, rank) for rank in (2, 3)})
     error, hint = refused(capsys, tmp_path)
     assert error == (
-        "error: these dumps are of 2 jobs, or of several tries of one: 2 ranks "
+        "error: these dumps are of 2 jobs, or of several attempts: 2 ranks "
         f"({tmp_path}/flight-rank-0.json and 1 more), 4 ranks ({tmp_path}/flight-rank-2.json and "
         "1 more)")
-    assert hint.startswith("hint: give the files of one of them alone")
+    assert hint.startswith("hint: give only the files of one of them")
 
 
 def test_so_are_our_own_of_two_tasks_or_generations(

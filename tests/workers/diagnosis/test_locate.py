@@ -394,7 +394,7 @@ class Evil:
     ("dump_0", b"[1]", "no list `entries`"),
     ("dump_0", b'{"entries": [{"process_group": 3}]}', "malformed"),
     ("dump_0", b'{"ranks": {}}', "`ranks` is empty"),
-    ("dump_0", b'{"ranks": {"a": {}}}', "which is no rank"),
+    ("dump_0", b'{"ranks": {"a": {}}}', "which is not a rank"),
     ("dump", b'{"entries": []}', "does not end in a rank"),
     ("dump_0", pickle.dumps(Evil(), protocol=2), "refused"),
 ])

@@ -244,7 +244,7 @@ def test_memory_is_bounded() -> None:
 
     def held() -> int:
         own = monitor.own
-        kept = (monitor._times._sorted, own._waiting, own._reference._sorted)
+        kept = (monitor._times._sorted, own._recent, own._reference._sorted)
         return sum(map(sys.getsizeof, kept))
 
     fed(list(islice(values, 4 * WINDOW_NUM_MAX)), monitor)

@@ -23,7 +23,7 @@ TRAIN = Train(iterations=4, output="/tmp/none")
     ("none", ""),
     ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
     ("scaled", "gradients scaled by the number of replicas: the number changes"),
-    ("sums", "gradients summed in 16 bits: such a sum depends on its order"),
+    ("sums", "gradients summed in 16 bits: the sum depends on its order"),
     ("sgd", "the state of torch.optim.sgd.SGD is not known"),
     ("sharded", "the optimizer is whole, and loop.parallel.optimizer says that it is not"),
     ("schedule", "its schedule is a SimpleNamespace"),

@@ -1,4 +1,4 @@
-"""The rules of the classifier: which words of a log mean which fault. Pure.
+"""The rules of the classifier: patterns of log lines and the fault that they indicate. Pure.
 
-Read `rule`, then one file for each kind of fault. Imports nothing of ours.
+Read `rule`, then one file for each kind of fault. Imports only `events`.
 """

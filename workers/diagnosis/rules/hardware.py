@@ -1,4 +1,4 @@
-"""Rules for broken machines: kernel, driver and CUDA messages, and NVIDIA XIDs."""
+"""Rules for hardware faults: kernel, driver and CUDA messages, and NVIDIA XIDs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....events.records.statuses import (
 )
 from .rule import DEVICE, HARDWARE, KILLED, rules
 
-# CUDA tells its error by name, by number or by text; the numbers before CUDA 10.1 were others.
+# CUDA reports an error by name, number or text; the numbers were different before CUDA 10.1.
 _CUDA_NUMBER = (r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|error|code)"
                 r" ?[=:(]? ?")
 
@@ -58,7 +58,7 @@ MACHINE_RULES = (
          r"|uncorrectable.{0,30}ecc error"
          r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
          r"|ecc (?:page|row).{0,30}(?:fail|pending)"
-         # amdgpu's counts of a block of the GPU
+         # amdgpu: error counts of a block of the GPU
          r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)"),
         ("ecc-double-bit", "dbe|double bit", r"\bdbe\b.{0,40}(?:error|detected|interrupt)"
          r"|double[- ]bit error"),
@@ -74,7 +74,7 @@ MACHINE_RULES = (
         ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
         ("nvlink-peer-memory", "cuda_error_contained|cudaerrorcontained"
          "|peer gpu memory over nvlink"),
-        # severity 1 is the driver's word for fatal; the SOE is the switch's own processor
+        # severity 1 means fatal; the SOE is the processor of the switch
         ("nvswitch-sxid", "sxid", r"\bsxid\b.{0,60}, (?:fatal\b|severity 1\b"
          r"|soe (?:halt|watchdog))"),
         ("nvswitch-fatal", "nvswitch", r"nvswitch fatal|nvswitch(?:es)? .{0,80}(?:don't match"
@@ -92,7 +92,7 @@ MACHINE_RULES = (
     )),
     *rules(INVALID_DMA_MAPPING, HARDWARE, (
         ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
-         # "default" ends in "fault": each boot tells its default domain
+         # not "default", which each boot logs for its IOMMU domain
          r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
          r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
          r"|smmu.{0,60}(?:(?<!de)fault|event 0x)|not addressable by gpu"
@@ -142,7 +142,7 @@ MACHINE_RULES = (
          "node reboot required"),
         ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
          r"|device has no aer-aware)"),
-        # amdgpu's; AMD's own list of what its kernel messages mean (amd/node-scraper, dmesg) agrees
+        # amdgpu; agrees with AMD's list of kernel messages (amd/node-scraper, dmesg)
         ("amd-lost", "device lost from bus"),
         ("amd-reset", "amdgpu|vram is lost|qcm fence|hw exception by gpu",
          r"gpu reset begin|vram is lost|gpu reset\(\d{1,4}\) failed|(?:asic|mode[12]) reset failed"
@@ -150,7 +150,7 @@ MACHINE_RULES = (
          r"|failed to respon(?:d to|se) msg|ring \S{2,16} (?:timeout|(?:test|reset) failed)"
          r"|qcm fence wait loop timeout|be in (?:an )?unrecoverable state"
          r"|ip block:\w{2,20} is hung"),
-        # the SMU and the PSP, the GPU's own processors of power and of security
+        # SMU and PSP: the GPU's power and security processors
         ("amd-firmware", "amdgpu|powerplay|smu:|psp resume",
          r"\bsmu: (?:response:0x|i'm not done|no response)|failed to send message 0x[0-9a-f]{1,8}, "
          r"response 0x(?!1\b)|failed to (?:dis|en)able \w{0,10} ?(?:smu|dpm) features"
@@ -231,11 +231,11 @@ MACHINE_RULES = (
 )
 
 
-# --- XIDs, NVIDIA's numbers of GPU faults: which row of the table each one belongs to. ---
+# --- XIDs, NVIDIA's numbers of GPU faults, and the status of each ---
 #
-# Source: NVIDIA's catalogue of XIDs, r590; the row is our reading of its "immediate action": reset,
-# reboot or replace is the GPU's or the link's fault, restart the application is a CUDA error,
-# ignore has no consequence. tests/data/xid_catalog.csv has the whole of it.
+# Source: NVIDIA's catalogue of XIDs, r590. We derive the status from its "immediate action": reset,
+# reboot or replace is a fault of the GPU or link, restart the application is a CUDA error, ignore
+# is harmless. The complete table is tests/data/xid_catalog.csv.
 
 _SPANS = {
     GPU_DRIVER_ERRORS:
@@ -258,20 +258,21 @@ def _numbers(spans: str) -> list[int]:
 
 XIDS: dict[int, str] = {number: status for status, spans in _SPANS.items()
                         for number in _numbers(spans)}
-"""XID -> row; "": no consequence. 154 and the NVLink numbers also need their text: see `row_of`."""
+"""XID -> status; "": harmless. 154 and the NVLink XIDs also need their text: see `xid_status`."""
 NVLINK_5 = range(144, 151)
 RECOVERY_ACTION_CODE = 154
 
 
-def row_of(xid: int, text: str) -> str:
-    """The row of one XID by its number and the message behind it, in lower case.
+def xid_status(xid: int, text: str) -> str:
+    """The status of an XID, by its number and the lower-case text after it; "": harmless.
 
-    The numbers 144 to 150 say themselves whether they are fatal; 154 tells the recovery action that
-    the driver wants now: anything but none needs the node drained. A stranger has no consequence.
+    The text of 144 to 150 says whether the error is fatal. 154 names the recovery action that the
+    driver requests: any action other than none means that the node must be drained. An unknown XID
+    is harmless.
     """
     if xid in NVLINK_5 and ("nonfatal" in text or "non-fatal" in text):
         return ""
     if xid == RECOVERY_ACTION_CODE:
-        _, found, wanted = text.rpartition(" to ")
-        return GPU_DRIVER_ERRORS if found and "none" not in wanted[:24] else ""
+        _, found, action = text.rpartition(" to ")
+        return GPU_DRIVER_ERRORS if found and "none" not in action[:24] else ""
     return XIDS.get(xid, "")

@@ -1,4 +1,4 @@
-"""Lines that mean nothing, however bad they sound: progress, teardown, boot, planned ends."""
+"""Rules for harmless lines that look like errors: progress, teardown, boot, planned exits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import NamedTuple
 from .rule import DEVICE
 
 
-class Quiet(NamedTuple):
+class IgnoreRule(NamedTuple):
     name: str
     words: tuple[str, ...]
     pattern: re.Pattern[str] | None
-    """Searched in the line in lower case; None: the words are enough."""
-    heard: int = -1
-    """Rules this deep or deeper are heard all the same; -1: none."""
+    """Searched in the lower-case line; None: a word is enough."""
+    depth_max: int = -1
+    """Error rules of this depth or deeper still apply; -1: none."""
 
 
-def _quiet(name: str, words: str, pattern: str = "", *, heard: int = -1) -> Quiet:
-    return Quiet(name, tuple(words.split("|")), re.compile(pattern) if pattern else None, heard)
+def _ignore(name: str, words: str, pattern: str = "", *, depth_max: int = -1) -> IgnoreRule:
+    return IgnoreRule(name, tuple(words.split("|")), re.compile(pattern) if pattern else None,
+                      depth_max)
 
 
-# A log's own level stands at the beginning of a line; "INFO: task ... blocked" is the kernel's,
-# and behind "INFO - [rank0]: " a launcher passes on what torch printed for an exception.
+# The log level is at the beginning of a line. "INFO: task ... blocked" comes from the kernel, and
+# after "INFO - [rank0]: " a launcher forwards an exception that torch printed.
 LEVEL_COLUMNS = 200
 LEVEL = re.compile(
     r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
@@ -30,44 +31,44 @@ LEVEL = re.compile(
     r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d)")
 
 LAST_TRY = re.compile(r"\bretrying \((\d{1,4})/\1\)")
-"""The last of so many tries has failed: such a line is judged, whatever its level."""
+"""The last retry has failed: such a line is classified at any log level."""
 
 QUIET_RULES = (
-    _quiet("count-of-none", "error|failure",
+    _ignore("count-of-none", "error|failure",
            r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
            r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<![\d.])\b0 (?:[\w-]{1,20} "
            r"){0,2}errors\b"
            r"|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b"),
-    _quiet("launcher-stops", "closing signal|death signal|forcefully exit|terminating job step|"
+    _ignore("launcher-stops", "closing signal|death signal|forcefully exit|terminating job step|"
            "job step aborted|keyboardinterrupt|sigterm|sigint",
            r"closing signal sig|death signal|via (?:sig|signals\.sig)(?:term|kill|int)"
            r"|terminating job step|job step aborted|keyboardinterrupt|received sig(?:term|int)"
            r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b"),
-    # a job that its scheduler preempts ends as planned; a preempted node is lost (node-failed)
-    _quiet("planned-end", "cancelled|due to preemption|time limit|requeue",
+    # a job preempted by its scheduler exits as planned; a preempted node is lost (node-failed)
+    _ignore("planned-end", "cancelled|due to preemption|time limit|requeue",
            r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
            r"|time limit"),
-    _quiet("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
-    _quiet("corrected", "correct|edac|ce error", r"\bcorrect(?:ed|able) .{0,20}error"
+    _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
+    _ignore("corrected", "correct|edac|ce error", r"\bcorrect(?:ed|able) .{0,20}error"
          r"|severity=corrected"
            r"|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit"),
-    _quiet("nonfatal", "non-fatal|nonfatal|sxid", r"sxid.{0,60}(?:non-?fatal|severity 0"
+    _ignore("nonfatal", "non-fatal|nonfatal|sxid", r"sxid.{0,60}(?:non-?fatal|severity 0"
          r"|: \d{1,6}, data)"
            r"|nvswitch non-?fatal|uncorrect(?:ed|able) \(non-?fatal"),
-    _quiet("link-up", "link", r"link (?:is |becomes |status |now )?(?:definitely )?(?:up\b|ready"
+    _ignore("link-up", "link", r"link (?:is |becomes |status |now )?(?:definitely )?(?:up\b|ready"
          r"|not ready)"
            r"|sata link|link is not ready|usb .{0,40}link"),
-    _quiet("plugged", "cable plugged|insufficient power"),
-    _quiet("fabric-news", "reregist|gid table|lid change|sm change|pkey|port active|unknown event",
+    _ignore("plugged", "cable plugged|insufficient power"),
+    _ignore("fabric-news", "reregist|gid table|lid change|sm change|pkey|port active|unknown event",
            r"(?:async )?event.{0,30}(?:client reregist|gid table|lid change|sm change|pkey"
            r"|port active"
            r"|unknown event)"),
-    _quiet("recovered", "restored|recovered|reconnected|: server|is back|normal",
+    _ignore("recovered", "restored|recovered|reconnected|: server|is back|normal",
            r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|successfully (?:recovered|"
            r"reconnected)|temperature(?:/speed)? (?:is )?(?:back to )?normal"),
-    _quiet("throttled", "throttled|above threshold", r"clock(?:s)? throttled"
+    _ignore("throttled", "throttled|above threshold", r"clock(?:s)? throttled"
          r"|temperature above threshold"),
-    _quiet("boot", "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c"
+    _ignore("boot", "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c"
          "|usb ",
            r"systemd(?:\[|-generators|-journald|-fstab|-modules|-udevd)(?!.{0,200}(?:oom|killed"
            r"|carrier|nvidia|fabric))"
@@ -75,44 +76,45 @@ QUIET_RULES = (
            r"|host|drhd "
            r"base|rmrr|atsr|intel)|\busb \d|i2c i2c|edac .{0,30}(?:no |ver|giving)"),
     # NVIDIA's developers: "That diagnostic is harmless" (Mellanox/nv_peer_memory, thread 120)
-    _quiet("peermem-news", "detected invalid context, skipping"),
-    _quiet("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs|load driver",
+    _ignore("peermem-news", "detected invalid context, skipping"),
+    _ignore("missing-plugin", "plugin|symbol|iommu=pt|libnccl-net|libibverbs|load driver",
            r"net/plugin|tuner/plugin|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
            r"|libnccl|"
            r"symbol|libibverbs)|couldn.t load driver|missing .iommu=pt|no plugin found"),
-    _quiet("address-family", "errno: 97|hostname of the client socket cannot be"),
-    # torch tries localhost as IPv6 first; where that is off, IPv4 comes next
-    _quiet("localhost-by-ipv6", "errno: 99", r"failed to connect to \[(?:ip6-)?(?:localhost|::1)"
+    _ignore("address-family", "errno: 97|hostname of the client socket cannot be"),
+    # torch tries localhost by IPv6 first, then by IPv4
+    _ignore("localhost-by-ipv6", "errno: 99", r"failed to connect to \[(?:ip6-)?(?:localhost|::1)"
            r"(?:\.localdomain)?\]:\d{1,5} \(errno: 99"),
-    _quiet("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
-    _quiet("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
-           # a progress bar ends no line: what is printed next stands behind its bracket
+    _ignore("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
+    _ignore("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
+           # a progress bar does not end its line: later output follows its bracket
            r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
            r"(?!.{0,300}\] ?\[?[a-z])"),
-    _quiet("overflow-skipped", "overflow|skipping step", r"overflow!|skipping step"
+    _ignore("overflow-skipped", "overflow|skipping step", r"overflow!|skipping step"
          r"|overflow\. skipping|"
            r"loss scale.{0,30}reduc"),
-    _quiet("teardown", "exception ignored|leaked|has not been destroyed|destroy_process_group"
+    _ignore("teardown", "exception ignored|leaked|has not been destroyed|destroy_process_group"
          "|abort "
            "complete|destroy complete", r"exception ignored|leaked (?:semaphore|shared_memory)"
            r"|has not been destroyed|destroy_process_group|(?:abort|destroy) complete"),
-    _quiet("driver-news", "nvrm: loading|nvlink|nvswitch|nv_assert|nvassert|nvcheck",
+    _ignore("driver-news", "nvrm: loading|nvlink|nvswitch|nv_assert|nvassert|nvcheck",
            r"nvrm: loading|link training completed|nvlink driver (?:open|close)"
            r"|nvlink core is being"
            r"|nvlink core, major|nvswitch\d{1,3}: (?:open|using|probing)"
            r"|nvassert(?!.{0,200}err_(?:gpu|reset))|nvcheckok"),
-    _quiet("carriers-hint", "asynchronously reported|for debugging consider|torch_use_cuda_dsa|"
+    _ignore("carriers-hint", "asynchronously reported|for debugging consider|torch_use_cuda_dsa|"
            "search for `cuda", r"^\s{0,20}(?:\[rank\d{1,6}\]: ?)?(?:cuda kernel errors might"
            r"|for debugging "
            r"consider|compile with|search for `cuda)"),
-    _quiet("warning-of-python", "warning",
+    _ignore("warning-of-python", "warning",
            r"(?:user|future|deprecation|runtime|resource|syntax"
-           r"|pending\w{0,12})warning: ", heard=DEVICE),
-    _quiet("group-header", "sub-exception", r"group: .{0,1000}\(\d{1,9} sub-exceptions?\)\s*$"),
-    _quiet("retried", "retry|retries|attempts remain", r"(?:retry|retries) (?:succeeded|successful)"
+           r"|pending\w{0,12})warning: ", depth_max=DEVICE),
+    _ignore("group-header", "sub-exception", r"group: .{0,1000}\(\d{1,9} sub-exceptions?\)\s*$"),
+    _ignore("retried", "retry|retries|attempts remain",
+           r"(?:retry|retries) (?:succeeded|successful)"
            r"|\bretrying \((?:retry\(|\d{1,4} attempts remain)"),
-    # the kernel aborts it alone; what does not come back then is told as "reset controller"
-    _quiet("io-aborted", "timeout, aborting|abort status", r"nvme\d{1,3}: (?:i/o .{0,60}timeout, "
+    # the kernel aborts one request; if that fails, it logs "reset controller"
+    _ignore("io-aborted", "timeout, aborting|abort status", r"nvme\d{1,3}: (?:i/o .{0,60}timeout, "
            r"aborting\b|abort status: 0x)"),
-    _quiet("module-unsigned", "module verification failed|is already registered, aborting"),
+    _ignore("module-unsigned", "module verification failed|is already registered, aborting"),
 )

@@ -1,4 +1,4 @@
-"""What NCCL, gloo, torch's store, drivers of networks say of peers, links, waits that ran out."""
+"""Rules for network errors and timeouts: NCCL, gloo, torch's store, network drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python, filesystems, launchers say of software that failed or of a process that ended."""
+"""Rules for software errors and exited processes: Python, filesystems, launchers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....events.records.statuses import (
 )
 from .rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
-# An exception as Python prints it: a name in capitals behind nothing, a prefix or a module.
+# An exception as Python prints it: a capitalised name, optionally after a prefix or a module.
 _EXCEPTION = (r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})[A-Z]\w{0,60}"
               r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch)(?::|\(|\s*$)")
 
@@ -29,7 +29,7 @@ ENDED_RULES = (
          r"|\b(?:pod|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b +\d+ "),
     )),
 )
-"""How launchers tell that a process ended: before all that their lines give as possible causes."""
+"""Launcher messages about an exited process; tried before the causes that such lines suggest."""
 PROCESS_RULES = (
     *rules(WRONG_INPUT, FABRIC, (
         ("wrong-input", "unicron.events.errors.usageerror"),
@@ -108,7 +108,7 @@ PROCESS_RULES = (
          r"(?:is dead|was killed)"),
     )),
     *rules(OTHER_NETWORK, TRACE, (
-        # what is told as having failed; no condition, no count, no network that learns
+        # messages of a failure; not a condition, a count or a neural network
         ("network-told", "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
          "|ceph|nfs|lustre|beegfs|weka|network|connection|socket",
          r"^(?!.{0,4096}\b(?:if|unless|in case|where|falls? ?back|falling back|retrying)\b)"
@@ -126,5 +126,5 @@ PROCESS_RULES = (
          r"|unable|invalid|not found|expired|missing|unknown|unexpected|abort)"),
     )),
 )
-"""The rule `exception` is the only one whose pattern reads the line as it stands: names have
-capitals. The classifier gives it that line."""
+"""Only the pattern of the rule `exception` is searched in the original line, because class names
+are capitalised."""
