@@ -129,10 +129,11 @@ class HotSpare(Struct, frozen=True, kw_only=True):
 
 class PlanChosen(Body, frozen=True, rename={
         "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
-    """Slots per task for the whole cluster. `objective` is scaled to an integer (law 10).
+    """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
-    G is the weighted FLOP of the plan within `running_s`, less the cost of its changes. `why`: the
-    reason in one sentence.
+    G is the weighted FLOP of the plan within `running_s`, less the cost of its changes, less
+    `gain_min` of the FLOP in that time of each healthy task that changes. `why`: the reason in one
+    sentence.
     """
 
     trigger: str
@@ -153,11 +154,12 @@ class PlanChosen(Body, frozen=True, rename={
     """D_running: how long the plan is expected to last."""
     binding: Binding = ""
     bound_tasks: tuple[int, ...] = ()
-    """The tasks whose max, min or floor binds, or that `gain_min` leaves unchanged."""
+    """The tasks whose max, min or floor binds. Up to decider version 15 also those that `gain_min`
+    left unchanged."""
     why: str = ""
     paid_back_s: float = 0.0
-    """Time after which its gain exceeds its extra cost over the best plan that does not change
-    healthy tasks; 0: it is that plan, there is none, or it does not cost or gain more."""
+    """Up to decider version 15: the time after which its gain exceeded the cost of its changes. Now
+    computed on request."""
     alpha: float = 0.0
     """The alpha of alpha-fairness. Above 0 `objective` is the sum of utilities; `waf`,
     `objective_flop` and other FLOP fields describe the resulting plan."""
@@ -179,9 +181,9 @@ class TaskPlaced(Body, frozen=True):
 
 
 class TaskWaiting(Body, frozen=True):
-    """The task has no slots: why, and what it needs to run.
+    """The task has no slots, and why. What it needs to run is computed on request.
 
-    `cost_waf` is the WAF that the other tasks would lose if it ran, less its own WAF. From weight
+    Up to decider version 15 the record also had these fields. `cost_waf` is the WAF that the other tasks would lose if it ran, less its own WAF. From weight
     `weight_from` on the plan would give it slots (both 0 if there are not enough slots).
     """
 
