@@ -1,6 +1,6 @@
-"""The control plane's process: server, leadership and HTTP, from start to a clean stop.
+"""The control plane process: Redis connection, leadership and HTTP, from start to a clean stop.
 
-For tests that kill it at a chosen record, four variables of the environment are read here and
+For tests that kill the process at a given record, four environment variables are read here and
 nowhere else. Each ends the process with SIGKILL around one append:
 
 - `UNICRON_CRASH_AFTER_SEQ=N`: right after the append that holds record N is acknowledged;
@@ -9,7 +9,7 @@ nowhere else. Each ends the process with SIGKILL around one append:
   first) of that kind which this process writes;
 - `UNICRON_CRASH_BEFORE_KIND=Kind[:n]`: right before it.
 
-An append is atomic, so between the records of one append there is no moment to be killed in.
+An append is atomic, so no kill is possible between its records.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXIT_DONE, EXIT_FAILED = 0, 1
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What `unicron control-plane` is told. `port` 0 takes any free one."""
+    """Options of `unicron control-plane`. `port` 0 selects a free one."""
 
     state: Path
     redis_url: str
@@ -53,31 +53,31 @@ class Options(Struct, frozen=True, kw_only=True):
     port: int = 0
     cluster: str = "default"
     policy: Policy = Policy()
-    """Whatever the log had before."""
+    """Replaces the policy of the log."""
 
 
 def run(options: Options) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code: 0 stopped, 1 fenced.
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0 stopped, 1 fenced.
 
-    Raises UsageError for what a person must mend (a port in use, a server that is not
+    Raises UsageError for errors that the user can fix (a port in use, a server that cannot be
     reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
-    Start order: server, HTTP port (before anybody is fenced), token and
-    `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with the streams
-    that it still serves, the file, the server's connections. A cancel does the same.
+    Start order: server, HTTP port (before any leader is fenced), token and `control_plane.json`,
+    leadership. Stop order: leadership after its turn, HTTP with its open streams, the file, the
+    server's connections. A cancel does the same.
     """
-    _speak()
+    _configure_logging()
     return asyncio.run(_serve(options))
 
 
 async def _serve(options: Options) -> int:
-    talk = structlog.get_logger("control_plane")
+    logger = structlog.get_logger("control_plane")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log = _CrashingLog(options.redis_url, options.cluster, os.environ)
     try:
-        await _reach(log)
+        await _wait_for_redis(log)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy)
         token = _token(options.state)
@@ -91,7 +91,7 @@ async def _serve(options: Options) -> int:
             _write(file, msgspec.json.encode({
                 "url": url, "token": token, "pid": pid, "start_time": start_time(pid),
                 "cluster": options.cluster}))
-            talk.info("listening", url=url, cluster=options.cluster)
+            logger.info("listening", url=url, cluster=options.cluster)
             return await _lead(coordinator, stop)
         finally:
             await runner.cleanup()
@@ -101,7 +101,7 @@ async def _serve(options: Options) -> int:
 
 
 async def _lead(coordinator: Coordinator, stop: asyncio.Event) -> int:
-    """Lead until told to stop. Raises what ends the leadership, but Fenced: that is a line."""
+    """Lead until `stop` is set. Raises the error that ends the leadership; Fenced is logged."""
     leading = asyncio.create_task(coordinator.run(), name="leadership")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
@@ -129,7 +129,7 @@ async def _lead(coordinator: Coordinator, stop: asyncio.Event) -> int:
     return EXIT_DONE
 
 
-async def _reach(log: RedisLog) -> None:
+async def _wait_for_redis(log: RedisLog) -> None:
     deadline_s = time.monotonic() + CONNECT_S_MAX
     while True:
         try:
@@ -151,18 +151,18 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise UsageError(f"cannot listen on {host}:{port}: {why}",
                          "choose another port, or stop what uses it") from None
-    taken = runner.addresses[0][1]
-    return f"http://[{host}]:{taken}" if ":" in host else f"http://{host}:{taken}"
+    bound_port = runner.addresses[0][1]
+    return f"http://[{host}]:{bound_port}" if ":" in host else f"http://{host}:{bound_port}"
 
 
 def steady_clock() -> Callable[[], float]:
-    """Seconds since 1970 that never jump: the wall clock's at the start, then the monotonic one."""
+    """Seconds since 1970 that never jump: wall clock time at the start plus monotonic time."""
     origin_s = time.time() - time.monotonic()
     return lambda: origin_s + time.monotonic()
 
 
 def _token(state: Path) -> str:
-    """The cluster's token: made once, kept in the state folder, readable by its owner alone."""
+    """The cluster's token: created once, stored in the state folder, readable by its owner only."""
     path = state / "token"
     try:
         found = path.read_text(encoding="ascii").strip()
@@ -171,14 +171,14 @@ def _token(state: Path) -> str:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "name a folder of yours: --state") from None
+        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
     token = secrets.token_urlsafe(32)
     _write(path, token.encode() + b"\n")
     return token
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, for its owner alone. Raises UsageError."""
+    """Write the file atomically, readable by its owner only. Raises UsageError."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -187,11 +187,11 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
         new.replace(path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "name a folder of yours: --state") from None
+        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
 
 
 def _remove(path: Path) -> None:
-    """Remove our own note, never a successor's."""
+    """Remove the file, unless a successor has written it."""
     try:
         if msgspec.json.decode(path.read_bytes())["pid"] == os.getpid():
             path.unlink()
@@ -199,8 +199,8 @@ def _remove(path: Path) -> None:
         return
 
 
-def _speak() -> None:
-    """structlog on stderr: for people on a terminal, else JSON lines."""
+def _configure_logging() -> None:
+    """Log by structlog on stderr: text on a terminal, else JSON lines."""
     stderr = sys.stderr
     last = (structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
             if stderr.isatty() else structlog.processors.JSONRenderer())
@@ -211,7 +211,7 @@ def _speak() -> None:
 
 
 class _CrashingLog(RedisLog):
-    """The Redis log; where a crash is ordered (see the caption), it ends the process there."""
+    """The Redis log with the SIGKILLs of the module docstring."""
 
     def __init__(self, url: str, cluster: str, environment: Mapping[str, str]) -> None:
         super().__init__(url, cluster)
@@ -224,7 +224,7 @@ class _CrashingLog(RedisLog):
             if (seq and not seq.isdecimal()) or (number and not number.isdecimal()):
                 raise UsageError(f"UNICRON_CRASH_{when}_*: not a number", "N, or Kind:n")
             if kind and kind not in KINDS:
-                raise UsageError(f"UNICRON_CRASH_{when}_KIND: {kind!r} is no kind of record")
+                raise UsageError(f"UNICRON_CRASH_{when}_KIND: {kind!r} is not a kind of record")
             if seq:
                 self._seqs[when] = int(seq)
             if kind:
@@ -232,7 +232,7 @@ class _CrashingLog(RedisLog):
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """As RedisLog, with the ordered end before or after it."""
+        """Append as RedisLog does, with a SIGKILL before or after it if requested."""
         for record in records:
             self._written[record.kind] = self._written.get(record.kind, 0) + 1
         self._crash("BEFORE", records)

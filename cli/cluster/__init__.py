@@ -1,4 +1,4 @@
-"""A cluster on this machine or elsewhere: its folder, its processes, its HTTP client.
+"""A cluster on this machine or elsewhere: its state folder, processes and HTTP client.
 
 Read `state_dir`, `client`, `local_cluster`. Imports nothing of the CLI.
 """

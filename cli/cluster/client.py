@@ -1,4 +1,4 @@
-"""HTTP to the control plane (docs/ARCHITECTURE.md, "HTTP"), on the standard library alone."""
+"""HTTP client of the control plane (docs/ARCHITECTURE.md, "HTTP"), standard library only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
 DRY_RUN_S_MAX = 120.0
-"""A dry run of the largest job on 100,000 slots more takes ten seconds, under limits more."""
+"""A dry run of the largest job on 100,000 slots takes ten seconds, with limits longer."""
 
 
 class Refused(UsageError):
-    """The control plane answered with an error; `status` is HTTP's."""
+    """The control plane rejected the request; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -27,11 +27,11 @@ class Refused(UsageError):
 
 
 class Unreachable(UsageError):
-    """Nobody answers at the control plane's address."""
+    """No server answers at the control plane's address."""
 
 
 class Unable(UnicronError):
-    """The control plane cannot answer at the moment (5xx)."""
+    """The control plane is temporarily unable to answer (5xx)."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -39,11 +39,11 @@ class Unable(UnicronError):
 
 
 class Interrupted(UnicronError):
-    """An answer ended before it was whole."""
+    """The response ended early."""
 
 
 class Client:
-    """One control plane. Every call raises Unreachable, Refused or Unable."""
+    """Client of one control plane. Every call raises Unreachable, Refused or Unable."""
 
     def __init__(self, url: str, token: str, hint: str = "unicron up") -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -60,12 +60,12 @@ class Client:
         self.token, self._hint = token, hint
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
-        """The JSON answer of a GET."""
+        """The JSON response of a GET."""
         with self._open("GET", path, query=query, limit_s=limit_s) as answer:
             return _json(answer)
 
     def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
-        """The JSON answer of a POST; repeated once, under the same key, when the line broke."""
+        """The JSON response of a POST. A broken connection is retried once with the same key."""
         key = secrets.token_hex(16)
         for last in (False, True):
             try:
@@ -77,7 +77,7 @@ class Client:
         raise AssertionError
 
     def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
-        """The log behind `after` as plain data; with `follow` it goes on until it is closed."""
+        """Records after `after` as plain data; with `follow` until the connection is closed."""
         query = {"after": after, "follow": int(follow)}
         with self._open("GET", "/v1/log", query=query,
                         limit_s=None if follow else REPLY_S_MAX) as answer:
@@ -109,21 +109,21 @@ class Client:
 
 
 def connect(state: StateDir, url: str | None = None) -> Client:
-    """The control plane of --url or $UNICRON_URL, else the one of the state folder.
+    """A client of --url or $UNICRON_URL, else of the control plane of the state folder.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    noted = read_json(state.control_plane) or {}
+    control_plane_file = read_json(state.control_plane) or {}
     given = url or os.environ.get("UNICRON_URL")
-    token = os.environ.get("UNICRON_TOKEN") or str(noted.get("token", ""))
+    token = os.environ.get("UNICRON_TOKEN") or str(control_plane_file.get("token", ""))
     if given:
         return Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
-    if not noted.get("url"):
+    if not control_plane_file.get("url"):
         raise Unreachable(f"no cluster runs on {state.path}", start)
     if state.is_held():
-        start = "unicron up is there and starts it again: try again in a few seconds"
-    return Client(str(noted["url"]), token, start)
+        start = "unicron up restarts it: try again in a few seconds"
+    return Client(str(control_plane_file["url"]), token, start)
 
 
 def _why(error: Exception) -> str:
@@ -135,20 +135,20 @@ def _line(answer: http.client.HTTPResponse) -> bytes:
     try:
         return answer.readline()
     except (OSError, http.client.HTTPException) as error:
-        raise Interrupted(f"the control plane's answer broke off ({_why(error)})") from None
+        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
 
 
 def _json(answer: http.client.HTTPResponse) -> Any:
     try:
         return json.loads(answer.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Interrupted(f"the control plane's answer broke off ({_why(error)})") from None
+        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
 
 
 def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
     try:
-        told: Any = json.loads(answer.read(1 << 20))
-        message, advice = str(told["error"]), str(told.get("hint", ""))
+        error_body: Any = json.loads(answer.read(1 << 20))
+        message, advice = str(error_body["error"]), str(error_body.get("hint", ""))
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
     if answer.status == 401:

@@ -1,7 +1,7 @@
-"""A whole cluster on this machine: server, control plane, agents, each in a session of its own.
+"""A cluster on this machine: server, control plane, agents, each in its own session.
 
-They outlive whoever started them; whoever comes next adopts them by their pid files. The server
-keeps its own (events/log/embedded_server.py).
+The processes outlive the command that started them; a later command finds them by their pid files.
+The server has its own (events/log/embedded_server.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTROL_PLANE = "control-plane"
 UP = "up"
 START_S_MAX = 30.0
 AGENT_GRACE_S = 15.0
-"""An agent ends its ranks first."""
+"""An agent first ends its ranks."""
 CONTROL_PLANE_GRACE_S = 10.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """What `up` is asked for. `redis_url` empty: a private server. `port` 0: any free one."""
+    """Options of `up`. `redis_url` empty: a private server. `port` 0: a free one."""
 
     num_agents: int = 2
     num_slots: int = 2
@@ -52,16 +52,16 @@ class Wanted(Struct, frozen=True, kw_only=True):
     observe: bool = False
     allow_inject: bool = False
     watch: bool = True
-    """Whether agents watch the pulse of their ranks."""
+    """Whether agents monitor the progress marks of their ranks."""
     labels: tuple[str, ...] = ()
-    """Of the nodes: KEY=VALUE of all, NODE:KEY=VALUE of one."""
+    """Labels of nodes: KEY=VALUE for all, NODE:KEY=VALUE for one."""
     checks: str = ""
-    """A folder of the site's own checks; empty: none."""
+    """Folder of custom checks; empty: none."""
     checks_every_s: float = 60.0
 
 
 def wanted_before(state: StateDir) -> Wanted | None:
-    """What the last `up` on this folder was asked for."""
+    """The options of the last `up` on this folder."""
     data = read_json(state.cluster)
     try:
         return None if data is None else msgspec.convert(data, Wanted)
@@ -70,14 +70,14 @@ def wanted_before(state: StateDir) -> Wanted | None:
 
 
 class LocalCluster:
-    """The processes of one state folder. Use under the folder's lock, except for `stop`."""
+    """The processes of one state folder. Use it under the folder's lock, except `stop`."""
 
     def __init__(self, state: StateDir, wanted: Wanted) -> None:
         self.state, self.wanted = state, wanted
         self.redis_url = wanted.redis_url
 
     def save(self) -> None:
-        """Note what was asked for, so that a later `up` starts the same."""
+        """Save the options, so that a later `up` starts the same cluster."""
         write_json(self.state.cluster, msgspec.to_builtins(self.wanted))
 
     @property
@@ -85,7 +85,7 @@ class LocalCluster:
         return [f"n{number}" for number in range(1, self.wanted.num_agents + 1)]
 
     def names(self) -> list[str]:
-        """Control plane, then agents: all that this class starts itself."""
+        """The processes that this class starts: the control plane, then agents."""
         return [CONTROL_PLANE, *(agent_name(node) for node in self.nodes)]
 
     def find(self, name: str) -> Process | None:
@@ -93,7 +93,7 @@ class LocalCluster:
 
     # --- start ----------------------------------------------------------------------------------
     def ensure_server(self) -> embedded_server.Server | None:
-        """The private server, adopted or started; None when a Redis was given by URL."""
+        """Adopt or start the private server; None if a Redis URL was given."""
         if self.wanted.redis_url:
             return None
         server = embedded_server.ensure(self.state.server)
@@ -101,21 +101,21 @@ class LocalCluster:
         return server
 
     def ensure(self, name: str) -> tuple[Process, bool]:
-        """The process of that name, and whether it ran already."""
+        """Start the process if it does not run. Returns it, and whether it already ran."""
         if found := self.find(name):
             return found, True
         return self.start(name), False
 
     def start(self, name: str) -> Process:
-        """Start one of `names()`. Raises UsageError when its port is taken."""
+        """Start one of `names()`. Raises UsageError if its port is taken."""
         environment: dict[str, str] = {}
         common = ["--state", str(self.state.path)]
         if name == CONTROL_PLANE:
             port = self.wanted.port
-            # one that was just killed may still be letting go of it
+            # a process that was just killed may still hold the port
             embedded_server.wait_free(port)
             check_port(port)
-            environment[REDIS_URL] = self.redis_url  # not in argv: everybody may read that
+            environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
             common += ["--observe"] * self.wanted.observe
@@ -137,20 +137,20 @@ class LocalCluster:
                                        "--slots", str(self.wanted.num_slots)), environment)
 
     def choose_port(self) -> None:
-        """Settle on one port for good, so that a control plane that starts again is found."""
+        """Choose a fixed port, so that clients find a restarted control plane."""
         if self.wanted.port == 0:
             self.wanted = msgspec.structs.replace(self.wanted, port=embedded_server.free_port())
 
     def extra_agents(self) -> list[Process]:
-        """Agents that run here but are no longer asked for."""
-        asked = set(self.names())
+        """Running agents that the options no longer include."""
+        wanted = set(self.names())
         found = (self.find(name) for name in processes.names(self.state)
-                 if name.startswith("agent-") and name not in asked)
+                 if name.startswith("agent-") and name not in wanted)
         return [process for process in found if process is not None]
 
     # --- wait -----------------------------------------------------------------------------------
     def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
-        """Until it leads and answers. Raises UnicronError when it ends or is late."""
+        """Wait until it leads and answers. Raises UnicronError if it ends or is late."""
         see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
 
         def answers() -> Client | None:
@@ -168,7 +168,7 @@ class LocalCluster:
         return wait_for(answers, limit_s, "the control plane does not answer", see_log)
 
     def wait_agents(self, client: Client, limit_s: float = START_S_MAX) -> None:
-        """Until the log says that every agent has joined. Raises UnicronError."""
+        """Wait until every agent has joined. Raises UnicronError."""
         wait_for(lambda: self._joined(client) or None, limit_s, "an agent does not join",
                  f"see {self.state.logs}")
 
@@ -190,12 +190,12 @@ class LocalCluster:
 
     # --- stop -----------------------------------------------------------------------------------
     def stop(self, *, grace: bool = True) -> list[str]:
-        """Stop agents, control plane, server, in this order; their names. Data stays."""
+        """Stop agents, control plane, server, in this order; returns names. Data is kept."""
         return stop_all(self.state, grace=grace)
 
 
 def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
-    """Stop all that runs on the folder but `up`: agents, control plane, server. Their names."""
+    """Stop everything on the folder except `up`; returns the names of what was stopped."""
     stopped: list[str] = []
     for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
         found = [process for name in processes.names(state) if name.startswith(prefix)
@@ -210,36 +210,36 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
     return stopped
 
 
-def labels_of(node: str, asked: Sequence[str]) -> list[str]:
-    """KEY=VALUE of one node: what is said of it alone goes before what is said of all."""
+def labels_of(node: str, labels: Sequence[str]) -> list[str]:
+    """KEY=VALUE labels of one node. A label of the node overrides a label of all nodes."""
     found: dict[str, str] = {}
-    for text in sorted(asked, key=lambda text: ":" in text):
+    for text in sorted(labels, key=lambda text: ":" in text):
         of, _, label = text.rpartition(":")
         if of in ("", node):
             found[label.partition("=")[0]] = label
     return list(found.values())
 
 
-def check_labels(asked: Sequence[str], nodes: Sequence[str]) -> None:
-    """Raises UsageError for what is no label, or of none of these nodes."""
+def check_labels(labels: Sequence[str], nodes: Sequence[str]) -> None:
+    """Raises UsageError for an invalid label, or for a label of an unknown node."""
     by_node: dict[str, list[str]] = {}
-    for text in asked:
-        of, colon, label = text.rpartition(":")
-        if colon and of not in nodes:
-            raise UsageError(f"--label {text!r}: there is no node {of!r} here",
+    for text in labels:
+        node_name, colon, label = text.rpartition(":")
+        if colon and node_name not in nodes:
+            raise UsageError(f"--label {text!r}: there is no node {node_name!r} here",
                              f"there is {' '.join(nodes)}" if nodes else "--agents is 0")
-        by_node.setdefault(of, []).append(label)
-    for of in sorted(by_node):
-        types.parse(by_node[of])
+        by_node.setdefault(node_name, []).append(label)
+    for node_name in sorted(by_node):
+        types.parse(by_node[node_name])
 
 
 def agent_name(node: str) -> str:
-    """The name of a node's agent among the processes."""
+    """The process name of a node's agent."""
     return f"agent-{node}"
 
 
 def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: str = "") -> T:
-    """Call until it answers. Raises LateError when `limit_s` has passed."""
+    """Call until it returns a value. Raises LateError after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while (answer := attempt()) is None:
         if time.monotonic() > deadline_s:
@@ -249,7 +249,7 @@ def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: s
 
 
 class LateError(UnicronError):
-    """Something of ours did not happen in time, or ended; the hint says where to look."""
+    """A process ended or was late; the hint names its log."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -257,12 +257,12 @@ class LateError(UnicronError):
 
 
 def _unicron(*arguments: str) -> list[str]:
-    # -P: the folder we stand in must not be searched for modules
+    # -P: do not import from the current folder
     return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
 
 
 def check_port(port: int) -> None:
-    """Raises UsageError when the port cannot be listened on."""
+    """Raises UsageError if the port is not available."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -274,7 +274,7 @@ def check_port(port: int) -> None:
 
 
 def check_redis(url: str, cluster: str) -> None:
-    """Raises UsageError when no Redis that can hold the log answers at a URL."""
+    """Raises UsageError if the URL does not reach a Redis that can hold the log."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     try:
         parts = urlsplit(url)

@@ -1,6 +1,6 @@
-"""Processes that outlive whoever started them: identity by pid file, start, wait, stop.
+"""Detached processes: identity by pid file, start, wait, stop.
 
-A pid alone may name a stranger after a while, so a pid file holds the process's start time too.
+A pid may be reused by another process, so a pid file also holds the start time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORD = re.compile(r"[^\W_]")
 
 
 class Process(Struct, frozen=True):
-    """One process of ours; `started` tells it from a later one of the same pid."""
+    """One of our processes; `started` distinguishes it from a later one with the same pid."""
 
     name: str
     pid: int
@@ -33,12 +33,12 @@ class Process(Struct, frozen=True):
 
 
 def alive(process: Process) -> bool:
-    """Whether it still runs (a zombie does not); reaps it if it is an ended child of ours."""
+    """Whether it still runs; a zombie does not. Reaps it if it is our child."""
     return start_time(process.pid) == process.started
 
 
 def find(state: StateDir, name: str) -> Process | None:
-    """The live process of that name, by its pid file; a file left behind is deleted."""
+    """The live process with this name, by its pid file. A stale file is deleted."""
     path = state.pids / f"{name}.json"
     data = read_json(path)
     if data is None:
@@ -56,7 +56,7 @@ def names(state: StateDir) -> list[str]:
 
 
 def record(state: StateDir, name: str, pid: int) -> Process:
-    """Write the pid file of a process that runs already."""
+    """Write the pid file of a running process."""
     process = Process(name=name, pid=pid, started=start_time(pid))
     write_json(state.pids / f"{name}.json", {"pid": pid, "started": process.started})
     return process
@@ -64,17 +64,17 @@ def record(state: StateDir, name: str, pid: int) -> Process:
 
 def start(state: StateDir, name: str, argv: Sequence[str],
           environment: Mapping[str, str] | None = None) -> Process:
-    """Start it in a session of its own, its output appended to `logs/NAME.log`."""
+    """Start a process in its own session; its output is appended to `logs/NAME.log`."""
     with (state.logs / f"{name}.log").open("ab") as log, uninterrupted():
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True,
                                  env={**os.environ, **(environment or {})})
-        child.returncode = 0  # ours to reap in alive(); keeps Popen from warning when it is dropped
+        child.returncode = 0  # alive() reaps it; this keeps Popen from warning when it is dropped
         return record(state, name, child.pid)
 
 
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:
-    """SIGTERM to all, after `grace_s` SIGKILL to those left, until they are gone."""
+    """Send SIGTERM to all, after `grace_s` SIGKILL to the rest; wait until all have ended."""
     for process in together:
         signal_to(process, signal.SIGTERM if grace_s else signal.SIGKILL)
     deadline_s = time.monotonic() + grace_s
@@ -86,7 +86,7 @@ def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) 
 
 
 def signal_to(process: Process, number: int) -> None:
-    """Signal it, unless it is gone."""
+    """Signal it if it still runs."""
     if alive(process):
         try:
             os.kill(process.pid, number)
@@ -105,13 +105,13 @@ def wait_gone(process: Process, limit_s: float) -> bool:
 
 
 def last_words(state: StateDir, name: str) -> str:
-    """The end of what it wrote, for an error's one line."""
+    """The last line of its output, for a one-line error."""
     try:
         text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # A traceback of several ends with a border, and has one before each line.
+    # An exception group's traceback ends with a border and prefixes each line.
     lines = [line.strip(" |+-") for line in text.splitlines() if WORD.search(line)]
-    lines = lines or ["it said nothing"]
+    lines = lines or ["no output"]
     errors = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith("error: ")]
     return " ".join((errors or lines)[-1].split())[:LAST_WORDS_CHARS_MAX]

@@ -1,4 +1,4 @@
-"""The state folder of a cluster on this machine: where everything lies, and the lock on it."""
+"""The state folder of a cluster on this machine: its paths and its lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def default() -> Path:
 
 
 def shown(path: Path) -> str:
-    """A path as a person would name it here."""
+    """The path as a user would write it here."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -33,12 +33,12 @@ class StateDir:
 
     @property
     def option(self) -> str:
-        """`--state DIR` as a shell reads it here: what a hint says to type."""
+        """`--state DIR`, quoted for a shell, for hints."""
         return f"--state {shlex.quote(shown(self.path))}"
 
     @property
     def server(self) -> Path:
-        """The embedded server's own folder."""
+        """The embedded server's folder."""
         return self.path / "server"
 
     @property
@@ -47,7 +47,7 @@ class StateDir:
 
     @property
     def logs(self) -> Path:
-        """What our processes wrote to stderr, one file each."""
+        """Stderr of our processes, one file each."""
         return self.path / "logs"
 
     @property
@@ -56,25 +56,26 @@ class StateDir:
 
     @property
     def control_plane(self) -> Path:
-        """Written by the control plane: its url and token, readable by the owner alone."""
+        """Written by the control plane: url and token, readable by the owner only."""
         return self.path / "control_plane.json"
 
     @property
     def cluster(self) -> Path:
-        """What `up` was asked for; a later `up` starts the same again."""
+        """The options of `up`; a later `up` uses them again."""
         return self.path / "cluster.json"
 
     @property
     def policy(self) -> Path:
-        """Our own copy of the policy file that `up` was given: the original may change or go."""
+        """Our copy of `up`'s policy file: the original may change or be deleted."""
         return self.path / "policy.yaml"
 
     def agent(self, node: str) -> Path:
         return self.path / "agents" / node
 
     def create(self) -> None:
-        """Lay the folders, each that we make for its owner alone; one that was there keeps its
-        mode. Raises UsageError when that is not possible."""
+        """Make the folders, readable by the owner only; existing folders keep their mode.
+
+        Raises UsageError if that fails."""
         try:
             for folder in (self.path, self.pids, self.logs, self.path / "agents"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ class StateDir:
                              "name a folder that you may write with --state") from None
 
     def is_held(self) -> bool:
-        """Whether an `up` watches over the folder."""
+        """Whether an `up` holds the folder's lock."""
         try:
             with (self.path / "up.lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,8 +95,8 @@ class StateDir:
         return False
 
     def lock(self) -> IO[str]:
-        """Hold the folder for this process's life. Raises UsageError when another holds it."""
-        # for the owner alone: whoever can read a lock can hold it
+        """Lock the folder for the life of this process. Raises UsageError if it is locked."""
+        # owner only: any user who can read a lock file can lock it
         file = os.fdopen(os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +115,7 @@ class StateDir:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, or None when it is not there or not whole."""
+    """The JSON object in the file; None if it is missing or not valid."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -123,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Written whole or not at all; readable by the owner alone."""
+    """Write the file atomically, readable by the owner only."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

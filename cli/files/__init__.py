@@ -1,4 +1,4 @@
 """Files that users write: jobs, policies, plans.
 
-One file each. Imports `events`.
+One module each. Imports `events`.
 """

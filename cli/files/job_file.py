@@ -1,6 +1,6 @@
-"""A job file: strict YAML to a checked job spec.
+"""Job files: strict YAML to a checked job spec.
 
-Stricter than YAML 1.1 where that surprises: a key may stand once, `1e-3` is a number, `no` and
+Stricter than YAML 1.1 where that is error-prone: no duplicate keys, `1e-3` is a number, `no` and
 `2026-01-01` are text, `010` is ten, and there are no aliases.
 """
 
@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
     """YAML's core schema: null, true and false, integers, floats, text."""
 
     docs = EXAMPLES
-    """Where a person finds what such a file may say."""
+    """Hint: where the format is documented."""
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (as its base declares it)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -76,7 +76,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 RESOLVERS = _Loader.yaml_implicit_resolvers
-"""By a plain scalar's first character: the tags that it may have, each with its pattern."""
+"""By the first character of a plain scalar: its possible tags, each with its pattern."""
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -87,15 +87,15 @@ def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
 
 
 def load(path: Path) -> JobSpec:
-    """Read, check and normalise a job file; relative paths in it become absolute here.
+    """Read, check and normalise a job file; relative paths in it become absolute.
 
-    Raises UsageError or SpecError, each with a hint, prefixed by the file's name.
+    Raises UsageError or SpecError with a hint, prefixed by the file's name.
     """
     text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
                      EXAMPLES)
     try:
         spec = anchored(parse(read_yaml(text)))
-        # Without fsspec here nobody can tell: the ranks will, where they start.
+        # Without fsspec here, only the ranks can check the URL, when they start.
         if (
             spec.training is not None
             and is_url(spec.training.output)
@@ -109,9 +109,9 @@ def load(path: Path) -> JobSpec:
 
 
 def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
-    """The file's text, never more than `bytes_max` of it: a device has no end.
+    """The file's text, at most `bytes_max` bytes; a device file may be endless.
 
-    Raises UsageError with the hint `name_it` where nothing can be read, else `docs`.
+    Raises UsageError, with the hint `name_it` if the file cannot be read, else `docs`.
     """
     try:
         with path.open("rb") as file:
@@ -128,8 +128,7 @@ def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
 
 
 def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
-    """One YAML document as plain data. Raises SpecError with line and column, and the hint `docs`.
-    """
+    """One YAML document as plain data. Raises SpecError with line, column and the hint `docs`."""
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
@@ -148,18 +147,18 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
 
 
 def anchored(spec: JobSpec) -> JobSpec:
-    """The spec with its paths absolute: agents run in folders of their own."""
+    """The spec with absolute paths: agents run in other folders."""
     train, loop = spec.train, spec.loop
     if loop is not None:
         spec = msgspec.structs.replace(
-            spec, loop=msgspec.structs.replace(loop, output=_anchored_output(loop.output)))
+            spec, loop=msgspec.structs.replace(loop, output=_absolute_output(loop.output)))
     if train is None:
         return spec
-    output = _anchored_output(train.output)
+    output = _absolute_output(train.output)
     data = tuple(str(Path(path).expanduser().absolute()) for path in train.data)
     return msgspec.structs.replace(
         spec, train=msgspec.structs.replace(train, output=output, data=data))
 
 
-def _anchored_output(output: str) -> str:
+def _absolute_output(output: str) -> str:
     return output if is_url(output) else str(Path(output).expanduser().absolute())

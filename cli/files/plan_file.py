@@ -1,4 +1,4 @@
-"""A plan's file: strict YAML to all that a plan follows from (`unicron plan --offline`)."""
+"""Plan files: strict YAML to the planner's problem (`unicron plan --offline`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from ...events.spec.validation import refused
 from .job_file import EXAMPLES, RESOLVERS, read_yaml
 
-# --- Large files of plain data: the job file's YAML, from libyaml's stream of events. ---
+# --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
 #
-# What is read is the same; whatever is refused, or cannot be told apart here, is read again by the
-# job file's own reader, which has the words for it.
+# It returns the same data. Where it finds an error or a special case, the job file's reader reads
+# the text again and reports the error.
 
 LOADER: Any = getattr(yaml, "CSafeLoader", None)
 DIGITS_NUM_MAX = 19
@@ -30,18 +30,17 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
 _WORDS = {"true": True, "false": False}
 
 
-class _Doubtful(Exception):
-    """Something that the other reader must judge."""
+class _NeedsStrictReader(Exception):
+    """The text needs the strict reader."""
 
 
 def read_large(text: str, docs: str = EXAMPLES) -> Any:
-    """One YAML document as plain data, several times faster than `read_yaml` where PyYAML has
-    libyaml. Raises SpecError with line and column, and the hint `docs`.
-    """
+    """One YAML document as plain data, several times faster than `read_yaml` if PyYAML has
+    libyaml. Raises SpecError with line and column, and the hint `docs`."""
     if LOADER is not None:
         try:
             return _document(iter(yaml.parse(text, Loader=LOADER)))
-        except (yaml.YAMLError, _Doubtful, RecursionError):
+        except (yaml.YAMLError, _NeedsStrictReader, RecursionError):
             pass
     return read_yaml(text, docs)
 
@@ -59,14 +58,14 @@ def _document(events: Iterator[Any]) -> Any:
 
 def _expect(event: Any, kind: type[Any]) -> None:
     if not isinstance(event, kind):
-        raise _Doubtful
+        raise _NeedsStrictReader
 
 
 def _node(event: Any, events: Iterator[Any]) -> Any:
     if isinstance(event, yaml.ScalarEvent):
         return _scalar(event)
     if isinstance(event, yaml.AliasEvent) or event.tag is not None:
-        raise _Doubtful
+        raise _NeedsStrictReader
     if isinstance(event, yaml.SequenceStartEvent):
         items: list[Any] = []
         while not isinstance(one := next(events), yaml.SequenceEndEvent):
@@ -77,7 +76,7 @@ def _node(event: Any, events: Iterator[Any]) -> Any:
         _expect(one, yaml.ScalarEvent)
         key = _scalar(one)
         if key in found:
-            raise _Doubtful
+            raise _NeedsStrictReader
         found[key] = _node(next(events), events)
     return found
 
@@ -85,7 +84,7 @@ def _node(event: Any, events: Iterator[Any]) -> Any:
 def _scalar(event: Any) -> Any:
     text: str = event.value
     if event.tag is not None:
-        raise _Doubtful
+        raise _NeedsStrictReader
     if not event.implicit[0]:
         return text
     for tag, pattern in RESOLVERS.get(text[:1], ()):
@@ -97,7 +96,7 @@ def _scalar(event: Any) -> Any:
 def _value(tag: str, text: str) -> Any:
     if tag in _NUMBERS:
         if len(text) > DIGITS_NUM_MAX or not text[-1].isdigit():  # too large, .inf, .nan, or 1.
-            raise _Doubtful
+            raise _NeedsStrictReader
         return _NUMBERS[tag](text)
     return _WORDS.get(text.lower())
 
@@ -110,7 +109,7 @@ STDIN = "-"
 
 
 class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One task; `flops[x]` is T(t, x), the FLOP/s that it achieves on x GPUs."""
+    """One task; `flops[x]` is T(t, x), its throughput in FLOP/s on x GPUs."""
 
     name: str
     flops: dict[int, float]
@@ -118,29 +117,29 @@ class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     current: int = 0
     faulted: bool = False
     transition_s: float | None = None
-    """D_transition; may be left out where `current` is 0."""
+    """D_transition; optional if `current` is 0."""
 
 
 class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file."""
+    """A plan file."""
 
     gpus: int
     """n', after the event."""
     mtbf_gpu_s: float
     tasks: list[TaskInFile]
     gpus_per_node: int = 8
-    """What a node that is lost takes away, and one that joins brings (`--table`)."""
+    """The GPUs that a lost node removes and a new node adds (`--table`)."""
 
 
 class Offline(Struct, frozen=True):
-    """What the file asks."""
+    """The content of a plan file."""
 
     asked: PlanInput
     gpus_per_node: int = field(default=8)
 
 
 def load(path: Path) -> Offline:
-    """Read and check a plan's file; `-` is standard input.
+    """Read and check a plan file; `-` is standard input.
 
     Raises UsageError, one line with a hint, that begins with the file's name.
     """
@@ -159,7 +158,7 @@ def load(path: Path) -> Offline:
 
 
 def _bytes(path: Path) -> bytes:
-    """Raises UsageError where there is more than may be."""
+    """Raises UsageError if the file is too large."""
     if str(path) == STDIN:
         found = sys.stdin.buffer.read(FILE_BYTES_MAX + 1)
     else:
@@ -167,29 +166,29 @@ def _bytes(path: Path) -> bytes:
             found = file.read(FILE_BYTES_MAX + 1)
     if len(found) > FILE_BYTES_MAX:
         raise UsageError(f"{path}: larger than {FILE_BYTES_MAX} bytes",
-                         "leave out sizes that no plan would use")
+                         "leave out sizes that no plan needs")
     return found
 
 
 def parse(data: Any) -> Offline:
-    """From plain data. Raises SpecError with the path and a hint."""
+    """Make it from plain data. Raises SpecError with the path and a hint."""
     try:
-        found = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
+        plan_file = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise refused(str(error), PlanFile, DOCS, given=data) from None
-    _within("gpus", found.gpus, 0, GPUS_NUM_MAX)
-    _within("gpus_per_node", found.gpus_per_node, 1, GPUS_NUM_MAX)
-    _need(SPAN_S_MIN <= found.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
+    _within("gpus", plan_file.gpus, 0, GPUS_NUM_MAX)
+    _within("gpus_per_node", plan_file.gpus_per_node, 1, GPUS_NUM_MAX)
+    _need(SPAN_S_MIN <= plan_file.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
           f"must be between {SPAN_S_MIN:g} and {SPAN_S_MAX:g}")
     seen: dict[str, int] = {}
-    for i, (task, raw) in enumerate(zip(found.tasks, data["tasks"], strict=True)):
+    for i, (task, raw) in enumerate(zip(plan_file.tasks, data["tasks"], strict=True)):
         _check(task, f"tasks[{i}]")
         _need(len(raw["flops"]) == len(task.flops), f"tasks[{i}].flops", "names a size twice")
         first = seen.setdefault(task.name, i)
         _need(first == i, f"tasks[{i}].name", f"{task.name!r} is that of tasks[{first}] too")
-    wishes = tuple(_wish(i, task) for i, task in enumerate(found.tasks, 1))
-    asked = PlanInput(wishes=wishes, num_slots=found.gpus, mtbf_gpu_s=found.mtbf_gpu_s)
-    return Offline(asked=asked, gpus_per_node=found.gpus_per_node)
+    wishes = tuple(_wish(i, task) for i, task in enumerate(plan_file.tasks, 1))
+    problem = PlanInput(wishes=wishes, num_slots=plan_file.gpus, mtbf_gpu_s=plan_file.mtbf_gpu_s)
+    return Offline(asked=problem, gpus_per_node=plan_file.gpus_per_node)
 
 
 def _wish(number: int, task: TaskInFile) -> Wish:
@@ -207,7 +206,7 @@ def _check(task: TaskInFile, path: str) -> None:
     _within(f"{path}.current", task.current, 0, GPUS_NUM_MAX)
     if task.transition_s is None:
         _need(task.current == 0, f"{path}.transition_s", "is missing",
-              "write what a change costs, in seconds; 0: nothing")
+              "write the cost of a change, in seconds; 0: none")
     else:
         _need(0 <= task.transition_s <= SPAN_S_MAX, f"{path}.transition_s",
               f"must be between 0 and {SPAN_S_MAX:g}")

@@ -1,4 +1,4 @@
-"""A policy file: strict YAML to a checked policy (`up --policy`)."""
+"""Policy files: strict YAML to a checked policy (`up --policy`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .job_file import FILE_BYTES_MAX, read_text, read_yaml
 
 
 def load(path: Path) -> Policy:
-    """The policy in a YAML or JSON file, an empty one the defaults.
+    """The policy in a YAML or JSON file; an empty file gives the defaults.
 
-    Raises UsageError with the field that is wrong.
+    Raises UsageError with the wrong field.
     """
     text = read_text(path, FILE_BYTES_MAX, "name a policy file, YAML", DOCS)
     try:
@@ -24,7 +24,7 @@ def load(path: Path) -> Policy:
 
 
 def parse(data: object) -> Policy:
-    """From plain data. Raises SpecError with the field and a hint."""
+    """Make a policy from plain data. Raises SpecError with the field and a hint."""
     if not isinstance(data, dict | None):
         raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", DOCS)
     given: dict[Any, Any] = {**(data or {})}

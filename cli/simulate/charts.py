@@ -1,4 +1,4 @@
-"""Pictures of figures, drawn by matplotlib: the same data gives the same SVG."""
+"""Charts, drawn by matplotlib: the same data gives the same SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DPI_NUM = 150
 
 
 class Picture(NamedTuple):
-    """`draw` is given matplotlib's figure, empty. Sizes in inches."""
+    """`draw` receives an empty matplotlib figure. Sizes in inches."""
 
     name: str
     title: str
@@ -28,19 +28,19 @@ class Picture(NamedTuple):
 
 
 def svg(picture: Picture, folder: Path | None = None) -> str:
-    """The picture as an element of a page; as files of its name, too, where a folder is given.
+    """The chart as an SVG element of a page; with `folder` also as SVG and PNG files.
 
-    Raises UsageError where matplotlib is not there.
+    Raises UsageError if matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
 
-        context: Any = vars(mpl)["rc_context"]  # its types are known in part
+        context: Any = vars(mpl)["rc_context"]  # its type is only partly known
     except ImportError:
-        raise UsageError("pictures are drawn by matplotlib, which is not installed",
+        raise UsageError("charts are drawn by matplotlib, which is not installed",
                          "pip install 'unicron[draw]'; or leave out --report") from None
-    with context({  # the SVG has no date, and its ids follow from its name
+    with context({  # no date in the SVG; its ids follow from its name
             "svg.hashsalt": picture.name, "svg.fonttype": "none", "font.size": 9,
             "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK,
             "axes.edgecolor": MUTED, "xtick.color": INK, "ytick.color": INK,
@@ -55,6 +55,6 @@ def svg(picture: Picture, folder: Path | None = None) -> str:
             figure.savefig(folder / f"{picture.name}.png", dpi=DPI_NUM)
     body = text.getvalue()
     body = body[body.index("<svg"):]
-    # Ids are one page's: those of another picture on it must not be the same.
+    # Ids must differ between the charts of a page.
     body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{picture.name}-", body)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', body, count=1)

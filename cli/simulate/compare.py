@@ -1,4 +1,4 @@
-"""`unicron simulate`: what each policy earns of a scenario, and what it loses, to what."""
+"""`unicron simulate`: what each policy earns of a scenario, and what it loses by reason."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from ..terminal.format import (
     table,
 )
 
-# --- Runs of a simulation, as many at once as there are cores; what comes of them is the same. ---
+# --- runs in parallel, one per core ---
 
 
-class Stage(NamedTuple):
-    """What is played; `log`: into which file, of which cluster."""
+class RunSpec(NamedTuple):
+    """The input of one run. `log`: the file to write its log to; `cluster`: the log's cluster."""
 
     policy: Policy
     ground: Ground
@@ -54,19 +54,19 @@ class Stage(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What came of it."""
+    """The result of one run."""
 
     outcome: Outcome
     num_records: int
     took_s: float
 
 
-_stages: Sequence[Stage] = ()
-"""Of the call that goes on: its processes are forks, a policy's functions need not be sent."""
+_stages: Sequence[RunSpec] = ()
+"""Of the current call. The workers are forks, so that the functions of a policy are not sent."""
 
 
-def play(stages: Sequence[Stage]) -> list[Played]:
-    """Each of them, in this order. A bar on stderr shows how far it is, on a terminal."""
+def play(stages: Sequence[RunSpec]) -> list[Played]:
+    """Simulate each, results in the same order. Shows a progress bar if stderr is a terminal."""
     global _stages
     num = min(len(os.sched_getaffinity(0)), len(stages))
     with ExitStack() as stack:
@@ -104,12 +104,12 @@ HEADS: dict[Lost, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiti
 
 
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
-    """Read, play, show. Raises UsageError for files that are not as they must be."""
+    """`unicron simulate --scenario`. Raises UsageError for an invalid file."""
     if log is not None and log.exists():
         raise UsageError(f"{log} exists", "name a new file")
     scenario, stages = load(path, whole=log is not None)
     if log is not None and OURS not in stages:
-        raise UsageError(f"--log is of the policy {OURS}, and {path} does not name it",
+        raise UsageError(f"--log writes the log of policy {OURS}, which {path} does not name",
                          f"add {OURS}: {{}} to policies:")
     if log is not None:
         stages[OURS] = stages[OURS]._replace(log=log, cluster=scenario.name)
@@ -120,15 +120,15 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
         console.lines(screen(scenario, played, path, log))
 
 
-def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, Stage]]:
-    """The scenario, and by policy what it is played on; ours slot by slot, where that is asked for.
+def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
+    """The scenario and the run of each policy; with `whole` Unicron's slots are not aggregated.
 
     Raises UsageError.
     """
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
-        return scenario, {name: Stage(one, scenarios.ground(
+        return scenario, {name: RunSpec(one, scenarios.ground(
             scenario, one, happenings, condense=not (whole and name == OURS)))
             for name, one in policies.items()}
     except SpecError as error:
@@ -136,7 +136,7 @@ def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, Stage]
 
 
 def read(path: Path) -> tuple[Scenario, list[Happening]]:
-    """A scenario with all its nodes, and what befalls them. One of the paper's by its name.
+    """A scenario with all its nodes, and its external events. A trace of the paper by its name.
 
     Raises UsageError and SpecError.
     """
@@ -156,20 +156,21 @@ def read(path: Path) -> tuple[Scenario, list[Happening]]:
     if not isinstance(given, str):
         scenario = scenarios.with_nodes(scenario, ())
         return scenario, generator.draw(given.drawn, cluster.names, cluster.slots, horizon_s)
-    beside = path.parent / given
-    told = trace_file.read(
-        read_text(beside, TRACE_BYTES_MAX, "trace: names a file beside the scenario, or is drawn",
-                  scenarios.DOCS), str(beside))
-    scenario = scenarios.with_nodes(scenario, told.nodes)
-    _check_nodes(scenario, told.happenings, beside)
-    if told.happenings and min(one.at_s for one in told.happenings) > horizon_s:
-        raise UsageError(f"{beside}: all of it is after horizon_s, {horizon_s:g}",
+    trace_path = path.parent / given
+    trace_read = trace_file.read(
+        read_text(trace_path, TRACE_BYTES_MAX,
+                  "trace: names a file beside the scenario, or is drawn", scenarios.DOCS),
+        str(trace_path))
+    scenario = scenarios.with_nodes(scenario, trace_read.nodes)
+    _check_known(scenario, trace_read.happenings, trace_path)
+    if trace_read.happenings and min(one.at_s for one in trace_read.happenings) > horizon_s:
+        raise UsageError(f"{trace_path}: all of it is after horizon_s, {horizon_s:g}",
                          "at_s is in seconds from the beginning of the scenario")
-    return scenario, told.happenings
+    return scenario, trace_read.happenings
 
 
-def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
-    """A node is there from the beginning, or joins before anything befalls it."""
+def _check_known(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
+    """Each node exists from the start, or joins before its first event."""
     names = scenario.cluster.names
     known = set(names)
     for one in happenings:
@@ -177,13 +178,13 @@ def _check_nodes(scenario: Scenario, happenings: list[Happening], trace: Path) -
             known.add(one.node)
         elif one.node not in known:
             raise UsageError(f"{trace}: at {one.at_s:g} s, {one.event} of {one.node}, which is no "
-                             "node by then",
+                             "node at that time",
                              f"the cluster has {names[0]} to {names[-1]}; another one is first "
                              "`joined`")
 
 
 def print_trace(path: Path) -> None:
-    """What befalls the cluster, as a trace file."""
+    """Print the external events of a scenario as a trace file."""
     try:
         happenings = read(path)[1]
     except SpecError as error:
@@ -193,7 +194,7 @@ def print_trace(path: Path) -> None:
 
 # --- as data ------------------------------------------------------------------------------------
 def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
-    """All of it; FLOP are weighted, times in seconds from the beginning of the horizon."""
+    """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
     names = [task.name for task in scenario.tasks]
     return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
             "policies": {name: _policy(one, names) for name, one in played.items()}}
@@ -214,7 +215,7 @@ def _policy(one: Played, names: Sequence[str]) -> Plain:
     }
 
 
-# --- for people -------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------
 def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path | None
            ) -> list[str]:
     """The page, at most 100 columns."""
@@ -228,9 +229,9 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
     rows = [_row(name, one, best) for name, one in played.items()]
     head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
-    lines += ["", *labelled("lost", "of what the policy earns without a fault, in %: until a fault "
-                            "is told, on the way to train again, without slots, on fewer or slower "
-                            "ones, and what is done again")]
+    lines += ["", *labelled("lost", "in % of what the policy earns without a fault: until a fault "
+                            "is reported, in transition to training, without slots, on fewer or "
+                            "slower slots, and recomputed")]
     for task in scenario.tasks:
         if task.slots.min > num * cluster.slots:
             lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
@@ -239,16 +240,16 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
         idle = [name for name, one in played.items()
                 if not [*one.outcome.earnings.full_slots.values()][number]]
         if idle and task.slots.min <= num * cluster.slots:
-            lines += labelled("waits", f"{task.name} has no slots without a fault under "
-                              f"{', '.join(idle)}: the others earn more with them")
+            lines += labelled("waits", f"{task.name} has no slots even without a fault under "
+                              f"{', '.join(idle)}: the other tasks earn more with them")
     ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
-        lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of a "
-                          "node that was away, or a repair of one that was not")
+        lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of an "
+                          "absent node, or a repair of a present one")
     late = max(one.outcome.late for one in played.values())
     if late:
         lines += labelled("late", f"{number_of(late, 'fault')} of the trace, after horizon_s, "
-                          f"{scenario.horizon_s:g}: not played")
+                          f"{scenario.horizon_s:g}: not simulated")
     then = (f"unicron replay {log} --verify" if log else
             f"unicron simulate --scenario {path} -o json")
     return [*lines, *labelled("next", command(then))]

@@ -1,4 +1,4 @@
-"""`unicron simulate --from-log`: the incident that might have been."""
+"""`unicron simulate --from-log`: a recorded log, simulated with other choices."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HINT = "--set weight.TASK=2, or --set policy.FIELD=VALUE (docs/reference/records
 
 def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as_json: bool
              ) -> None:
-    """Read, play, show. Raises UsageError for what cannot be read or chosen."""
+    """`unicron simulate --from-log`. Raises UsageError for an invalid log or choice."""
 
     for name in policies:
         if name not in POLICIES:
@@ -59,7 +59,7 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
     try:
         recording = counterfactual.read(lambda: archive.read(path), str(path))
     except CorruptLog as error:
-        raise UsageError(f"{path}: {error}", "what stands before that seq is sound; "
+        raise UsageError(f"{path}: {error}", "the records before that seq are valid; "
                          "export the log again") from None
     try:
         choices = [Choice(), *chosen(recording, settings, policies)]
@@ -73,15 +73,15 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
 
 
 def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str]) -> list[Choice]:
-    """One for each policy, under these settings; with settings ours, too: others are compared with
-    it by the same weights. Raises UsageError, SpecError."""
+    """One choice per policy with these settings. With settings it includes Unicron, with which the
+    others are compared by the same weights. Raises UsageError, SpecError."""
     weights: dict[str, float] = {}
     fields: Plain = {}
     for setting in settings:
         what, equals, value = (word.strip() for word in setting.partition("="))
         kind, _, name = what.partition(".")
         if not equals or not name or kind not in ("weight", "policy"):
-            raise UsageError(f"--set {setting} says nothing that can be set", HINT)
+            raise UsageError(f"--set {setting} is not a setting", HINT)
         if kind == "weight":
             weights[name] = _weight(recording, setting, name, value)
         else:
@@ -110,20 +110,21 @@ def _weight(recording: Recording, setting: str, name: str, value: str) -> float:
     return weight
 
 
-# --- what befell --------------------------------------------------------------------------------
+# --- events -------------------------------------------------------------------------------------
 def incidents(recording: Recording) -> list[tuple[int, Anything]]:
-    """What losses may be laid to, in order, with its number in `felt`."""
+    """The events that can cause a loss, by time, with their index in `losses`."""
     return list(enumerate(one for one in recording.happenings if is_felt(one)))
 
 
-def words(one: Anything) -> str:
-    """What befell, or was asked for."""
+def describe(one: Anything) -> str:
+    """One event or request, in words."""
     match one:
-        case Happening(event="fault", cause=cause, told_in_s=0.0) if cause == LOST_CONNECTION:
-            return f"{one.node} started again"  # its agent had ended, and nobody had seen it
+        case Happening(event="fault", cause=cause, detected_in_s=0.0) if (
+                cause == LOST_CONNECTION):
+            return f"{one.node} started again"  # its agent died, and no fault was detected
         case Happening() if one.event == "fault":
-            whom = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
-            return f"{whom}: {one.cause}"
+            subject = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
+            return f"{subject}: {one.cause}"
         case Happening():
             return f"{one.node} {one.event}"
         case Asked(body=TaskSubmitted()):
@@ -131,25 +132,25 @@ def words(one: Anything) -> str:
         case Asked(body=TaskWeightSet() as body):
             return f"{one.task}: weight {body.weight:g}"
         case Asked():
-            whom = one.task or getattr(one.body, "node", "")
-            return f"{whom} {_asked(one.body)}".strip()
+            subject = one.task or getattr(one.body, "node", "")
+            return f"{subject} {_request_name(one.body)}".strip()
         case Said():
             return f"{one.node}: {type(one.body).__name__}"
         case _:
             return ""
 
 
-def _asked(body: Body) -> str:
+def _request_name(body: Body) -> str:
     """`finished`, `cancelled`, `healing frozen`, `node drained`."""
     if isinstance(body, TaskCancelRequested):
         return body.reason if body.reason in ("finished", "failed") else "cancelled"
-    told = "".join(f" {sign.lower()}" if sign.isupper() else sign for sign in type(body).__name__)
-    return told.strip()
+    spaced = "".join(f" {sign.lower()}" if sign.isupper() else sign for sign in type(body).__name__)
+    return spaced.strip()
 
 
 # --- as data ------------------------------------------------------------------------------------
 def told(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> Plain:
-    """All of it; FLOP are weighted, times in seconds from the beginning of the horizon."""
+    """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
     began_s, verdict = recording.began_s, recording.verdict
     return {
         "began_s": began_s, "horizon_s": recording.end_s - began_s,
@@ -160,9 +161,9 @@ def told(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> Plain
         "evidence": counterfactual.sentences(recording, played)}
 
 
-def _played(recording: Recording, choice: Choice, one: Played, paper: Played) -> Plain:
+def _played(recording: Recording, choice: Choice, one: Played, baseline: Played) -> Plain:
     earnings, began_s = one.earnings, one.outcome.began_s
-    against = weighed(paper, choice.weights)
+    against = weighed(baseline, choice.weights)
     return {
         "choice": choice.words, "policy": choice.policy, "weights": choice.weights,
         "fields": choice.fields,
@@ -172,53 +173,56 @@ def _played(recording: Recording, choice: Choice, one: Played, paper: Played) ->
         "lost_slot_s": earnings.lost_slot_s, "transitions": one.outcome.transitions,
         "ignored": one.outcome.ignored, "waf_flop_by_task": one.earned, "flop_by_task": one.work,
         "waf_over_time": [[at_s - began_s, waf] for at_s, waf in earnings.curve],
-        "incidents": [{"at_s": what.at_s - recording.began_s, "what": words(what),
-                       **_felt(earnings.felt[number])} for number, what in incidents(recording)]}
+        "incidents": [{"at_s": what.at_s - recording.began_s, "what": describe(what),
+                       **_loss(earnings.felt[number])} for number, what in incidents(recording)]}
 
 
-def _felt(felt: Felt) -> Plain:
-    return {"lost_waf_flop": felt.lost_flop, "recomputed_waf_flop": felt.again_flop,
-            "lost_slot_s": felt.lost_slot_s, "down_task_s": felt.down_s,
-            "full_after_s": felt.over_s - felt.at_s if felt.over_s is not None else None}
+def _loss(loss: Felt) -> Plain:
+    return {"lost_waf_flop": loss.lost_flop, "recomputed_waf_flop": loss.recomputed_flop,
+            "lost_slot_s": loss.lost_slot_s, "down_task_s": loss.down_s,
+            "full_after_s": loss.over_s - loss.at_s if loss.over_s is not None else None}
 
 
-# --- The screen of `unicron simulate --from-log`, at most 100 columns. ---
+# --- as text, at most 100 columns ---
 
 NAME_COLUMNS = 20
 WHAT_COLUMNS, CHOICE_COLUMNS = 32, 14
 CHOICES_NUM_MAX = 2
-"""That are compared by incident; -o json has them all."""
+"""Choices in the comparison by event; -o json has all."""
 EQUAL_SHARE = 5e-5
-"""What is nearer to each other is called the same."""
+"""Below this relative difference, two choices earn the same."""
 SHOWN_NUM_MAX = 12
 
 
-def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: Path) -> list[str]:
-    """What was recorded, how far paper is from it, and what each choice would have made of it."""
-    begun, horizon_s = recording.begun, recording.end_s - recording.began_s
+def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: Path
+           ) -> list[str]:
+    """The recorded run, its simulation, the choices, and a comparison by event."""
+    start, horizon_s = recording.start_state, recording.end_s - recording.began_s
     verdict = recording.verdict
-    lines = [f"{path}: {number_of(len(begun.slots), 'node')}, "
+    lines = [f"{path}: {number_of(len(start.slots), 'node')}, "
              f"{number_of(len(recording.specs), 'task')}, {span(horizon_s)}",
              *labelled("decided", verdict.words), ""]
     rows = [_row("recorded", recording.played, None),
-            _row("on paper", played[0][1], recording.played.earnings.flop)]
-    chosen = played[-1][0]  # all of them are under the same settings
+            _row("simulated", played[0][1], recording.played.earnings.flop)]
+    chosen = played[-1][0]  # all choices have the same settings
     if chosen.weights:
         again = scaled(weighed(played[0][1], chosen.weights), "FLOP")
-        rows.append(["on paper, so weighed", again, *["-"] * (len(LOST) + 3)])
+        rows.append(["simulated, reweighted", again, *["-"] * (len(LOST) + 3)])
     rows += [_row(choice.policy, one, weighed(played[0][1], choice.weights))
              for choice, one in played[1:]]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOST))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
     if chosen.settings:
-        lines += labelled("set", f"{chosen.settings}, in what stands below `on paper`"
-                          + ("; DIFFERS is from paper so weighed" if chosen.weights else ""))
+        lines += labelled("set", f"{chosen.settings}, in the rows below `simulated`"
+                          + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
-    lines += labelled("differs", f"paper from the record: {_honest(recording, played[0][1])}; "
-                      "choices from paper, so that both are played alike")
-    lines += labelled("lost", "DOWN: task-time without training, GPU: slots' time short of full "
-                      "strength; then, of what full strength earns, in %: until a fault was told, "
-                      "on the way to train again, without slots, on fewer, and done again")
+    lines += labelled("differs", "simulated from recorded: "
+                      f"{_model_error(recording, played[0][1])}; choices from simulated, so that "
+                      "both have the same model error")
+    lines += labelled("lost", "DOWN: task-time without training, GPU: slot-time below full "
+                      "strength; then, in % of what full strength earns: until a fault is "
+                      "reported, in transition to training, without slots, on fewer slots, and "
+                      "recomputed")
     for number, line in enumerate(counterfactual.sentences(recording, played)):
         lines += labelled("evidence" if not number else "", line)
     return [*lines, *labelled("best", _best(played)), *labelled("next", command(
@@ -241,52 +245,53 @@ def _percent(flop: float, against: float | None) -> str:
     return f"{more:+.2f} %" if more else "0.00 %"
 
 
-def _honest(recording: Recording, paper: Played) -> str:
-    off = _percent(paper.earnings.flop, recording.played.earnings.flop)
-    return f"{off} earned by the same choices"
+def _model_error(recording: Recording, baseline: Played) -> str:
+    error_share = _percent(baseline.earnings.flop, recording.played.earnings.flop)
+    return f"{error_share} earned with the same choices"
 
 
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
-    """What each took until full strength again; the dearest, where there are many."""
+    """The loss of each event until full strength; the most costly events if there are many."""
     every = shown = incidents(recording)
     columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
-        dear = sorted(shown, key=lambda one: -max(
+        costliest = sorted(shown, key=lambda one: -max(
             abs(column.earnings.felt[one[0]].lost_flop) for column in columns))
-        shown = sorted(dear[:SHOWN_NUM_MAX], key=lambda one: one[0])
+        shown = sorted(costliest[:SHOWN_NUM_MAX], key=lambda one: one[0])
     if not shown:
-        return ["nothing befell the cluster within the horizon"]
-    names = ["RECORDED", "ON PAPER", *(clipped(choice.policy, 13)
+        return ["no event occurred within the horizon"]
+    names = ["RECORDED", "SIMULATED", *(clipped(choice.policy, 13)
                                        for choice, _ in played[1:1 + CHOICES_NUM_MAX])]
     wide = WHAT_COLUMNS + CHOICE_COLUMNS * (2 + CHOICES_NUM_MAX - len(columns))
-    rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(words(one), wide),
+    rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(describe(one), wide),
              *(_fault_cell(column.earnings.felt[number]) for column in columns)]
             for number, one in shown]
     lines = table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
                   right=range(2, 2 + len(columns)))
     left = len(every) - len(shown)
-    more = labelled("not shown", f"{number_of(left, 'more')}, of which each lost less: -o json"
+    more = labelled("not shown", f"{number_of(left, 'event')} with smaller losses: -o json"
                     ) if left else []
     return [*(clipped(line, SCREEN_COLUMNS) for line in lines), *more]
 
 
-def _fault_cell(felt: Felt) -> str:
-    if not felt.has_hurt and not felt.lost_flop:
+def _fault_cell(loss: Felt) -> str:
+    if not loss.has_hurt and not loss.lost_flop:
         return "-"
-    after = span(felt.over_s - felt.at_s) if felt.over_s is not None else "never"
-    return f"{scaled(felt.lost_flop, '')} {after}"
+    after = span(loss.over_s - loss.at_s) if loss.over_s is not None else "never"
+    return f"{scaled(loss.lost_flop, '')} {after}"
 
 
 def _best(played: Sequence[tuple[Choice, Played]]) -> str:
-    """Who earns most of all that were played, and by how much the next is beaten."""
+    """The choice that earns most, and its advantage over the second."""
     if len(played) < 2:
-        return "nothing else was tried: name other weights, fields or policies"
-    paper = played[0][1]
-    alike = played[1:] if len(played) > 2 and played[1][0].settings else played
-    ranked = sorted(((one.earnings.flop / max(weighed(paper, choice.weights), 1e-300), number)
-                     for number, (choice, one) in enumerate(alike)), reverse=True)
+        return "no other choice was simulated: name other weights, fields or policies"
+    baseline = played[0][1]
+    comparable = played[1:] if len(played) > 2 and played[1][0].settings else played
+    ranked = sorted((
+        (one.earnings.flop / max(weighed(baseline, choice.weights), 1e-300), number)
+        for number, (choice, one) in enumerate(comparable)), reverse=True)
     (first, winner), (second, beaten) = ranked[:2]
-    names = [choice.words or "as recorded" for choice, _ in alike]
+    names = [choice.words or "as recorded" for choice, _ in comparable]
     if first - second < EQUAL_SHARE * first:
         return f"{names[winner]} and {names[beaten]} earn the same"
     return (f"{names[winner]}: {100 * (first / second - 1):.2f} % more than {names[beaten]}"
@@ -294,7 +299,7 @@ def _best(played: Sequence[tuple[Choice, Played]]) -> str:
 
 
 def _next(recording: Recording, played: Sequence[tuple[Choice, Played]], path: Path) -> str:
-    """A first choice to try, or where to read on."""
+    """The next command: a first choice to try, or the log."""
     if len(played) < 2:
         return (f"unicron simulate --from-log {path} --policy megatron "
                 f"--set weight.{next(iter(recording.names.values()))}=2")

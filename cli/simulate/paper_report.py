@@ -1,4 +1,4 @@
-"""The report of `unicron simulate paper`: one page with all figures, and each as SVG and PNG."""
+"""The report of `unicron simulate paper`: one HTML page, and each chart as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..terminal.format import number_of, scaled, span
 from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
 from .paper_tables import Evaluation, Row, ratios
 
-# --- The pictures of the paper's evaluation. ---
+# --- charts -------------------------------------------------------------------------------------
 
 Values = dict[tuple[str, str, str], Row]
 OTHERS = tuple(name for name in POLICIES if name != OURS)
@@ -34,9 +34,9 @@ DAY_S = 86400.0
 PARTS_NUM = 168
 PAPER_MARK, TRACE_COLOURS = "D", (COLOURS[2], COLOURS[0])
 FLAT_S = {"Oobleck": 10.0, "Bamboo": 450.0, "Varuna": 701.0}
-"""Of a 6.7 B model, whatever the cluster (Oobleck's artifact)."""
+"""Of a 6.7 B model; does not depend on the cluster (Oobleck's artifact)."""
 REQUEUE_S = ((2_048, 454.0), (4_096, 545.0), (8_192, 635.0), (16_384, 768.0))
-"""To schedule the whole job again, alone (ByteRobust, arXiv 2509.16293, table 7)."""
+"""Only to schedule the whole job again (ByteRobust, arXiv 2509.16293, table 7)."""
 
 
 def of_ratios(found: Evaluation, value: Values) -> Picture:
@@ -49,10 +49,10 @@ def of_ratios(found: Evaluation, value: Values) -> Picture:
                       color=TRACE_COLOURS[number], label=case)
             axes.hlines(places, [row["least"] for row in rows], [row["most"] for row in rows],
                         color=INK, linewidth=1.2)
-            told = [(REPORTED[case, name], place) for name, place in
+            reported = [(REPORTED[case, name], place) for name, place in
                     zip(OTHERS, places, strict=True) if (case, name) in REPORTED]
-            axes.plot(*zip(*told, strict=True), PAPER_MARK, color="white", markeredgecolor=INK,
-                      markersize=6, label="the paper's" if number else None)
+            axes.plot(*zip(*reported, strict=True), PAPER_MARK, color="white", markeredgecolor=INK,
+                      markersize=6, label="the paper" if number else None)
         axes.set_xscale("log")
         ticks = [1, 1.2, 1.5, 2, 3, 4, 5]
         axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
@@ -62,11 +62,11 @@ def of_ratios(found: Evaluation, value: Values) -> Picture:
         axes.set_xlabel("Unicron's accumulated WAF over the policy's")
         axes.legend(loc="lower right")
     return Picture(
-        "ratios", "What Unicron earns, over every other policy",
+        "ratios", "What Unicron earns relative to every other policy",
         f"Accumulated WAF on the paper's traces: bars are medians of "
-        f"{number_of(found.seeds, 'seed')}, lines the least and the most, diamonds what the paper "
-        "has. Oobleck's, Bamboo's and Varuna's speed without a fault is taken from those very "
-        "ratios: only Megatron's are evidence.",
+        f"{number_of(found.seeds, 'seed')}, lines least and most, diamonds the paper's values. "
+        "The speed of Oobleck, Bamboo and Varuna without a fault is derived from these ratios: "
+        "only Megatron's ratios are evidence.",
         draw, height=5.2)
 
 
@@ -93,9 +93,9 @@ def of_time(found: Evaluation) -> Picture:
         every[-1].legend(ncols=len(OVER_TIME), loc="upper center", bbox_to_anchor=(0.5, -0.22))
     return Picture(
         "waf-over-time", "WAF over time, with the faults",
-        "The weighted FLOP/s of all tasks, from fault to fault (marks below: red SEV1, which take "
-        "a node away until it is repaired; grey SEV2 and SEV3). Unicron keeps each task on a node "
-        "(T_necessary): it is below where another lets a light task go without.", draw,
+        "The weighted FLOP/s of all tasks, with the faults below: red SEV1, which take a node away "
+        "until it is repaired; grey SEV2 and SEV3. Unicron keeps each task on at least one node "
+        "(T_necessary): it is below a policy that leaves a light task without slots.", draw,
         height=6.4)
 
 
@@ -107,7 +107,7 @@ def _edges_d(case: str) -> list[float]:
 
 
 def _means(outcome: Outcome, horizon_s: float) -> list[float]:
-    """Of the WAF, in parts of the horizon that are equally long."""
+    """Means of the WAF over equal parts of the horizon."""
     part_s, flop = horizon_s / PARTS_NUM, [0.0] * PARTS_NUM
     curve = [(at_s - outcome.began_s, waf) for at_s, waf in outcome.earnings.curve]
     for (at_s, waf), (until_s, _) in pairwise([*curve, (horizon_s, 0.0)]):
@@ -120,10 +120,10 @@ def _means(outcome: Outcome, horizon_s: float) -> list[float]:
 
 
 def _faults(axes: Any, found: Evaluation, case: str, full: float) -> None:
-    told = [one for one in found.parts[case, OURS, 1, ""].ground.happenings
+    faults = [one for one in found.parts[case, OURS, 1, ""].ground.happenings
             if isinstance(one, Happening) and one.event == "fault"]
     for hard, colour in ((False, MUTED), (True, COLOURS[0])):
-        at_d = [one.at_s / DAY_S for one in told if (TABLE[one.cause] == "SEV1") == hard]
+        at_d = [one.at_s / DAY_S for one in faults if (TABLE[one.cause] == "SEV1") == hard]
         axes.plot(at_d, [-0.05 * full] * len(at_d), "|", color=colour, markersize=8,
                   markeredgewidth=1.4)
 
@@ -145,11 +145,11 @@ def of_losses(value: Values) -> Picture:
             axes.set_xlabel("lost, % of what it earns without a fault")
         every[-1].legend(loc="lower right")
     return Picture(
-        "losses", "What recovery costs, and of what it is made",
-        "Detection: a fault has stopped a task and nobody was told. Transition: on the way to "
-        "train again. Waiting: its slots are away. Sub-healthy: it trains on fewer. Recomputed: "
-        "done twice. Who keeps a node idle has less to lose, and earns less for that. The rules of "
-        "allocation heal as Unicron does, and are left out.", draw, height=4.4)
+        "losses", "What recovery costs, by reason",
+        "Detection: a fault has stopped a task and was not reported yet. Transition: on the way "
+        "back to training. Waiting: its slots are absent. Sub-healthy: it trains on fewer slots. "
+        "Recomputed: done twice. A policy that keeps a node idle has less to lose, and earns less. "
+        "The allocation rules heal as Unicron does, and are left out.", draw, height=4.4)
 
 
 def of_cases(value: Values) -> Picture:
@@ -172,7 +172,7 @@ def of_cases(value: Values) -> Picture:
         axes.grid(axis="x", visible=False)
         axes.set_ylabel("WAF, PFLOP/s")
         axes.legend(ncols=len(systems), loc="upper left", bbox_to_anchor=(0, 1.12))
-    return Picture("cases", "Six tasks on 128 GPUs, by four rules",
+    return Picture("cases", "Six tasks on 128 GPUs, by plan and by three rules",
                    "What the cluster earns without a fault, in the paper's five multi-task cases.",
                    draw, height=3.6)
 
@@ -186,7 +186,7 @@ def of_growth(found: Evaluation) -> Picture:
         axes.plot(gpus, [one.detect_s + one.change_s + plan_s for one, plan_s in found.growth],
                   "o--", color=OURS_COLOUR, linewidth=1, label="Unicron, as measured on gloo")
         axes.plot(gpus, [plan_s for _, plan_s in found.growth], ".:", color=INK,
-                  label="of that the plan")
+                  label="the plan alone")
         for number, (name, long_s) in enumerate(FLAT_S.items()):
             axes.axhline(long_s, color=COLOURS[number], linewidth=1.2, linestyle=(0, (5, 2)),
                          label=f"{name}, 30 GPUs")
@@ -198,13 +198,13 @@ def of_growth(found: Evaluation) -> Picture:
         axes.set_ylabel("seconds")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return Picture("transition", "From a lost node to training again, by cluster size",
-                   "Pieces as measured by this project's benches on four ranks over gloo; the plan "
-                   "is timed here and now; NCCL's communicators as MegaScale publishes them (under "
-                   "5 s at 2,048 GPUs, under 30 s above 10,000). No piece was run on GPUs.", draw)
+                   "Parts are measured by this project's benches on four ranks over gloo; the plan "
+                   "is timed on this machine; NCCL's communicators as MegaScale publishes them "
+                   "(under 5 s at 2,048 GPUs, under 30 s above 10,000). No part ran on GPUs.", draw)
 
 
 def of_changes(found: Evaluation, value: Values) -> Picture:
-    told = [
+    changes = [
         (change.what, name)
         for change in paper_evaluation.SENSITIVITY
         for name in change.systems[1:]
@@ -215,20 +215,21 @@ def of_changes(found: Evaluation, value: Values) -> Picture:
         for number, case in enumerate(paper_evaluation.TRACES):
             axes.axvline(ratios(found, case, THEIRS)[0], color=TRACE_COLOURS[number],
                          linestyle=":", linewidth=1.2)
-            axes.plot([value[f"{case}: {what}", name, "waf_ratio"]["value"] for what, name in told],
-                      [-at for at in range(len(told))], "o", color=TRACE_COLOURS[number],
+            axes.plot([value[f"{case}: {what}", name, "waf_ratio"]["value"]
+                       for what, name in changes],
+                      [-at for at in range(len(changes))], "o", color=TRACE_COLOURS[number],
                       label=case)
         axes.axvline(1.0, color=INK, linewidth=1)
         axes.set_xscale("log")
         ticks = [1, 1.2, 1.5, 2, 3, 4]
         axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
         axes.minorticks_off()
-        axes.set_yticks([-at for at in range(len(told))], [
-            what if name == THEIRS else f"{what}: {name}" for what, name in told])
-        axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or of who is named")
+        axes.set_yticks([-at for at in range(len(changes))], [
+            what if name == THEIRS else f"{what}: {name}" for what, name in changes])
+        axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or over the named system's")
         axes.legend(loc="upper right")
 
-    moved = {
+    effects = {
         what: max(
             abs(
                 math.log(
@@ -238,16 +239,16 @@ def of_changes(found: Evaluation, value: Values) -> Picture:
             )
             for case in paper_evaluation.TRACES
         )
-        for what, name in told
+        for what, name in changes
         if name == THEIRS
     }
-    first, second = sorted(moved, key=lambda what: -moved[what])[:2]
-    return Picture("sensitivity", "Which conclusion hangs on which constant",
-                   "Each change alone, with the first seed; dotted: all as it is. The ratio over "
-                   f"Megatron hangs most on these: {first}; {second}.", draw)
+    first, second = sorted(effects, key=lambda what: -effects[what])[:2]
+    return Picture("sensitivity", "How the conclusion depends on the constants",
+                   "Each change alone, with the first seed; dotted: no change. The ratio over "
+                   f"Megatron depends most on these: {first}; {second}.", draw)
 
 
-# --- One page that needs nothing beside it: words, tables and pictures. ---
+# --- one self-contained HTML page ---------------------------------------------------------------
 
 STYLE = """
 :root { --ink: #1c2733; --soft: #5b6875; --line: #dfe5ea; --ground: #f4f6f8; --card: #ffffff;
@@ -283,7 +284,7 @@ code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; }
 
 
 def folder(path: Path) -> None:
-    """Where a report is written, made before anything is played. Raises UsageError."""
+    """Make the folder of a report before the runs start. Raises UsageError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -291,7 +292,7 @@ def folder(path: Path) -> None:
 
 
 def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
-    """The whole of it. `body` is HTML, the rest text."""
+    """A whole page. `body` is HTML, the rest text."""
     return "\n".join([
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -301,7 +302,7 @@ def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
 
 
 def figures(shown: Sequence[tuple[str, str]]) -> str:
-    """Large numbers, and what each is."""
+    """Large numbers with captions."""
     cells = "".join(f'<div class="figure"><b>{escape(number)}</b><span>{escape(what)}</span></div>'
                     for number, what in shown)
     return f'<div class="figures">{cells}</div>'
@@ -314,17 +315,17 @@ def section(title: str, caption: str, *parts: str) -> str:
 
 
 def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
-    """A card with a picture, and what stands below it."""
+    """A card with a chart, and more HTML below it."""
     return section(picture.title, picture.caption, svg(picture, folder), *parts)
 
 
-def words(told: Sequence[str]) -> str:
-    """A paragraph each."""
-    return "".join(f"<p>{escape(one)}</p>" for one in told)
+def words(sentences: Sequence[str]) -> str:
+    """One paragraph each."""
+    return "".join(f"<p>{escape(one)}</p>" for one in sentences)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
-    """Cells are text. The row that begins with `ours` stands out."""
+    """Cells are text. The row that begins with `ours` is highlighted."""
     lines = ["<table><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr>"]
     for row in rows:
         lines.append('<tr class="ours">' if ours and row[0] == ours else "<tr>")
@@ -335,7 +336,7 @@ BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 
 
 def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
-    """report.html, rows.json, and the figures. What is there of these is written anew."""
+    """Write report.html, rows.json and the charts. Existing files are replaced."""
     (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(_page(folder, found, rows), encoding="utf-8")
 
@@ -344,7 +345,7 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
     traces = [table(*_trace_rows(case, value), ours=OURS) for case in paper_evaluation.TRACES]
     return page(
-        "What a cluster earns while it fails", _lead(found), [
+        "What a cluster earns under faults", _lead(found), [
             figures([(f"{value[case, THEIRS, 'waf_ratio']['value']:.2f} x",
                            f"Megatron's accumulated WAF on {case}; the paper has "
                            f"{REPORTED[case, THEIRS]:g} x") for case in paper_evaluation.TRACES]
@@ -357,20 +358,20 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
             pictured(of_growth(found), folder, table(*_growth_rows(found))),
             pictured(of_changes(found, value), folder,
                           table(*_change_rows(found, value))),
-            section("The constants", "Seconds. Unicron's are measured by this project's "
-                         "benches, but for start_s; those of other policies are the more "
-                         "favourable to them of the published and the measured ones. Sources: "
+            section("The constants", "In seconds. Unicron's are measured by this project's "
+                         "benches, except start_s. For other policies each constant is the "
+                         "published or the measured value, whichever favours the policy. Sources: "
                          "control_plane/simulation/policies/ and docs/guides/paper.md.",
                          table(*_constants(), ours=OURS)),
         ], f"unicron {__version__}, unicron simulate paper --seeds {found.seeds}; our reading of "
-        "arXiv 2401.00134, whose text says less than a simulation needs (docs/guides/paper.md).")
+        "arXiv 2401.00134, which leaves parts of the simulation open (docs/guides/paper.md).")
 
 
 def _lead(found: Evaluation) -> str:
-    return (f"The evaluation of the paper, played again: 16 nodes of 8 A800, six GPT-3 tasks, two "
+    return (f"The paper's evaluation, simulated again: 16 nodes of 8 A800, six GPT-3 tasks, two "
             f"traces of faults, drawn with {number_of(found.seeds, 'seed')}, under {len(POLICIES)} "
-            "policies. Every one goes through Unicron's own fold, planner and transitions; it "
-            "replaces what is decided, and what each step takes.")
+            "policies. Every policy uses Unicron's own fold and transitions; it replaces the "
+            "decisions, and the duration of each step.")
 
 
 def _nearest(case: str, value: dict[tuple[str, str, str], Row]) -> tuple[str, str]:
@@ -382,27 +383,28 @@ def _verdict(value: dict[tuple[str, str, str], Row], num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
               for case in paper_evaluation.TRACES for name in POLICIES
               if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
-    short = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x for {told:g} x)"
-             for (case, name), told in REPORTED.items()
-             if value[case, name, "waf_ratio"]["value"] < told]
+    below = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x "
+             f"for {reported:g} x)"
+             for (case, name), reported in REPORTED.items()
+             if value[case, name, "waf_ratio"]["value"] < reported]
     some, each = (", with some seed,", ", with every seed") if num_seeds > 1 else ("", "")
     return ((f"Unicron earned less{some} than {', '.join(behind)}. " if behind else
              f"Unicron earned more than every other policy, on both traces{each}. ")
-            + (f"Below the paper's ratio: {', '.join(short)}. " if short else "")
-            + ("What is behind that, and what it is worth: docs/guides/paper.md."
-               if behind or short else ""))
+            + (f"Below the paper's ratio: {', '.join(below)}. " if below else "")
+            + ("Reasons: docs/guides/paper.md."
+               if behind or below else ""))
 
 
 def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
                 ) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name in POLICIES:
-        ratio, told = value[case, name, "waf_ratio"], REPORTED.get((case, name))
+        ratio, reported = value[case, name, "waf_ratio"], REPORTED.get((case, name))
         rows.append([name, scaled(value[case, name, "accumulated_waf"]["value"], "FLOP"),
                      f"{100 * value[case, name, 'share_of_full']['value']:.1f} %",
                      "" if name == OURS else
                      f"{ratio['value']:.3f} [{ratio['least']:.3f}, {ratio['most']:.3f}]",
-                     f"{told:g}" if told else "",
+                     f"{reported:g}" if reported else "",
                      *(f"{100 * value[case, name, f'lost_{what}']['value']:.2f} %"
                        for what in LOST)])
     return [case, "earned", "of full", "Unicron over it", "paper", *LOST], rows
@@ -430,7 +432,7 @@ def _growth_rows(found: Evaluation) -> tuple[list[str], list[list[str]]]:
 
 def _change_rows(found: Evaluation, value: dict[tuple[str, str, str], Row]
                  ) -> tuple[list[str], list[list[str]]]:
-    usual = ["all is as it is", THEIRS, *(
+    usual = ["no change", THEIRS, *(
         f"{ratios(found, case, THEIRS)[0]:.3f} x" for case in paper_evaluation.TRACES)]
     return ["if", "Unicron is, over", *paper_evaluation.TRACES], [usual, *(
         [change.what, name, *(
@@ -444,6 +446,6 @@ def _constants() -> tuple[list[str], list[list[str]]]:
              "speed", "num_spares")
     rows: list[list[str]] = []
     for name, policy in POLICIES.items():
-        plain = msgspec.to_builtins(policy.costs)
-        rows.append([name, policy.what, *(f"{plain[key]:g}" for key in shown)])
+        constants = msgspec.to_builtins(policy.costs)
+        rows.append([name, policy.what, *(f"{constants[key]:g}" for key in shown)])
     return ["policy", "after a fault", *shown], rows

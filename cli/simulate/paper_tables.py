@@ -1,4 +1,4 @@
-"""`unicron simulate paper`: the paper's evaluation, with our own constants, beside its figures."""
+"""`unicron simulate paper`: the paper's evaluation with our constants, next to its own results."""
 
 from __future__ import annotations
 
@@ -12,30 +12,36 @@ from typing import Any, NamedTuple
 from ...control_plane.planner import planner
 from ...control_plane.simulation import paper_evaluation
 from ...control_plane.simulation.accounting import LOST
-from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, Growth, Part
+from ...control_plane.simulation.paper_evaluation import (
+    OURS,
+    REPORTED,
+    RULES,
+    EvaluationRun,
+    PauseEstimate,
+)
 from ...control_plane.simulation.policies import POLICIES
 from ..terminal import console
 from ..terminal.format import command, labelled, number_of, scaled, span, table
-from .compare import HEADS, Played, Stage, play
+from .compare import HEADS, Played, RunSpec, play
 
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
 Key = tuple[str, str, int, str]
-"""Case, system, seed, what is changed."""
+"""Case, system, seed, changed constant."""
 
 
 class Evaluation(NamedTuple):
-    """All that was played, and how long plans took."""
+    """All runs with their results, and the time that plans took."""
 
-    parts: dict[Key, Part]
+    parts: dict[Key, EvaluationRun]
     played: dict[Key, Played]
-    growth: list[tuple[Growth, float]]
+    growth: list[tuple[PauseEstimate, float]]
     seeds: int
     took_s: float
 
 
 def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
-    """Play, show, and write the report. Raises UsageError."""
+    """`unicron simulate paper`: run, print, and write the report. Raises UsageError."""
     if report is not None:
         from .paper_report import folder
 
@@ -53,7 +59,7 @@ def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
 
 
 def evaluate(seeds: int) -> Evaluation:
-    """The whole of it."""
+    """Run the whole evaluation."""
     began_s = time.perf_counter()
     parts = [
         *paper_evaluation.whole(seeds),
@@ -61,32 +67,32 @@ def evaluate(seeds: int) -> Evaluation:
         *paper_evaluation.of_cases(),
     ]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
-    played = play([Stage(part.policy, part.ground) for part in parts])
+    played = play([RunSpec(part.policy, part.ground) for part in parts])
     growth = [(paper_evaluation.growth(gpus), _plan_s(gpus)) for gpus in paper_evaluation.GPUS_NUMS]
     return Evaluation(dict(zip(keys, parts, strict=True)), dict(zip(keys, played, strict=True)),
                       growth, seeds, time.perf_counter() - began_s)
 
 
 def _plan_s(gpus: int) -> float:
-    """How long the plan after a lost node takes, here and now."""
-    asked, lengths_s = paper_evaluation.asked(gpus), list[float]()
+    """The median time to plan after a node loss, on this machine."""
+    problem, lengths_s = paper_evaluation.planning_problem(gpus), list[float]()
     for _ in range(PLAN_ROUNDS_NUM):
         began_s = time.perf_counter()
-        planner.choose(asked)
+        planner.choose(problem)
         lengths_s.append(time.perf_counter() - began_s)
     return median(lengths_s)
 
 
 # --- as data ------------------------------------------------------------------------------------
 def rows_of(found: Evaluation) -> list[Row]:
-    """As benchmarks have them: the median of what was measured, with the least and the most."""
+    """Rows as in benchmark results: the median with the least and the most."""
     return [*_of_traces(found), *_of_cases(found), *_of_changes(found), *_of_growth(found)]
 
 
 def row(case: str, system: str, metric: str, unit: str, values: Iterable[float]) -> Row:
-    told = sorted(values)
-    return {"case": case, "system": system, "metric": metric, "value": median(told), "unit": unit,
-            "n": len(told), "least": told[0], "most": told[-1]}
+    ordered = sorted(values)
+    return {"case": case, "system": system, "metric": metric, "value": median(ordered),
+            "unit": unit, "n": len(ordered), "least": ordered[0], "most": ordered[-1]}
 
 
 def _flop(found: Evaluation, case: str, system: str, seed: int, changed: str = "") -> float:
@@ -94,7 +100,7 @@ def _flop(found: Evaluation, case: str, system: str, seed: int, changed: str = "
 
 
 def ratios(found: Evaluation, case: str, system: str) -> list[float]:
-    """Unicron's accumulated WAF over its, by seed."""
+    """Accumulated WAF of Unicron over that of the system, by seed."""
     return [_flop(found, case, OURS, seed) / _flop(found, case, system, seed)
             for seed in range(1, found.seeds + 1)]
 
@@ -143,7 +149,7 @@ def _of_growth(found: Evaluation) -> Iterator[Row]:
             yield row(case, OURS, metric, "s", [value])
 
 
-# --- for people -------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------
 def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]:
     """The page, at most 100 columns."""
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
@@ -152,8 +158,8 @@ def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]
     for case in paper_evaluation.TRACES:
         lines += [*_trace_table(found, case, value), ""]
     lines += [*_cases_table(value), "", *_change_table(found, value), "", *_growth_table(found), ""]
-    lines += labelled("not told", "by the paper's notes: which nodes fail when, trace-b's repairs, "
-                      "batches; Oobleck's, Bamboo's and Varuna's speed follows from its ratios "
+    lines += labelled("unknown", "from the paper: which nodes fail when, trace-b's repairs, "
+                      "batches; Oobleck's, Bamboo's and Varuna's speed is derived from its ratios "
                       "(docs/guides/paper.md)")
     then = f"open {report / 'report.html'}" if report is not None else (
         "unicron simulate paper -o json")
@@ -166,11 +172,11 @@ def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str],
             *(HEADS[what] for what in LOST))
     rows: list[list[str]] = []
     for system in POLICIES:
-        ratio, told = value[case, system, "waf_ratio"], REPORTED.get((case, system))
+        ratio, reported = value[case, system, "waf_ratio"], REPORTED.get((case, system))
         rows.append([
             system, scaled(value[case, system, "accumulated_waf"]["value"], "FLOP"),
             f"{100 * value[case, system, 'share_of_full']['value']:.1f} %",
-            "-" if system == OURS else _spread(ratio), f"{told:g} x" if told else "",
+            "-" if system == OURS else _spread(ratio), f"{reported:g} x" if reported else "",
             *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOST)])
     faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
     return [*table(head, rows, right=range(1, 10)),
@@ -193,7 +199,7 @@ def _change_table(found: Evaluation, value: dict[tuple[str, str, str], Row]) -> 
     head = ("IF", "UNICRON IS, OVER", *(name.upper() for name in paper_evaluation.TRACES))
     rows = [
         [
-            "all is as it is",
+            "no change",
             paper_evaluation.THEIRS,
             *(
                 f"{ratios(found, case, paper_evaluation.THEIRS)[0]:.3f} x"
@@ -214,4 +220,4 @@ def _growth_table(found: Evaluation) -> list[str]:
     rows = [[str(one.gpus), span(one.detect_s), span(plan_s), span(one.change_s), span(one.nccl_s),
              span(one.pause_s + plan_s)] for one, plan_s in found.growth]
     return [*table(head, rows, right=range(6)),
-            "detect and change as measured on four ranks, the plan here and now, NCCL as published"]
+            "detect and change as measured on four ranks, the plan here, NCCL as published"]

@@ -1,4 +1,4 @@
-"""The leader's hold on the log: one epoch, the fold of it, and appends that stand or do not."""
+"""The leader of the log: one epoch, the folded state, and atomic appends."""
 
 from __future__ import annotations
 
@@ -20,79 +20,79 @@ PAGE_RECORDS_MAX = 1_000
 
 
 class Committed(Struct, frozen=True):
-    """What one append wrote. `answers` maps each operator's source in it to the seq it got."""
+    """The result of one append. `answers`: the seq for each operator's source."""
 
     records: tuple[Record, ...]
     answers: dict[str, int]
 
 
 class Leader:
-    """Epoch, memory and cursor of one control plane. The caller retries; see `recover`.
+    """Epoch, state and intake cursor of one control plane. The caller retries; see `recover`.
 
-    Every call may raise Conflict, Ambiguous or Unavailable: the memory is then worth nothing, and
-    `recover` folds the log again. Fenced means that a newer leader rules: stop. CorruptLog means
+    Every call may raise Conflict, Ambiguous or Unavailable: the state is then invalid, and
+    `recover` folds the log again. Fenced means that a newer leader exists: stop. CorruptLog means
     that the log cannot be trusted.
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy) -> None:
         self._log, self._clock, self._code, self._policy = log, clock, code, policy
-        self._ahead_s = 0.0
+        self._offset_s = 0.0
         self.source = f"leader/{nonce}"
         self._nonce = nonce
         self.epoch = 0
         self.state = ClusterState()
         self.position = "0-0"
-        """The intake's cursor behind which this memory has decided everything."""
+        """The intake's cursor: this state includes all reports up to it."""
         self.answers: dict[str, int] = {}
-        """Operators' sources -> the seq of their first report, the newest NUM_REQUESTS_MAX."""
+        """Operators' sources to the seq of their first report, the latest NUM_REQUESTS_MAX."""
 
     def now_s(self) -> float:
-        """The clock, never behind the log: else deadlines of a faster host's log would sleep."""
-        return self._clock() + self._ahead_s
+        """The clock, but never before the log's last time; it may be from a faster host's clock."""
+        return self._clock() + self._offset_s
 
     def report(self, body: Body) -> Report:
-        """A report of this leader's own, the next of its source."""
+        """A report of this leader, with its next source_seq."""
         return Report(source=self.source, source_seq=self.state.sources.get(self.source, 0) + 1,
                       occurred_s=self.now_s(), body=body)
 
     async def take_over(self) -> None:
-        """Start a new epoch. Every older leader is fenced when this returns."""
+        """Start a new epoch. When this returns, every older leader is fenced."""
         self.epoch = await self._log.start_epoch(self._nonce)
 
     async def recover(self) -> list[Record]:
-        """Fold the log into a fresh memory, make this epoch stand in it, restore the orders.
+        """Fold the log into a new state, start this epoch in it, restore the orders.
 
-        Safe to repeat at any point; returns what it appended. O(log), in pages.
+        Safe to repeat at any point; returns the appended records. O(log), in pages.
         """
         state, answers = await self._fold_log()
-        # Read after the fold: were an append of ours still on its way, it would move both, and
-        # the next append would find the seq taken.
+        # Read the cursor after the fold: an append of ours that is still in flight moves both, and
+        # the next append then finds its seq taken.
         position = await self._log.cursor()
         if state.epoch > self.epoch:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
         self.state, self.answers, self.position = state, answers, position
-        self._ahead_s = max(self._ahead_s, state.at_s - self._clock())
+        self._offset_s = max(self._offset_s, state.at_s - self._clock())
         if state.epoch == self.epoch:
-            # This epoch has begun before; its appends wrote log and streams in one step.
+            # This epoch has started before; its appends wrote log and streams atomically.
             return []
-        # Before the epoch's first order, so that what is still open keeps its place.
+        # Before the first order of this epoch, so that open orders keep their place.
         await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
-        return list((await self.commit(self._opening())).records)
+        return list((await self.commit(self._epoch_reports())).records)
 
-    def _opening(self) -> Iterator[Report]:
-        """What an epoch begins with, in one append: a log without its policy cannot be."""
+    def _epoch_reports(self) -> Iterator[Report]:
+        """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
         yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=HEART))
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 
     async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> Committed:
-        """Decide upon each report in order, then append all in one write.
+        """Decide on each report in order, then append all records in one write.
 
-        `reports` is asked for one at a time, so that a generator sees the state that those before
-        have made. Reports that are not the next of their source fall away: a duplicate is in the
-        log, a later one will be told again. `cursor` is where the intake stands behind them.
+        `reports` is consumed one at a time, so that a generator sees the state after the reports
+        before. A report that is not the next of its source is dropped: a duplicate is in the log
+        already, and a later one will be sent again. `cursor` is the intake's position after them.
         """
         now_s, expect = self.now_s(), self.state.seq
         records: list[Record] = []
@@ -122,7 +122,7 @@ class Leader:
             page = await self._log.read(after=state.seq, num_max=PAGE_RECORDS_MAX)
             for record in page:
                 if record.seq != state.seq + 1:
-                    raise CorruptLog(state.seq + 1, f"is missing; the log goes on at {record.seq}")
+                    raise CorruptLog(state.seq + 1, f"is missing; the next is {record.seq}")
                 fold(state, record)
                 if record.source.startswith("operator/") and record.source_seq == 1:
                     _remember(answers, {record.source: record.seq})

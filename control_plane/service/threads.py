@@ -1,7 +1,7 @@
-"""Work aside: in a thread of its own, which nobody waits for when the process is to end.
+"""Calls in a detached daemon thread that the exit of the process does not wait for.
 
-The executor of asyncio is waited for, however long what it runs takes: at 1,000 tasks on 100,000
-slots under limits that is half a minute. Nothing that is done here is needed once nobody asks.
+The default executor of asyncio is joined at exit, however long its calls take: at 1,000 tasks on
+100,000 slots under limits that is half a minute. Results of these calls are not needed at exit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def aside(call: Callable[[], T]) -> T:
-    """What it returns or raises. Cancelled, it goes on for nobody."""
+    """Run `call` in a new thread. Returns its result or raises its error; a cancel detaches it."""
     done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     threading.Thread(target=_Work(call, done).run, name="aside", daemon=True).start()
     return await done
@@ -28,20 +28,20 @@ class _Work(Generic[T]):
     def run(self) -> None:
         with self:
             result = self._call()
-            self._tell(lambda: self._done.set_result(result))
+            self._post(lambda: self._done.set_result(result))
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
-            self._tell(lambda: self._done.set_exception(error))
+            self._post(lambda: self._done.set_exception(error))
         return True
 
-    def _tell(self, tell: Callable[[], None]) -> None:
-        """In the loop, if it still runs and somebody waits."""
+    def _post(self, set_result: Callable[[], None]) -> None:
+        """Run in the loop, if it still runs and the caller still waits."""
         loop = self._done.get_loop()
         try:
-            loop.call_soon_threadsafe(lambda: None if self._done.done() else tell())
+            loop.call_soon_threadsafe(lambda: None if self._done.done() else set_result())
         except RuntimeError:
             assert loop.is_closed()

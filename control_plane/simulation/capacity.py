@@ -1,4 +1,4 @@
-"""Capacity questions: one scenario at other MTBFs, with other spares, under other weights."""
+"""Capacity questions: one scenario with other MTBFs, spare nodes or weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HINT = "trace: {drawn: {mtbf_gpu_h: 4000}}; see docs/guides/traces.md"
 
 
 class Point(NamedTuple):
-    """One run: `at` is the MTBF's ratio, the number of spares, or the weight's ratio."""
+    """One run. `at` is the ratio of the MTBF, the number of spares, or the ratio of the weight."""
 
     at: float
     system: str
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 def usual() -> Scenario:
-    """The paper's case 5 on 16 nodes for 8 weeks, at trace-a's rate, drawn."""
+    """Case 5 of the Unicron paper on 16 nodes for 8 weeks, with faults drawn at trace-a's rate."""
     trace = paper_evaluation.TRACES["trace-a"]
     gpu_h = paper_evaluation.NODES_NUM * paper_evaluation.NODE_SLOTS_NUM * trace.horizon_s / 3600
     return replace(
@@ -53,51 +53,53 @@ def usual() -> Scenario:
     )
 
 
-def mtbf(asked: Scenario, seeds: int) -> list[Point]:
-    """All policies of the scenario, as faults come more and less often. Raises SpecError."""
+def mtbf(base: Scenario, seeds: int) -> list[Point]:
+    """All policies of the scenario at each ratio of the MTBF. Raises SpecError."""
     return [point for ratio in MTBF_RATIOS for seed in range(seeds)
-            for point in _points(asked, ratio, _drawn(asked, seed, ratio), seed)]
+            for point in _points(base, ratio, _drawn(base, seed, ratio), seed)]
 
 
-def spares(asked: Scenario, seeds: int, most: int) -> list[Point]:
-    """Up to so many idle nodes under each policy that has them, and Unicron without. Raises
-    SpecError."""
-    told = [name for name in asked.policies if policy(asked, name).costs.num_spares]
-    need(bool(told), "policies", "has none that keeps spares", "add spares: {}")
+def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
+    """0 to `most` idle nodes under each policy that keeps spares, and Unicron without spares.
+
+    Raises SpecError.
+    """
+    spared = [name for name in base.policies if policy(base, name).costs.num_spares]
+    need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []
     for seed in range(seeds):
-        happenings = _drawn(asked, seed)
+        events = _drawn(base, seed)
         for num in range(most + 1):
-            names = told if num or OURS not in asked.policies else [OURS, *told]
-            found += _points(replace(asked, policies={
-                name: {**asked.policies[name], **({"num_spares": num} if name in told else {})}
-                for name in names}), num, happenings, seed)
+            names = spared if num or OURS not in base.policies else [OURS, *spared]
+            found += _points(replace(base, policies={
+                name: {**base.policies[name], **({"num_spares": num} if name in spared else {})}
+                for name in names}), num, events, seed)
     return found
 
 
-def weights(asked: Scenario, seeds: int, task: str) -> list[Point]:
-    """Unicron, as this task's weight is another. Raises SpecError."""
-    names = [one.name for one in asked.tasks]
+def weights(base: Scenario, seeds: int, task: str) -> list[Point]:
+    """Unicron at each ratio of this task's weight. Raises SpecError."""
+    names = [one.name for one in base.tasks]
     need(task in names, "--task", f"is {task[:60]!r}, which is no task",
          f"one of {', '.join(names)}")
-    return [point for seed in range(seeds) for happenings in [_drawn(asked, seed)]
+    return [point for seed in range(seeds) for events in [_drawn(base, seed)]
             for ratio in WEIGHT_RATIOS for point in _points(replace(
-                asked, policies={OURS: asked.policies.get(OURS, {})},
+                base, policies={OURS: base.policies.get(OURS, {})},
                 tasks=tuple(replace(one, weight=one.weight * ratio) if one.name == task else one
-                            for one in asked.tasks)), ratio, happenings, seed)]
+                            for one in base.tasks)), ratio, events, seed)]
 
 
-def _points(asked: Scenario, at: float, happenings: Sequence[Happening], seed: int) -> list[Point]:
-    return [Point(at, name, seed, chosen, ground(asked, chosen, happenings))
-            for name in asked.policies for chosen in [policy(asked, name)]]
+def _points(base: Scenario, at: float, events: Sequence[Happening], seed: int) -> list[Point]:
+    return [Point(at, name, seed, chosen, ground(base, chosen, events))
+            for name in base.policies for chosen in [policy(base, name)]]
 
 
-def _drawn(asked: Scenario, seed: int, ratio: float = 1.0) -> list[Happening]:
-    """The trace, drawn with another seed, faults so much rarer."""
-    if not isinstance(asked.trace, DrawnTrace):
-        raise SpecError("trace", "is a file: what is drawn has other seeds and rates", HINT)
-    told = asked.trace.drawn
-    count, bursts = told.count, told.bursts
+def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[Happening]:
+    """The trace, drawn with another seed and faults rarer by `ratio`."""
+    if not isinstance(base.trace, DrawnTrace):
+        raise SpecError("trace", "is a file: only a drawn trace has other seeds and rates", HINT)
+    drawn = base.trace.drawn
+    count, bursts = drawn.count, drawn.bursts
     if isinstance(count, dict):
         count = {what: round(num / ratio) for what, num in count.items()}
     elif count is not None:
@@ -105,27 +107,27 @@ def _drawn(asked: Scenario, seed: int, ratio: float = 1.0) -> list[Happening]:
     if bursts is not None and bursts.every_h is not None:
         bursts = replace(bursts, every_h=bursts.every_h * ratio)
     rarer = {name: value * ratio for name in RATES
-             if isinstance(value := getattr(told, name), float)}
-    made = replace(told, seed=told.seed + seed, count=count, bursts=bursts, **rarer)
-    return generator.draw(made, asked.cluster.names, asked.cluster.slots, asked.horizon_s)
+             if isinstance(value := getattr(drawn, name), float)}
+    made = replace(drawn, seed=drawn.seed + seed, count=count, bursts=bursts, **rarer)
+    return generator.draw(made, base.cluster.names, base.cluster.slots, base.horizon_s)
 
 
-def mtbf_gpu_h(asked: Scenario) -> float:
-    """What the ratio is of, where the trace says so for a GPU; else 0."""
-    told = asked.trace.drawn if isinstance(asked.trace, DrawnTrace) else Drawn()
-    num_gpus = len(asked.cluster.names) * asked.cluster.slots
-    if told.mtbf_gpu_h is not None:
-        return told.mtbf_gpu_h
-    if told.mtbf_gpu_days is not None:
-        return 24 * told.mtbf_gpu_days
-    if told.mtbf_node_h is not None:
-        return told.mtbf_node_h * asked.cluster.slots
-    num = sum(told.count.values()) if isinstance(told.count, dict) else told.count
-    return num_gpus * asked.horizon_s / 3600 / num if num else 0.0
+def mtbf_gpu_h(base: Scenario) -> float:
+    """The MTBF per GPU at ratio 1, in hours; 0.0 if the trace does not define it."""
+    drawn = base.trace.drawn if isinstance(base.trace, DrawnTrace) else Drawn()
+    num_gpus = len(base.cluster.names) * base.cluster.slots
+    if drawn.mtbf_gpu_h is not None:
+        return drawn.mtbf_gpu_h
+    if drawn.mtbf_gpu_days is not None:
+        return 24 * drawn.mtbf_gpu_days
+    if drawn.mtbf_node_h is not None:
+        return drawn.mtbf_node_h * base.cluster.slots
+    num = sum(drawn.count.values()) if isinstance(drawn.count, dict) else drawn.count
+    return num_gpus * base.horizon_s / 3600 / num if num else 0.0
 
 
 class BreakEven(NamedTuple):
-    """At `at` two systems earn alike; below it `below` earns more."""
+    """At `at` two systems earn the same; below it `below` earns more."""
 
     at: float
     below: str
@@ -134,7 +136,7 @@ class BreakEven(NamedTuple):
 
 def break_evens(curves: Mapping[str, Sequence[tuple[float, float]]], *, geometric: bool
                 ) -> list[BreakEven]:
-    """Where two curves over the same points cross, on the line between two of these."""
+    """Crossings of two curves over the same points, by interpolation between neighbours."""
     found: list[BreakEven] = []
     for one, other in combinations(curves, 2):
         gaps = [(at, mine - its) for (at, mine), (_, its) in

@@ -1,4 +1,4 @@
-"""Virtual time: what is due next happens next, through the heart's one door."""
+"""Virtual time: an event queue that runs the decider; the next event is the earliest one due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEADER = "leader/simulated"
 
 
 class Deadlines(dict[str, Deadline]):
-    """A state's, which knows the next one without a look at all; none is due anew in place."""
+    """Deadlines of a state, with the earliest one in O(1). A deadline is never changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,20 +28,20 @@ class Deadlines(dict[str, Deadline]):
         heappush(self._due, (deadline.due_s, name))
 
     def next(self) -> tuple[float, str]:
-        """When the first is due, and its name; of one time the first by name."""
+        """The earliest due time and its name, (inf, "") if there is none; ties go by name."""
         while self._due:
             due_s, name = self._due[0]
-            held = self.get(name)
-            if held is not None and held.due_s == due_s:
+            current = self.get(name)
+            if current is not None and current.due_s == due_s:
                 return due_s, name
             heappop(self._due)
         return inf, ""
 
 
 class Engine:
-    """One leader, its state, and all that is still to happen. `decide` is the policy.
+    """One leader, its state, and the queue of future events. `decide` is the policy.
 
-    `answer` is told of the records that a report makes, when all of them are folded.
+    `on_records` is called with the records of each report, after all of them are folded.
     """
 
     def __init__(self, decide: Decide) -> None:
@@ -49,31 +49,31 @@ class Engine:
         self.state = ClusterState(deadlines=self._deadlines)
         self.now_s = 0.0
         self.num_records = 0
-        self.answer: Callable[[Sequence[Record]], None] = _nobody
+        self.on_records: Callable[[Sequence[Record]], None] = _ignore_records
         self._decide = decide
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
-        self._told: dict[str, int] = {}
+        self._last_seq: dict[str, int] = {}
 
-    def later(self, in_s: float, call: Callable[[], None]) -> None:
-        """`call` in so many seconds; what is due at the same time keeps its order."""
+    def call_later(self, in_s: float, call: Callable[[], None]) -> None:
+        """Run `call` after `in_s` seconds. Calls due at the same time keep their order."""
         self._num_due += 1
         heappush(self._due, (self.now_s + in_s, self._num_due, call))
 
-    def tell(self, source: str, body: Body, occurred_s: float | None = None) -> None:
-        """A report comes in, of what occurred now or then: it is folded and decided upon."""
+    def report(self, source: str, body: Body, occurred_s: float | None = None) -> None:
+        """Fold a report and decide on it. It occurred at `occurred_s`, by default now."""
         report = Report(source=source, source_seq=self._next(source), body=body,
                         occurred_s=self.now_s if occurred_s is None else occurred_s)
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
         self.num_records += len(records)
-        self.answer(records)
+        self.on_records(records)
 
     def _next(self, source: str) -> int:
-        told = self._told[source] = self._told.get(source, 0) + 1
-        return told
+        seq = self._last_seq[source] = self._last_seq.get(source, 0) + 1
+        return seq
 
     def run(self, until_s: float) -> None:
-        """All that is due by then. Of one time, a deadline comes before what else is due."""
+        """Process all events due by `until_s`. At the same time a deadline comes first."""
         while True:
             due_s = self._due[0][0] if self._due else inf
             deadline_s, name = self._deadlines.next()
@@ -82,11 +82,11 @@ class Engine:
                 return
             if deadline_s <= due_s:
                 self.now_s = max(self.now_s, deadline_s)
-                self.tell(LEADER, DeadlineReached(deadline=name))
+                self.report(LEADER, DeadlineReached(deadline=name))
             else:
                 self.now_s, _, call = heappop(self._due)
                 call()
 
 
-def _nobody(records: Sequence[Record]) -> None:
+def _ignore_records(records: Sequence[Record]) -> None:
     pass

@@ -1,4 +1,4 @@
-"""The Unicron paper's evaluation: its cluster, cases and traces, and the runs that repeat it."""
+"""The evaluation of the Unicron paper (arXiv 2401.00134): its cluster, cases, traces and runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..throughput.transition_cost import Transition
 from .policies import POLICIES
 from .policies.policy import Policy
 from .run import Ground
-from .scenario import Cluster, PaperTask, Scenario, ground, policy
+from .scenario import Cluster, Scenario, SimulatedTask, ground, policy
 from .trace.external_event import Happening
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
 SEED = 1
-"""Of the trace that goes by the paper's name."""
+"""Of the trace that has the paper's name."""
 
 
 def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:
@@ -44,18 +44,18 @@ WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
 CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     1: (("7B",) * 6, (1.0,) * 6), 2: (("7B",) * 6, WEIGHTS), 3: (SIZES, (1.0,) * 6),
     4: (SIZES, WEIGHTS), 5: (SIZES, WEIGHTS[::-1])}
-"""By number: six tasks' models, and their weights."""
+"""By number: the models and the weights of six tasks."""
 
 SEV1_SHARES = {s.ECC_ERRORS: 5.0, s.NVLINK_ERRORS: 4.5, s.INVALID_DMA_MAPPING: 2.1,
                s.GPU_DRIVER_ERRORS: 0.6, s.LOST_CONNECTION: 3.3}
 OTHER_SHARES = {s.NCCL_TIMEOUT: 10.1, s.OTHER_NETWORK: 4.0, s.LINK_FLAPPING: 3.9, s.TASK_HANG: 3.1,
                 s.ILLEGAL_MEMORY_ACCESS: 2.1, s.CONNECTION_REFUSED: 2.1, s.CUDA_ERRORS: 1.6,
                 s.CONNECTION_RESET: 1.0}
-"""Per cent of tasks, as the paper reports; its "others" (3.3) stand for lost nodes here."""
+"""Per cent of tasks, as the paper reports. Its "others" (3.3) count as lost nodes here."""
 
 
 class Trace(NamedTuple):
-    """How a trace is drawn. A repair takes between `repair_s` evenly."""
+    """The distribution of a trace. A repair is uniform between the values of `repair_s`."""
 
     horizon_s: float
     num_sev1: int
@@ -65,13 +65,13 @@ class Trace(NamedTuple):
 
 TRACES: dict[str, Trace] = {
     "trace-a": Trace(56 * DAY_S, 10, 33, (1 * DAY_S, 7 * DAY_S)),
-    # Twenty times the rate; that as many nodes stay in the pool asks for repairs as much shorter.
+    # Twenty times the rate. To keep as many nodes in the pool, repairs are as much shorter.
     "trace-b": Trace(7 * DAY_S, 26, 80, (DAY_S / 20, 7 * DAY_S / 20))}
 """10 SEV1 and 33 other faults in 8 weeks; 26 and 80 in a week."""
 
 
 def happenings(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[Happening]:
-    """Times and nodes evenly at random, of the nodes that are there; causes by their shares."""
+    """Times and nodes are uniform over the present nodes; causes follow their shares."""
     rng = Random(f"{seed}")
     times = [(rng.uniform(0, trace.horizon_s), hard)
              for hard, num in ((True, trace.num_sev1), (False, trace.num_others))
@@ -89,16 +89,16 @@ def happenings(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[Happe
     return sorted(one for one in found if one.at_s <= trace.horizon_s)
 
 
-def tasks(case: int) -> tuple[PaperTask, ...]:
-    """Of a case; each on whole nodes."""
-    return tuple(PaperTask(name=f"{size.lower().replace('.', '-')}-{number}", weight=weight,
+def tasks(case: int) -> tuple[SimulatedTask, ...]:
+    """The tasks of a case, each on whole nodes."""
+    return tuple(SimulatedTask(name=f"{size.lower().replace('.', '-')}-{number}", weight=weight,
                            slots=Slots(min=NODE_SLOTS_NUM, max=NODES_NUM * NODE_SLOTS_NUM,
                                        multiple_of=NODE_SLOTS_NUM), model=MODELS[size])
                  for number, (size, weight) in enumerate(zip(*CASES[case], strict=True)))
 
 
 def scenario(name: str, policies: Sequence[str]) -> Scenario:
-    """A trace of the paper, over case 5. T_necessary: each task has a node at least."""
+    """A trace of the paper over case 5. T_necessary: each task has at least one node."""
     return Scenario(
         api_version=API_VERSION, name=name,
         cluster=Cluster(nodes=NODES_NUM, slots=NODE_SLOTS_NUM), tasks=tasks(5),
@@ -106,8 +106,7 @@ def scenario(name: str, policies: Sequence[str]) -> Scenario:
         horizon_s=TRACES[name].horizon_s, whole_nodes=True, limits={"floor": True})
 
 
-# --- The paper's evaluation, as plays: policies on its traces, rules on its cases, other constants.
-# ---
+# --- the runs: policies on both traces, allocation rules on the cases, other constants ---
 
 OURS, THEIRS = "unicron", "megatron"
 RULES = ("equally", "by-weight", "by-size")
@@ -115,11 +114,12 @@ REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
     ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
-"""Accumulated WAF, Unicron over it: of the paper. Bamboo's two are as we remember them."""
+"""Ratio of accumulated WAF, Unicron over the system, as the paper reports. Bamboo's two values are
+from memory."""
 
 
-class Part(NamedTuple):
-    """One run of the evaluation. `changed`: what is other than usual, empty for nothing."""
+class EvaluationRun(NamedTuple):
+    """One run of the evaluation. `changed` names the changed constant, empty for none."""
 
     case: str
     system: str
@@ -130,7 +130,7 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Another value of a constant: of whose costs, or of the trace."""
+    """Another value of a constant: of the costs of some policies, or of the trace."""
 
     what: str
     costs: Mapping[str, Mapping[str, Any]] = {}
@@ -140,7 +140,7 @@ class Change(NamedTuple):
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """Whom it is played with: Unicron, and who is compared with it."""
+        """The systems to run: Unicron and those that it is compared with."""
         return (OURS, *([name for name in self.costs if name != OURS] or [THEIRS]))
 
 
@@ -164,56 +164,58 @@ SENSITIVITY: tuple[Change, ...] = (
         name: {"speed": 1.0} for name in ("oobleck", "bamboo", "varuna")}),
     Change("tasks may get nothing (no T_necessary)", limits={"floor": False}),
 )
-"""What the conclusions may hang on: each alone, with all else as it is."""
+"""Constants on which the conclusions may depend; each is changed alone."""
 
 
-def whole(seeds: int) -> list[Part]:
-    """Every policy on both traces, drawn with so many seeds."""
+def whole(seeds: int) -> list[EvaluationRun]:
+    """Every policy on both traces, for this number of seeds."""
     return [part for seed in range(1, seeds + 1) for case in TRACES
-            for part in _of_trace(case, seed, tuple(POLICIES))]
+            for part in _trace_runs(case, seed, tuple(POLICIES))]
 
 
-def sensitivity(seeds: int) -> list[Part]:
-    """Unicron and whom a change concerns, with it, on both traces."""
+def sensitivity(seeds: int) -> list[EvaluationRun]:
+    """Unicron and the systems that a change concerns, on both traces."""
     return [part for change in SENSITIVITY for seed in range(1, seeds + 1) for case in TRACES
-            for part in _of_trace(case, seed, change.systems, change)]
+            for part in _trace_runs(case, seed, change.systems, change)]
 
 
-def _of_trace(case: str, seed: int, systems: tuple[str, ...], change: Change | None = None
-              ) -> list[Part]:
+def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change | None = None
+              ) -> list[EvaluationRun]:
     change = change or Change("")
     drawn = happenings(TRACES[case], seed, change.repair_ratio)
-    asked = scenario(case, systems)
-    asked = replace(asked, limits={**asked.limits, **change.limits},
+    base = scenario(case, systems)
+    base = replace(base, limits={**base.limits, **change.limits},
                     policies={name: dict(change.costs.get(name, {})) for name in systems})
-    found: list[Part] = []
+    found: list[EvaluationRun] = []
     for name in systems:
-        chosen = policy(asked, name)
-        found.append(Part(case, name, seed, change.what, chosen, ground(asked, chosen, drawn)))
+        chosen = policy(base, name)
+        found.append(EvaluationRun(case, name, seed, change.what, chosen,
+                                   ground(base, chosen, drawn)))
     return found
 
 
-def of_cases() -> list[Part]:
-    """The five multi-task cases without a fault, under Unicron's plan and the three rules."""
-    found: list[Part] = []
+def of_cases() -> list[EvaluationRun]:
+    """The five multi-task cases without faults, under Unicron's plan and the three rules."""
+    found: list[EvaluationRun] = []
     for number in CASES:
-        asked = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number),
+        base = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number),
                         horizon_s=1.0)
         for name in (OURS, *RULES):
-            chosen = policy(asked, name)
-            found.append(Part(f"case-{number}", name, 0, "", chosen, ground(asked, chosen)))
+            chosen = policy(base, name)
+            found.append(EvaluationRun(f"case-{number}", name, 0, "", chosen,
+                                       ground(base, chosen)))
     return found
 
 
-class Growth(NamedTuple):
-    """Of a task on so many GPUs, all of the cluster, that loses a node: pieces of its pause."""
+class PauseEstimate(NamedTuple):
+    """Parts of the pause of one task on all GPUs of a cluster that loses a node."""
 
     gpus: int
     detect_s: float
     change_s: float
-    """Members leave their generation and are in the next, with gloo, as measured on four ranks."""
+    """Leave the generation and join the next one over gloo, as measured on four ranks."""
     nccl_s: float
-    """What NCCL's communicators take beside that, as others publish."""
+    """Additional time for NCCL's communicators, as published."""
 
     @property
     def pause_s(self) -> float:
@@ -221,22 +223,23 @@ class Growth(NamedTuple):
 
 
 # MegaScale (arXiv 2402.15627, 3.5): communicators of 2,048 GPUs in under 5 s, of more than 10,000
-# in under 30 s; between and below in proportion.
+# in under 30 s; linear in between and below.
 NCCL_POINTS = ((0, 0.0), (2_048, 5.0), (10_240, 30.0))
 GPUS_NUMS = (16, 128, 1_024, 2_048, 4_096, 10_240)
 
 
-def growth(gpus: int) -> Growth:
-    """The pieces, measured here, or published where no more than four ranks were to be had."""
+def growth(gpus: int) -> PauseEstimate:
+    """The parts of the pause: measured on four ranks, or published."""
     costs = POLICIES[OURS].costs
     (low, low_s), (high, high_s) = next(
         pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
-    return Growth(gpus, costs.until_told_s(LOST_CONNECTION, 0.0), costs.quiesce_s + costs.regroup_s,
-                  low_s + (high_s - low_s) * (gpus - low) / (high - low))
+    return PauseEstimate(gpus, costs.until_told_s(LOST_CONNECTION, 0.0),
+                         costs.quiesce_s + costs.regroup_s,
+                         low_s + (high_s - low_s) * (gpus - low) / (high - low))
 
 
-def asked(gpus: int) -> PlanInput:
-    """What a planner is asked when a node of such a cluster is lost, with the tasks of case 5."""
+def planning_problem(gpus: int) -> PlanInput:
+    """The plan problem after the loss of a node in such a cluster, with the tasks of case 5."""
     tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM)
               for size in SIZES]
     each = gpus // len(tables) // 8 * 8

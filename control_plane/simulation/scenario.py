@@ -1,4 +1,4 @@
-"""A scenario: a cluster, tasks, what befalls them, and the policies to compare."""
+"""A scenario: a cluster, tasks, external events, and the policies to compare."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ from .trace.external_event import Happening
 from .trace.generator import DrawnTrace
 from .trace.trace_file import check_name
 
-# --- A cluster of fewer slots that is played as the whole one: where tasks sit on multiples alone.
-# ---
+# --- Slot aggregation: a simulated slot represents several GPUs if the result is the same. ---
 #
-# Where all that tasks may have, and what a node has, are multiples of so many GPUs, no plan parts
-# these, and a slot on paper stands for that many: an eighth of the processes, and of the time. What
-# is earned is the same. Two things are coarser: a device that fails takes the slot with it until
-# its node is drained, which is at once; and with several slots to a node, those next to it. A task
-# that heals is never on one node alone if it may be on two: one that fits on one is played as it
-# is.
+# If all sizes of tasks and the slots of a node are multiples of some number of GPUs, no plan splits
+# such a group. One simulated slot then represents a group: with 8 GPUs, an eighth of the processes
+# and of the time. The accumulated WAF is the same. Two effects are coarser: a device failure takes
+# its whole group until the node is drained, which is immediate, and with several slots per node
+# the groups beside it. A task that heals in memory is placed on two nodes if possible; so if a
+# task fits on one group, slots are not aggregated.
 
 
 def grain(num_slots: int, every: Sequence[JobSpec]) -> int:
-    """How many GPUs a slot stands for, where nodes have `num_slots`; 1: for itself."""
-    found = divisor(num_slots, every)
+    """The number of GPUs per simulated slot, for nodes of `num_slots`; 1 without aggregation."""
+    found = common_divisor(num_slots, every)
     alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
     return 1 if alone else found
 
 
-def divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
-    """What all that tasks may have, and a node's slots, are multiples of."""
+def common_divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
+    """The greatest common divisor of all sizes of tasks and of a node's slots."""
     found = num_slots
     for slots in (spec.slots for spec in every):
         step = slots.multiple_of if slots.max > slots.min and not slots.sizes else 0
@@ -56,21 +55,21 @@ def divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
     return max(found, 1)
 
 
-def of_job(spec: JobSpec, by: int) -> JobSpec:
-    """The same task, of whose slots each stands for so many."""
+def aggregate_job(spec: JobSpec, by: int) -> JobSpec:
+    """The same task, with `by` GPUs per slot."""
     slots, rates = spec.slots, dict[int, float]()
     for size in slots.counts:
         below = [one for one in spec.throughput if one <= size]
         if below:
             rates[size // by] = spec.throughput[max(below)]
-    few = replace(slots, min=slots.min // by, max=slots.counts[-1] // by, floor=slots.floor // by,
-                  multiple_of=max(slots.multiple_of // by, 1),
-                  sizes=tuple(size // by for size in slots.sizes))
-    return replace(spec, slots=few, throughput=rates)
+    scaled = replace(slots, min=slots.min // by, max=slots.counts[-1] // by,
+                     floor=slots.floor // by, multiple_of=max(slots.multiple_of // by, 1),
+                     sizes=tuple(size // by for size in slots.sizes))
+    return replace(spec, slots=scaled, throughput=rates)
 
 
-def of_limits(limits: Limits, by: int) -> Limits:
-    """A slot that stands for so many fails so much oftener."""
+def aggregate_limits(limits: Limits, by: int) -> Limits:
+    """An aggregated slot fails more often: its MTBF is divided by `by`."""
     return replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by)
 
 DOCS = "see docs/guides/simulate.md"
@@ -83,13 +82,13 @@ NAME_CHARS_MAX = 100
 PATH_CHARS_MAX = 1024
 STOP_S = 0.1
 BY_CAUSE = ("detect_s", "detect_iterations")
-"""Constants that are many: of these a scenario names those that are others."""
+"""Constants by cause: a scenario names only the causes whose values change."""
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """So many nodes, named n0, n1 and so on, or those that are named; `slots` of each are GPUs.
+    """A number of nodes, named n0, n1 and so on, or the names of nodes; each has `slots` GPUs.
 
-    Without `nodes` they are those with which a trace of churn begins.
+    Without `nodes`, a trace of churn defines them.
     """
 
     NOT_KEYS: ClassVar[dict[str, str]] = {"gpus": "a slot is a GPU: write slots, of each node"}
@@ -102,10 +101,10 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 if isinstance(self.nodes, int) else self.nodes or ())
 
 
-class PaperTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task as a job spec has it, as far as a plan follows from it: FLOP/s by size, or a model.
+class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a job spec that a plan depends on: FLOP/s by size, or a model.
 
-    `params` are the model's, where it is not there: a rule that goes by size asks for them.
+    `params`, of the model, is needed without `model` by a policy that uses the model size.
     """
 
     name: str
@@ -117,22 +116,22 @@ class PaperTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def size(self) -> float:
-        """Parameters of what it trains, 0 where nothing says so."""
+        """The number of parameters of the model; 0.0 if unknown."""
         return float(parameters(self.model).total) if self.model is not None else self.params
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`policies`: by name, what of their constants is another. `trace` is a file beside this one,
-    or drawn.
+    """`policies`: by name, the constants that change. `trace` is the path of a file relative to
+    the scenario, or a drawn trace.
 
-    An iteration takes `iteration_s` at a task's largest size. `limits` are those of the heart.
-    `whole_nodes`: no two tasks share a node, and one may be on a node alone.
+    An iteration takes `iteration_s` at a task's largest size. `limits` are fields of the policy
+    file. `whole_nodes`: no two tasks share a node, and a task may be on one node alone.
     """
 
     api_version: str = field(name="apiVersion")
     name: str
     cluster: Cluster
-    tasks: tuple[PaperTask, ...]
+    tasks: tuple[SimulatedTask, ...]
     policies: dict[str, dict[str, Any]]
     trace: str | DrawnTrace
     horizon_s: float
@@ -142,11 +141,11 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse(data: object) -> Scenario:
-    """From plain data. Raises SpecError with the field and a hint."""
+    """Make a scenario from plain data. Raises SpecError with the field and a hint."""
     if not isinstance(data, dict):
         raise SpecError("", "a scenario is a mapping", DOCS)
     given: dict[Any, Any] = {**data}
-    given["policies"] = _named(given.get("policies"))
+    given["policies"] = _as_mapping(given.get("policies"))
     _check_policies(given["policies"])
     try:
         found = msgspec.convert(given, Scenario, strict=True, str_keys=True)
@@ -174,10 +173,10 @@ def parse(data: object) -> Scenario:
     return found
 
 
-def _named(policies: Any) -> Any:
-    """A list of names is a mapping without constants."""
+def _as_mapping(policies: Any) -> Any:
+    """A list of names becomes a mapping without constants."""
     need(policies is not None, "policies", "is missing", f"name some of {', '.join(POLICIES)}")
-    listed: Any = policies  # of which a check of its type says nothing about what is returned
+    listed: Any = policies  # isinstance would narrow the type of the returned value
     names: list[Any] = [*listed] if isinstance(listed, list) else []
     if names and all(isinstance(name, str) for name in names):
         return {name: dict[str, Any]() for name in names}
@@ -185,7 +184,7 @@ def _named(policies: Any) -> Any:
 
 
 def _check_policies(policies: object) -> None:
-    """Each by its name, which a converter does not tell."""
+    """Check the names here: msgspec.convert does not report them."""
     given: dict[Any, Any] = {**policies} if isinstance(policies, dict) else {}
     for name, constants in given.items():
         need(name in POLICIES, "policies", f"{str(name)[:NAME_CHARS_MAX]!r} is no policy",
@@ -209,7 +208,7 @@ def _check_nodes(scenario: Scenario) -> None:
 
 
 def with_nodes(scenario: Scenario, nodes: tuple[str, ...]) -> Scenario:
-    """With the nodes that its trace begins with, if it says so. Raises SpecError."""
+    """The scenario with the nodes that its trace defines, if any. Raises SpecError."""
     given = scenario.cluster.nodes
     if not nodes:
         need(given is not None, "cluster.nodes", "is missing",
@@ -224,7 +223,7 @@ def with_nodes(scenario: Scenario, nodes: tuple[str, ...]) -> Scenario:
 
 
 def policy(scenario: Scenario, name: str) -> Policy:
-    """The policy with the constants that the scenario gives it. Raises SpecError."""
+    """The policy with the constants of the scenario. Raises SpecError."""
     known = POLICIES[name]
     given = scenario.policies[name]
     costs = type(known.costs)
@@ -235,14 +234,14 @@ def policy(scenario: Scenario, name: str) -> Policy:
     try:
         found = msgspec.convert(usual | given, costs, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        told = refused(str(error), costs, DOCS, given=given)
-        raise SpecError(f"policies.{name}", str(told), told.hint) from None
+        refusal = refused(str(error), costs, DOCS, given=given)
+        raise SpecError(f"policies.{name}", str(refusal), refusal.hint) from None
     for cause in (*found.detect_s, *found.detect_iterations):
         need(cause in TABLE, f"policies.{name}", f"{cause[:NAME_CHARS_MAX]!r} is no cause",
              f"one of {', '.join(TABLE)}")
-    plain: dict[str, Any] = msgspec.to_builtins(found)
-    by_cause = [pair for name_of in BY_CAUSE for pair in plain.pop(name_of).items()]
-    for key, value in (*by_cause, *plain.items()):
+    constants: dict[str, Any] = msgspec.to_builtins(found)
+    by_cause = [pair for name_of in BY_CAUSE for pair in constants.pop(name_of).items()]
+    for key, value in (*by_cause, *constants.items()):
         most = SPEED_RATIO_MAX if key == "speed" else COST_S_MAX
         need(0 <= value <= most, f"policies.{name}: {key}",
              f"must be a number, at least 0 and at most {most:g}", DOCS)
@@ -255,20 +254,20 @@ def policy(scenario: Scenario, name: str) -> Policy:
 
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
-    """The usual ones, but for those given; where none is, no step of the policy takes too long.
+    """The limits of a run: `usual`, then long enough for the steps of the policy, then `given`.
 
     Raises SpecError.
     """
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
-    ample = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
+    bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
         "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
     if not chosen.escalates:
-        ample["replace_after_s"] = 0.0  # when it counts as lost is told by its constants alone
+        bounds["replace_after_s"] = 0.0  # its constants alone define when a node counts as lost
     if not chosen.heals:
-        ample["stop_s_max"] = STOP_S  # to end processes is part of a restart, as it is published
+        bounds["stop_s_max"] = STOP_S  # published restart times include the end of processes
     try:
-        found = policy_check.parse(given, replace(usual, **ample))
+        found = policy_check.parse(given, replace(usual, **bounds))
     except SpecError as error:
         raise SpecError("limits", str(error), error.hint) from None
     return found if chosen.escalates else replace(
@@ -277,26 +276,26 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
 
 def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = (), *,
            condense: bool = True) -> Ground:
-    """What a policy is played on; condensed where that is the same (condensed.py).
+    """The input of a run, with slots aggregated where the result is the same.
 
     Raises SpecError.
     """
     for number, task in enumerate(scenario.tasks):
         need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
-             "says nothing of its model's size, and a policy goes by it", "add params: 7.0e+9")
+             "has no model size, and a policy needs it", "add params: 7.0e+9")
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
     num_slots = scenario.cluster.slots
     by = grain(num_slots, tasks) if condense else 1
     if scenario.whole_nodes:
         by = num_slots
-        need(divisor(num_slots, tasks) == by, "whole_nodes",
-             f"asks for sizes that are multiples of {by}, a node's slots",
+        need(common_divisor(num_slots, tasks) == by, "whole_nodes",
+             f"needs sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
     return Ground(
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
-        tasks=tuple(of_job(spec, by) for spec in tasks),
+        tasks=tuple(aggregate_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
-        limits=of_limits(
+        limits=aggregate_limits(
             limits(chosen, scenario.limits, scenario.iteration_s), by),
         params={task.name: task.size for task in scenario.tasks}, grain=by)
 
@@ -308,9 +307,9 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
     rates = task.throughput
     if task.model is not None:
         most = len(scenario.cluster.names) * scenario.cluster.slots
-        told = modelled(task.model, min(task.slots.max, most))
-        need(bool(told.sizes), f"{path}.model", told.refused, DOCS)
-        rates = dict(zip(told.sizes, told.rates_flops, strict=True))
+        modelled_rates = modelled(task.model, min(task.slots.max, most))
+        need(bool(modelled_rates.sizes), f"{path}.model", modelled_rates.refused, DOCS)
+        rates = dict(zip(modelled_rates.sizes, modelled_rates.rates_flops, strict=True))
     given: dict[str, Any] = {
         "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
         "slots": {key: value for key, value in msgspec.to_builtins(task.slots).items() if value},

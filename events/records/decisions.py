@@ -183,7 +183,8 @@ class TaskPlaced(Body, frozen=True):
 class TaskWaiting(Body, frozen=True):
     """The task has no slots, and why. What it needs to run is computed on request.
 
-    Up to decider version 15 the record also had these fields. `cost_waf` is the WAF that the other tasks would lose if it ran, less its own WAF. From weight
+    Up to decider version 15 the record also had these fields. `cost_waf` is the WAF that the other
+    tasks would lose if it ran, less its own WAF. From weight
     `weight_from` on the plan would give it slots (both 0 if there are not enough slots).
     """
 

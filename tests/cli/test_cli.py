@@ -215,7 +215,7 @@ def test_the_last_words_of_a_process_are_words(tmp_path):
     path.write_text("error: no\nhint: do\n")
     assert last_words(state, "control-plane") == "no"
     path.write_text("----\n")
-    assert last_words(state, "control-plane") == "it said nothing"
+    assert last_words(state, "control-plane") == "no output"
 
 
 def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):

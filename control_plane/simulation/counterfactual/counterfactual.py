@@ -1,4 +1,4 @@
-"""The incident that might have been: what befell by a log, played again under other choices."""
+"""Counterfactual runs: the faults and requests of a log, simulated again with other choices."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ..policies import POLICIES
 from ..policies.policy import Policy
 from ..run import Ground, Outcome, Run
 from ..trace.external_event import Anything, Asked, Happening, Takes
-from .recorded_costs import KEPT, STEPS, Measured, detected
-from .recorded_earnings import Begun, Meter
+from .recorded_costs import KEPT, STEPS, RecordedCosts, detected
+from .recorded_earnings import Meter, StartState
 from .recorded_faults import Befallen, Befell
 
 OURS = "unicron"
 ITERATION_S = 10.0
-"""Of a task that told of no iteration: as in a scenario that says nothing."""
+"""Iteration time of a task that reported no iteration: the default of a scenario."""
 SWITCHED_OFF: dict[str, Any] = {"observe": False, "allow_inject": False}
 
 
 class Played(NamedTuple):
-    """By task's name what it `earned`, and its `work`: the same not weighted."""
+    """`earned` by task name, weighted, and `work`, the same without weights; in FLOP."""
 
     outcome: Outcome
     earnings: Traced
@@ -45,12 +45,12 @@ class Played(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A log, read: what it says it earned, and all to play it anew. Times are the log's."""
+    """A log, read: what it earned, and the input of a simulated run. Times are those of the log."""
 
     verdict: Verdict
-    befallen: Befallen
-    measured: Measured
-    begun: Begun
+    faults: Befallen
+    measured: RecordedCosts
+    start_state: StartState
     names: dict[int, str]
     specs: dict[int, JobSpec]
     played: Played
@@ -62,14 +62,14 @@ class Recording(NamedTuple):
 
     @property
     def happenings(self) -> list[Anything]:
-        """Within the horizon, in order; of those that are felt the n-th is `felt[n]` of each play.
-        """
-        return [one for one in self.befallen.happenings
+        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]` of
+        each run."""
+        return [one for one in self.faults.happenings
                 if self.began_s < one.at_s <= self.end_s]
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What is chosen otherwise: weights by task's name, fields of the policy file, the policy."""
+    """The changes of a run: weights by task name, fields of the policy file, the policy."""
 
     weights: dict[str, float] = field(default_factory=dict[str, float])
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -77,13 +77,13 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As a person writes it; empty: nothing is another."""
+        """The choice as a user writes it; empty for no change."""
         return " ".join([*([self.policy] if self.policy != OURS or self.settings else ()),
                          *([self.settings] if self.settings else ())])
 
     @property
     def settings(self) -> str:
-        """That of it which is not the policy."""
+        """The choice without the policy."""
         return " ".join([*(f"weight.{name}={weight:g}" for name, weight in self.weights.items()),
                          *(f"policy.{name}={_plain(value)}" for name, value in
                            self.fields.items())])
@@ -95,14 +95,14 @@ def _plain(value: Any) -> str:
 
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
-    """A log, read twice: every decision made again, then measured.
+    """Read a log twice: first verify every decision, then measure.
 
-    Raises UsageError for one that does not verify, or has nothing to compare.
+    Raises UsageError if the log does not verify, or has nothing to compare.
     """
-    befell, specs, tables = Befell(), dict[int, JobSpec](), dict[int, ThroughputSet]()
+    reader, specs, tables = Befell(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
-        befell.see(state, record)
+        reader.see(state, record)
         if isinstance(record.body, r.TaskSubmitted):
             specs[record.seq] = record.body.spec
         elif isinstance(record.body, ThroughputSet):
@@ -114,16 +114,17 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
                          f"unicron replay {source} --verify")
     if not specs:
         raise UsageError(f"{source}: no task was submitted in this log", "nothing to compare")
-    befallen, earnings = befell.all(), Traced()
-    meter = Meter(befallen, tables, earnings)
+    faults, earnings = reader.all(), Traced()
+    meter = Meter(faults, tables, earnings)
     outcome = meter.measure(records())
-    if meter.begun is None:
+    if meter.start_state is None:
         raise UsageError(f"{source}: no task ever trained in this log", "nothing to compare")
-    return Recording(verdict, befallen, meter.measured, meter.begun, befell.names, specs,
-                     _played(outcome, earnings, meter.account, befell.names), meter.state.at_s)
+    return Recording(verdict, faults, meter.measured, meter.start_state, reader.names, specs,
+                     _played(outcome, earnings, meter.account, reader.names), meter.state.at_s)
 
 
-def _played(outcome: Outcome, earnings: Traced, account: Account, names: dict[int, str]) -> Played:
+def _played(outcome: Outcome, earnings: Traced, account: Account, names: dict[int, str]
+            ) -> Played:
     return Played(outcome, earnings,
                   {names[number]: flop for number, flop in earnings.by_task.items()},
                   {names[number]: job.done_flop - job.began_flop
@@ -131,24 +132,24 @@ def _played(outcome: Outcome, earnings: Traced, account: Account, names: dict[in
 
 
 def play(recording: Recording, choice: Choice) -> Played:
-    """The same faults and requests on paper. Raises SpecError for a policy that cannot be."""
+    """Simulate the same faults and requests. Raises SpecError for a policy that cannot run."""
     chosen, earnings = _policy(recording, choice), Traced()
     need(not chosen.by_params or all(recording.measured.params.get(task, 0) > 0
                                      for task in recording.specs), f"--policy {choice.policy}",
-         "goes by the models' sizes, and this log does not tell them all", "name another policy")
-    run = Run(_ground(recording, choice, chosen), chosen, earnings=earnings)
+         "needs model sizes, and this log does not have them all", "name another policy")
+    run = Run(_setup(recording, choice, chosen), chosen, earnings=earnings)
     outcome = run.play()
     names = {task.id: task.spec.name for task in run.engine.state.tasks.values()}
     return _played(outcome, earnings, run.account, names)
 
 
 def as_measured(choice: Choice) -> bool:
-    """Whether its steps are Unicron's, and take what they took in the log."""
+    """Whether the policy has Unicron's steps, whose durations come from the log."""
     return POLICIES[choice.policy].costs == POLICIES[OURS].costs
 
 
 def _policy(recording: Recording, choice: Choice) -> Policy:
-    """Unicron's steps take what they took in this log; others', what is published."""
+    """Unicron's steps take their durations in this log; those of others, the published ones."""
     known = POLICIES[choice.policy]
     if not as_measured(choice):
         return known
@@ -160,26 +161,26 @@ def _faults(recording: Recording) -> list[Happening]:
     return [one for one in recording.happenings if isinstance(one, Happening)]
 
 
-def _ground(recording: Recording, choice: Choice, chosen: Policy) -> Ground:
-    begun, measured, names = recording.begun, recording.measured, recording.names
+def _setup(recording: Recording, choice: Choice, chosen: Policy) -> Ground:
+    start, measured, names = recording.start_state, recording.measured, recording.names
     iterations_s = {names[task]: measured.iteration_s(task) or ITERATION_S
                     for task in recording.specs}
     longest_s = max(iterations_s.values())
-    usual = replace(begun.policy, **SWITCHED_OFF)
+    usual = replace(start.policy, **SWITCHED_OFF)
     params = {names[task]: num for task, num in measured.params.items()}
     return Ground(
-        slots=begun.slots, iteration_s=longest_s, iterations_s=iterations_s,
+        slots=start.slots, iteration_s=longest_s, iterations_s=iterations_s,
         tasks=tuple(_job(recording, task, choice.weights.get(names[task], weight), chosen)
-                    for task, weight in begun.tasks.items()),
-        happenings=[*_takes(recording, choice, chosen), *(
-            moved for one in recording.happenings
-            if (moved := _moved(recording, one, choice, chosen)) is not None)],
+                    for task, weight in start.tasks.items()),
+        happenings=[*_cost_changes(recording, choice, chosen), *(
+            changed for one in recording.happenings
+            if (changed := _translated(recording, one, choice, chosen)) is not None)],
         horizon_s=recording.end_s - recording.began_s,
         limits=scenario.limits(chosen, choice.fields, longest_s, usual), params=params)
 
 
-def _takes(recording: Recording, choice: Choice, chosen: Policy) -> list[Takes]:
-    """From each thing that befell the cluster until the next, what the steps took then."""
+def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[Takes]:
+    """The durations of steps, from each event of the log until the next."""
     if not as_measured(choice):
         return []
     times_s = [recording.began_s, *(one.at_s for one in recording.happenings), float("inf")]
@@ -187,12 +188,14 @@ def _takes(recording: Recording, choice: Choice, chosen: Policy) -> list[Takes]:
         chosen.costs, from_s, to_s)) for from_s, to_s in pairwise(times_s) if to_s > from_s]
 
 
-def _moved(recording: Recording, one: Anything, choice: Choice, chosen: Policy) -> Anything | None:
-    """By the horizon's clock, and as it would have been under this choice."""
+def _translated(recording: Recording, one: Anything, choice: Choice, chosen: Policy
+                ) -> Anything | None:
+    """The event on the horizon's clock, as it would be under this choice."""
     at_s = one.at_s - recording.began_s
     if isinstance(one, Happening):
-        moved = one._replace(at_s=at_s)
-        return moved if as_measured(choice) else moved._replace(told_in_s=-1.0, seen_in_s=-1.0)
+        changed = one._replace(at_s=at_s)
+        return changed if as_measured(choice) else changed._replace(
+            detected_in_s=-1.0, peers_detect_in_s=-1.0)
     if not isinstance(one, Asked):
         return one._replace(at_s=at_s)
     body = one.body
@@ -205,14 +208,13 @@ def _moved(recording: Recording, one: Anything, choice: Choice, chosen: Policy) 
     elif isinstance(body, r.PolicySet):
         body = r.PolicySet(policy=scenario.limits(
             chosen, choice.fields, ITERATION_S, replace(body.policy, **SWITCHED_OFF)))
-    elif isinstance(body, r.NodeUndrained) and body.node in recording.begun.drained:
+    elif isinstance(body, r.NodeUndrained) and body.node in recording.start_state.drained:
         return Happening(at_s, body.node, "joined")
     return Asked(at_s, body, one.task)
 
 
 def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> JobSpec:
-    """The task as its spec has it, on paper: it trains by its table, and heals as the policy does.
-    """
+    """The spec of the simulated task: its throughput table, and the policy's way of healing."""
     spec, table = recording.specs[number], recording.measured.tables[number]
     slots = {key: value for key, value in msgspec.to_builtins(spec.slots).items() if value}
     given: dict[str, Any] = {
@@ -228,7 +230,7 @@ def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> Jo
 
 
 def weighed(played: Played, weights: dict[str, float]) -> float:
-    """What was earned, had these weights held all the time; weighted FLOP."""
+    """Weighted FLOP earned, as if these weights had held throughout."""
     found = played.earnings.flop
     for name, weight in weights.items():
         found += weight * played.work.get(name, 0.0) - played.earned.get(name, 0.0)
@@ -236,36 +238,36 @@ def weighed(played: Played, weights: dict[str, float]) -> float:
 
 
 def limits_of(recording: Recording, fields: dict[str, Any]) -> Limits:
-    """Whether these fields can be. Raises SpecError."""
+    """The policy with these fields. Raises SpecError if they are not valid."""
     return scenario.limits(POLICIES[OURS], fields, ITERATION_S,
-                           replace(recording.begun.policy, **SWITCHED_OFF))
+                           replace(recording.start_state.policy, **SWITCHED_OFF))
 
 
-# --- What of a counterfactual a log holds, and what it does not: in plain sentences. ---
+# --- what a log contains and does not contain for a counterfactual, in plain sentences ---
 
 WORDS = {"start_s": "start", "quiesce_s": "quiesce", "regroup_s": "regroup",
-         "checkpoint_s": "between checkpoints", "copy_s": "between copies"}
+         "checkpoint_s": "between checkpoints", "copy_s": "between in-memory checkpoints"}
 
 
 def sentences(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
-    """The first are of the log, the last of what was played."""
+    """Sentences about the log, then about the simulated runs."""
     return [_horizon(recording), *_sizes(recording), _costs(recording), *_absent(recording),
-            *(line for choice, one in played for line in _of(recording, choice, one))]
+            *(line for choice, one in played for line in _notes_of(recording, choice, one))]
 
 
 def _horizon(recording: Recording) -> str:
-    return (f"the horizon is {recording.end_s - recording.began_s:,.0f} s: from when all that had "
-            "slots trained until the last record; a task that ended in the log is taken out then "
-            "in each choice")
+    return (f"the horizon is {recording.end_s - recording.began_s:,.0f} s: from the time when all "
+            "tasks with slots trained until the last record; a task that ended in the log is "
+            "removed at that time in each choice")
 
 
 def _sizes(recording: Recording) -> list[str]:
-    """Where a task's speed at a size is from."""
+    """The source of a task's throughput at each size."""
     found: list[str] = []
     for task, table in recording.measured.tables.items():
         seen = sorted(recording.measured.times_s(task))
         others = [size for size in table.sizes if size not in seen]
-        trained = f"trained here on {_numbers(seen)}" if seen else "told of no iteration"
+        trained = f"trained here on {_numbers(seen)}" if seen else "reported no iteration"
         rest = f"; {_numbers(others)}: {table.origin}, never tried" if others else ""
         found.append(f"{recording.names[task]}'s FLOP/s are {table.origin}; it {trained} slots"
                      f"{rest}" if seen else
@@ -274,7 +276,7 @@ def _sizes(recording: Recording) -> list[str]:
 
 
 def _numbers(sizes: Sequence[int]) -> str:
-    """Each, or where they are many, from which to which."""
+    """Each size, or the range if there are many."""
     return (" ".join(map(str, sizes)) if len(sizes) <= 4 else
             f"{len(sizes)} sizes from {sizes[0]} to {sizes[-1]}")
 
@@ -282,36 +284,37 @@ def _numbers(sizes: Sequence[int]) -> str:
 def _costs(recording: Recording) -> str:
     measured = recording.measured
     costs = measured.costs(POLICIES[OURS].costs, recording.began_s, _faults(recording))
-    told = [f"{WORDS[name]} {getattr(costs, name):.3g} s ({len(measured.samples[name])})"
+    parts = [f"{WORDS[name]} {getattr(costs, name):.3g} s ({len(measured.samples[name])})"
             for name in (*STEPS, *KEPT) if measured.samples[name]]
-    told += [f"{cause} told after {costs.detect_s[cause]:.3g} s ({len(each)})"
+    parts += [f"{cause} reported after {costs.detect_s[cause]:.3g} s ({len(each)})"
              for cause, each in detected(_faults(recording)).items()]
     return ("Unicron's steps as measured here, each incident's own where it has them, else medians "
-            "(of so many): " + ", ".join(told) if told else "no step of healing was measured here")
+            "(samples): " + ", ".join(parts) if parts else "no recovery step was measured here")
 
 
 def _absent(recording: Recording) -> list[str]:
     measured, usual = recording.measured, POLICIES[OURS].costs
-    never = [f"{WORDS[name]} {getattr(usual, name):g} s" for name in (*STEPS, *KEPT)
-             if not measured.samples[name]]
-    found = [f"never in this log, so the policy's constants: {', '.join(never)}"] if never else []
-    silent = [recording.names[task] for task in recording.specs
-              if not measured.times_s(task)]
-    if silent:
-        found.append(f"no iteration was told of {', '.join(silent)}: 10 s are taken")
-    if recording.befallen.num_hearsay:
-        found.append(f"{recording.befallen.num_hearsay} reports of a fault only tell of another's "
-                     "end: not played as faults")
+    unmeasured = [f"{WORDS[name]} {getattr(usual, name):g} s" for name in (*STEPS, *KEPT)
+                  if not measured.samples[name]]
+    found = ([f"never in this log, so the policy's constants: {', '.join(unmeasured)}"]
+             if unmeasured else [])
+    no_iterations = [recording.names[task] for task in recording.specs
+                     if not measured.times_s(task)]
+    if no_iterations:
+        found.append(f"no iteration of {', '.join(no_iterations)} was reported: 10 s are used")
+    if recording.faults.num_indirect:
+        found.append(f"{recording.faults.num_indirect} reports of a fault are indirect evidence "
+                     "of another fault: not simulated as faults")
     if any(recording.specs[task].training is None for task in recording.specs):
-        found.append("what a command did again is known only where it printed its iterations")
+        found.append("iterations that a command repeated are known only if it printed them")
     return found
 
 
-def _of(recording: Recording, choice: Choice, one: Played) -> list[str]:
-    name, found = choice.words or "on paper", list[str]()
+def _notes_of(recording: Recording, choice: Choice, one: Played) -> list[str]:
+    name, found = choice.words or "simulated", list[str]()
     if one.outcome.ignored:
-        found.append(f"{name}: {one.outcome.ignored} of what befell met nobody: what was to be "
-                     "struck, or asked for, was not there")
+        found.append(f"{name}: {one.outcome.ignored} events had no target: the node, process or "
+                     "task was absent")
     costs, horizon_s = POLICIES[choice.policy].costs, recording.end_s - recording.began_s
     if not as_measured(choice):
         longest_s = max([costs.until_told_s(fault.cause, 0.0) for fault in _faults(recording)
@@ -321,5 +324,5 @@ def _of(recording: Recording, choice: Choice, one: Played) -> list[str]:
             f"; a fault and a restart alone take {longest_s:g} s, longer than the horizon"
             if longest_s > horizon_s else ""))
     if choice.weights:
-        found.append(f"{name}: compared by these weights, also as recorded")
+        found.append(f"{name}: compared by these weights, as is the recorded run")
     return found

@@ -1,4 +1,4 @@
-"""What the steps of healing took in a recorded log, and how long iterations did: medians."""
+"""Durations of the recovery steps and of iterations in a recorded log, as medians."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ KEPT = ("checkpoint_s", "copy_s")
 
 
 class Sample(NamedTuple):
-    """It began at `at_s`, and took so long."""
+    """A step that began at `at_s` and took `took_s`."""
 
     at_s: float
     took_s: float
 
 
-class Measured:
-    """Is shown each record of a log after the history has read it."""
+class RecordedCosts:
+    """Collects durations. Pass each record to `see` after the history has read it."""
 
     def __init__(self, history: History, tables: Mapping[int, d.ThroughputSet]) -> None:
         self.tables, self._history = tables, history
         self.samples: dict[str, list[Sample]] = {name: [] for name in (*STEPS, *KEPT)}
         self.params: dict[int, float] = {}
-        """By task: of the model, as its processes told."""
+        """By task: of the model, as its processes reported."""
         self._starts_s: dict[Key, float] = {}
         self._quiesces_s: dict[int, float] = {}
         self._regroups_s: dict[tuple[int, int], float] = {}
         self._kept_s: dict[tuple[str, int], tuple[int, float]] = {}
 
     def see(self, record: Record) -> None:
-        """The next record."""
+        """Read the next record."""
         at_s = record.at_s
         match record.body:
             case o.StartRank() as body:
@@ -85,9 +85,9 @@ class Measured:
         if known is None or version > known[0]:
             self._kept_s[name, task] = (version, at_s)
 
-    # --- when the log has been read -------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
     def costs(self, usual: Costs, from_s: float, faults: Iterable[Happening]) -> Costs:
-        """Of the whole log since then; what never occurred is as usual."""
+        """Medians since `from_s`, else of the whole log, else `usual`."""
         found: dict[str, Any] = {}
         for name, samples in self.samples.items():
             took_s = [one.took_s for one in samples if one.at_s >= from_s]
@@ -98,7 +98,7 @@ class Measured:
             cause: median(each) for cause, each in detected(faults).items()})
 
     def costs_between(self, usual: Costs, from_s: float, to_s: float) -> Costs:
-        """Of what began in between; what did not occur then is as usual."""
+        """Medians of the steps that began in this interval, else `usual`."""
         found: dict[str, Any] = {}
         for name in STEPS:
             took_s = [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
@@ -107,13 +107,13 @@ class Measured:
         return replace(usual, **found) if found else usual
 
     def times_s(self, task: int) -> dict[int, list[float]]:
-        """By slots: what iterations of the task took."""
+        """By number of slots: the durations of the task's iterations."""
         by_size = {size: [one for one in times_s if one > 0]
                    for size, times_s in self._history.tasks[task].paces_s.items()}
         return {size: times_s for size, times_s in by_size.items() if size and times_s}
 
     def iteration_s(self, task: int) -> float:
-        """At the largest size, by the size that was seen most; 0: no iteration was told."""
+        """At the largest size, derived from the size with most samples; 0.0 without any."""
         times_s, table = self.times_s(task), self.tables[task]
         if not times_s:
             return 0.0
@@ -123,9 +123,9 @@ class Measured:
 
 
 def detected(faults: Iterable[Happening]) -> dict[str, list[float]]:
-    """By cause: how long until each fault was told."""
+    """By cause: the time until each fault was reported."""
     found: dict[str, list[float]] = {}
     for one in faults:
-        if one.event == "fault" and one.told_in_s >= 0:
-            found.setdefault(one.cause, []).append(one.told_in_s)
+        if one.event == "fault" and one.detected_in_s >= 0:
+            found.setdefault(one.cause, []).append(one.detected_in_s)
     return found

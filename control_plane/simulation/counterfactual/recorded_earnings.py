@@ -1,4 +1,4 @@
-"""A recorded log, measured: what its tasks earned, by the same account as on paper."""
+"""WAF accounting of a recorded log, by the same account as for a simulated run."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from ..accounting import Account, Earnings, Key
 from ..run import Outcome
 from ..task_progress import Job, Kept
 from ..trace.external_event import is_felt
-from .recorded_costs import Measured
-from .recorded_faults import Befallen, Stroke
+from .recorded_costs import RecordedCosts
+from .recorded_faults import Befallen, ProcessLoss
 
 
 @dataclass
-class Followed(Job):
-    """A task whose log says how far it was: what was credited to it by then."""
+class RecordedProgress(Job):
+    """A task of a log that reports its iterations, and the work credited for them."""
 
     anchors: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
-    """Iterations done, FLOP credited by then, and those of one iteration; ascending."""
+    """Completed iterations, FLOP credited for them, and FLOP of one iteration; ascending."""
     before: tuple[int, float] | None = None
-    """Of a command that starts again: its round, and what was done before."""
+    """Of a command that starts again: its round, and the work done before."""
 
-    def fall_back(self, at_s: float) -> float:
-        """What a command has to do again only its own log tells, later."""
+    def restore(self, at_s: float) -> float:
+        """A command reports its start iteration later: keep the work, correct it then."""
         self.settle(at_s)
         self.before = (self.round, self.done_flop)
         return 0.0
 
-    def tells(self, at_s: float, since_s: float, iterations: int, iteration_flop: float) -> None:
-        """So many iterations are done, since so long."""
+    def on_iterations(self, at_s: float, since_s: float, iterations: int, iteration_flop: float
+                      ) -> None:
+        """`iterations` were completed `since_s` ago."""
         self.settle(at_s)
         done_flop = max(self.done_flop - self.rate_flops * since_s, 0.0)
         self.anchors.append((iterations, done_flop, iteration_flop))
 
-    def back_to(self, at_s: float, iterations: int) -> float:
-        """It goes on from so many iterations: the FLOP lost, none from before the horizon."""
+    def rewind(self, at_s: float, iterations: int) -> float:
+        """The task resumes from this iteration. Returns the lost FLOP within the horizon."""
         self.settle(at_s)
         to = max(self._done_at(iterations), self.began_flop)
         lost, self.done_flop = max(self.done_flop - to, 0.0), min(self.done_flop, to)
@@ -67,8 +68,8 @@ class Followed(Job):
         return done_flop + (iterations - num) * flop
 
 
-class Begun(NamedTuple):
-    """How the cluster was when the horizon began: tasks with their weights, nodes with slots."""
+class StartState(NamedTuple):
+    """The cluster at the start of the horizon: tasks with weights, nodes with slots."""
 
     tasks: dict[int, float]
     slots: dict[str, int]
@@ -77,106 +78,106 @@ class Begun(NamedTuple):
 
 
 class Meter:
-    """Folds a log, record by record, and keeps the account of its tasks.
+    """Folds a log record by record and accounts for its tasks.
 
-    `tables` by task: what it achieves, in the whole log. The horizon begins at `begin_s`, or when
-    all train that were given slots.
+    `tables`: the throughput by task for the whole log. The horizon starts at `begin_s`, by default
+    when all tasks with slots train.
     """
 
-    def __init__(self, befallen: Befallen, tables: Mapping[int, d.ThroughputSet],
+    def __init__(self, faults: Befallen, tables: Mapping[int, d.ThroughputSet],
                  earnings: Earnings, begin_s: float | None = None) -> None:
         self._history = History()
         self.state = self._history.state
-        self.measured = Measured(self._history, tables)
-        self.account = Account(self.state, earnings, self._opens)
+        self.measured = RecordedCosts(self._history, tables)
+        self.account = Account(self.state, earnings, self._new_progress)
         self.began_s = -1.0
-        self.begun: Begun | None = None
+        self.start_state: StartState | None = None
         self.counts: Counter[str] = Counter()
         self._tables, self._begin_s = tables, begin_s
-        self._strokes, self._behind_s = befallen.strokes[::-1], befallen.behind_s
-        self._marks_s = [one.at_s for one in befallen.happenings if is_felt(one)][::-1]
-        self._pending: dict[int, list[Key]] = {}
-        """By the seq that will tell of it: processes that are gone."""
-        self._jobs: dict[int, Followed] = {}
+        self._losses, self._behind_s = faults.losses[::-1], faults.behind_s
+        self._marks_s = [one.at_s for one in faults.happenings if is_felt(one)][::-1]
+        self._unreported: dict[int, list[Key]] = {}
+        """By the seq that reports it: processes that have ended."""
+        self._jobs: dict[int, RecordedProgress] = {}
 
-    def _opens(self, task: Task) -> Job:
-        job = self._jobs[task.id] = Followed(task.id, self._tables[task.id], 0.0, Kept(0.0),
-                                             Kept(0.0))
+    def _new_progress(self, task: Task) -> Job:
+        job = self._jobs[task.id] = RecordedProgress(
+            task.id, self._tables[task.id], 0.0, Kept(0.0), Kept(0.0))
         return job
 
     def measure(self, records: Iterable[Record], end_s: float | None = None) -> Outcome:
-        """All of it, until `end_s` or its last record."""
+        """Account for the log until `end_s`, by default until the last record."""
         for record in records:
             if end_s is not None and record.at_s > end_s:
                 break
             self.add(record)
         last_s = self.state.at_s if end_s is None else end_s
-        self._until(last_s)
+        self._advance(last_s)
         self.account.end(last_s)
         return Outcome(self.account.earnings, self.began_s, self.account.transitions, self.counts,
                        0)
 
     def add(self, record: Record) -> None:
-        """The next record."""
+        """Account for the next record."""
         at_s, body = record.at_s, record.body
-        self._until(at_s)
+        self._advance(at_s)
         if isinstance(body, reports.NodeLeft | reports.NodeJoined):
-            self.account.strikes(at_s, self._on(body.node), body.node)
+            self.account.stop_processes(at_s, self._processes_on(body.node), body.node)
         elif isinstance(body, reports.Quiesced):
             self._quiesced(at_s, body)
         self._history.add(record)
         self.measured.see(record)
         if self.began_s >= 0:
             self.counts[record.kind] += 1
-        touched = self.account.read(at_s, record)
-        for key in self._pending.pop(record.seq, ()):
+        changed = self.account.read(at_s, record)
+        for key in self._unreported.pop(record.seq, ()):
             if key[0] in self._jobs:
-                self._jobs[key[0]].told = True
-                touched.append(key[0])
-        self._goes_on(at_s, record)
-        for number in touched:
-            self.account.look(at_s, number)
+                self._jobs[key[0]].is_reported = True
+                changed.append(key[0])
+        self._update_progress(at_s, record)
+        for number in changed:
+            self.account.update(at_s, number)
         if self.began_s < 0 and self._begin_s is None and _all_train(self.state):
             self._begin(at_s)
 
     def _begin(self, at_s: float) -> None:
         state, self.began_s = self.state, at_s
-        there = {name: node for name, node in state.nodes.items() if node.health == "healthy"}
-        self.begun = Begun(
+        healthy = {name: node for name, node in state.nodes.items() if node.health == "healthy"}
+        self.start_state = StartState(
             tasks={task.id: task.weight for task in live_tasks(state) if not task.ending},
-            slots={name: node.num_slots for name, node in there.items() if not node.drained},
-            drained=tuple(name for name, node in there.items() if node.drained),
+            slots={name: node.num_slots for name, node in healthy.items() if not node.drained},
+            drained=tuple(name for name, node in healthy.items() if node.drained),
             policy=state.policy)
         self._marks_s = [one for one in self._marks_s if one > at_s]
         self.account.begin(at_s)
 
-    def _until(self, at_s: float) -> None:
-        """What befell the cluster by then."""
+    def _advance(self, at_s: float) -> None:
+        """Apply the faults and events until `at_s`."""
         if self.began_s < 0 and self._begin_s is not None and at_s > self._begin_s:
-            self._strike(self._begin_s)
+            self._apply_until(self._begin_s)
             self._begin(self._begin_s)
-        self._strike(at_s)
+        self._apply_until(at_s)
 
-    def _strike(self, until_s: float) -> None:
+    def _apply_until(self, until_s: float) -> None:
         while True:
-            next_s = self._strokes[-1].at_s if self._strokes else until_s + 1
+            next_s = self._losses[-1].at_s if self._losses else until_s + 1
             while self._marks_s and self._marks_s[-1] <= min(next_s, until_s):
                 mark_s = self._marks_s.pop()
                 if self.began_s >= 0:
                     self.account.earnings.befalls(mark_s)
             if next_s > until_s:
                 return
-            self._struck(self._strokes.pop())
+            self._apply(self._losses.pop())
 
-    def _struck(self, stroke: Stroke) -> None:
-        keys = self._on(stroke.node) if stroke.node else [stroke.key]
-        keys = [key for key in keys if key[0] in self.state.tasks and stroke.generation in (
+    def _apply(self, loss: ProcessLoss) -> None:
+        keys = self._processes_on(loss.node) if loss.node else [loss.key]
+        keys = [key for key in keys if key[0] in self.state.tasks and loss.generation in (
             0, self.state.tasks[key[0]].generation)]
-        if not stroke.generation:
-            self._pending[stroke.seq] = keys
-        self.account.strikes(stroke.at_s, keys, stroke.node)
+        if not loss.generation:
+            self._unreported[loss.seq] = keys
+        self.account.stop_processes(loss.at_s, keys, loss.node)
 
-    def _on(self, node: str) -> list[Key]:
+    def _processes_on(self, node: str) -> list[Key]:
         return [(task.id, rank.rank, rank.attempt) for task in self.state.tasks.values()
                 for rank in task.ranks.values() if rank.slot.node == node]
 
@@ -184,50 +185,52 @@ class Meter:
         task = self.state.tasks.get(body.task)
         if task is not None and body.generation == task.generation and (
                 task.phase == "quiescing" and task.mode == "boundary"):
-            self.account.stands(at_s, body.task)
+            self.account.reach_boundary(at_s, body.task)
 
-    def _goes_on(self, at_s: float, record: Record) -> None:
-        """How far a task is, and what it goes on from."""
+    def _update_progress(self, at_s: float, record: Record) -> None:
+        """Update the task's number of iterations and where it resumes from."""
         body = record.body
         task = self.state.tasks.get(getattr(body, "task", 0))
         if task is None or task.id not in self._jobs:
             return
         job = self._jobs[task.id]
         if isinstance(body, o.Resume):
-            gone = [key for keys in self._pending.values() for key in keys]
+            gone = [key for keys in self._unreported.values() for key in keys]
             if not any((task.id, one.rank, one.attempt) in gone for one in task.members):
-                self.account.goes_on(task.id)
+                self.account.resume_task(task.id)
         elif isinstance(body, reports.Reconfigured):
             if body.origin in FARTHER and body.generation == task.generation:
-                self.account.undo(task.id, job.back_to(at_s, body.step_version))
+                self.account.undo(task.id, job.rewind(at_s, body.step_version))
         elif isinstance(body, reports.TaskProgressed):
             if body.generation == task.generation and body.step_s:
-                job.tells(at_s, self._since_s(record), body.first_iteration + len(body.step_s),
-                          rate_at(job.table, len(task.members)) * body.step_s[-1])
+                job.on_iterations(
+                    at_s, self._since_s(record), body.first_iteration + len(body.step_s),
+                    rate_at(job.table, len(task.members)) * body.step_s[-1])
         elif isinstance(body, IterationsLogged):
             self._logged(record, task, job, body)
         elif isinstance(body, d.TaskEnded):
-            self.account.leaves(at_s, task.id)
+            self.account.end_task(at_s, task.id)
 
     def _since_s(self, record: Record) -> float:
-        """How long ago that occurred."""
+        """How long ago the record's event occurred."""
         node = record.source.rpartition("/")[0]
         return max(record.at_s - record.occurred_s - self._behind_s.get(node, 0.0), 0.0)
 
-    def _logged(self, record: Record, task: Task, job: Followed, body: IterationsLogged) -> None:
-        """A command tells how far it is; the first time after a restart, what it does again."""
+    def _logged(self, record: Record, task: Task, job: RecordedProgress,
+                body: IterationsLogged) -> None:
+        """A command reports its iteration; after a restart the first report shows the loss."""
         at_s = record.at_s
         if job.before is not None and job.before[0] == task.rounds:
             job.settle(at_s)
             new_flop = job.done_flop - job.before[1]
             job.done_flop -= new_flop
-            self.account.undo(task.id, job.back_to(at_s, body.iteration - body.num_iterations))
+            self.account.undo(task.id, job.rewind(at_s, body.iteration - body.num_iterations))
             job.done_flop += new_flop
             job.before = None
-        job.tells(at_s, self._since_s(record), body.iteration,
+        job.on_iterations(at_s, self._since_s(record), body.iteration,
                   rate_at(job.table, len(task.target)) * body.step_s)
 
 
 def _all_train(state: ClusterState) -> bool:
-    seated = [task for task in state.tasks.values() if task.target]
-    return bool(seated) and all(task.phase == "training" for task in seated)
+    assigned = [task for task in state.tasks.values() if task.target]
+    return bool(assigned) and all(task.phase == "training" for task in assigned)

@@ -1,4 +1,4 @@
-"""Allocation rules in the place of the plan; detection and healing are Unicron's."""
+"""Allocation rules that replace the planner; detection and healing are Unicron's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EQUALLY = Policy(
 BY_WEIGHT = Policy(
     what="slots in proportion to the weights, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs,
-    decides=lambda _: sharing(lambda wish: wish.weight))
+    decides=lambda _: sharing(lambda demand: demand.weight))
 BY_SIZE = Policy(
     what="slots in proportion to the models' sizes, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs, by_params=True,
-    decides=lambda run: sharing(lambda wish: run.params[wish.name]))
+    decides=lambda run: sharing(lambda demand: run.params[demand.name]))

@@ -1,8 +1,8 @@
-"""What policies beside Unicron's own have in common: who sits where is theirs to say, no more.
+"""Common parts of the policies other than Unicron's: they only choose the assignment of slots.
 
-Until the first fault they plan as Unicron does, on what their spares leave, so that all begin
-alike. From then on `allocate` says where each task is to sit. Allocation rules say from the
-beginning how many slots each gets. The transitions follow by the heart's table.
+Until the first fault they plan as Unicron does, without their spare nodes, so that all policies
+start from the same plan. After it, `allocate` assigns the slots of each task. Allocation rules
+assign from the start. The transitions are those of the decider's table.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from ...throughput import table
 Seats = Mapping[int, tuple[Seat, ...]]
 """By task."""
 Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
-"""Where each task is to sit, of which so many slots were its own before the first fault."""
+"""The assignment of each task, given the sizes that tasks had before the first fault."""
 Due = Callable[[Wish], float]
-"""What a task's share is in proportion to."""
+"""The value that a task's share is proportional to."""
 
 
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
-    """A `decide` for one run: this allocation after the first fault, so many nodes idle before."""
+    """A `decide` for one run: at first `num_spares` idle nodes, after a fault `allocate`."""
     sizes: dict[int, int] = {}
-    given: dict[int, _Given] = {}
+    allocated: dict[int, _Last] = {}
 
     def plan(state: ClusterState) -> Iterator[t.Body]:
         if has_failed(state):
-            yield from _seat(state, _with_newcomers(state, allocate(state, sizes), sizes), given)
+            seats = _with_newcomers(state, allocate(state, sizes), sizes)
+            yield from _records(state, seats, allocated)
             return
-        seats = _planned(state, num_spares)
+        seats = _initial_plan(state, num_spares)
         sizes.update({task: len(mine) for task, mine in seats.items()})
-        yield from _seat(state, seats, given)
+        yield from _records(state, seats, allocated)
 
     return lambda state, record: answer(state, record, plan)
 
 
 def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) -> Seats:
-    """Tasks that came after the first fault get the most that is free, first come first served."""
+    """A task submitted after the first fault gets the most free slots, in order of submission."""
     found = {**seats}
     for task in live_tasks(state):
         if task.id in sizes or found.get(task.id):
@@ -64,74 +65,74 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
 
 
 def has_failed(state: ClusterState) -> bool:
-    """Whether anything has befallen the cluster yet."""
+    """Whether any fault has occurred in the cluster."""
     return bool(state.incidents) or any(
         node.health != "healthy" or node.drained or node.slots_out
         for node in state.nodes.values())
 
 
 def sharing(due: Due) -> Decide:
-    """A `decide` for one run: each task has its share, whatever that earns."""
+    """A `decide` for one run: each task has its share, whatever its throughput."""
     def plan(state: ClusterState) -> Iterator[t.Body]:
-        ground = plan_input(state)
-        yield from _seat(
-            state, _placed(state, ground, shared(ground.asked, due), ground.slots), {})
+        snapshot = plan_input(state)
+        yield from _records(
+            state, _placed(state, snapshot, shared(snapshot.asked, due), snapshot.slots), {})
 
     return lambda state, record: answer(state, record, plan)
 
 
-def shared(asked: PlanInput, due: Due) -> tuple[int, ...]:
-    """By task the largest size within its share. What is over goes, size by size, to whom the next
-    one exceeds its share least; of those to the first."""
-    dues = [due(wish) for wish in asked.wishes]
+def shared(problem: PlanInput, due: Due) -> tuple[int, ...]:
+    """For each task the largest size within its share. Slots left over go, size by size, to the
+    task whose next size exceeds its share least, then to the first."""
+    dues = [due(demand) for demand in problem.wishes]
     whole = math.fsum(dues)
-    shares = [asked.num_slots * one / whole for one in dues]
-    found = [max((size for size in wish.sizes if size <= share), default=0)
-             for wish, share in zip(asked.wishes, shares, strict=True)]
+    shares = [problem.num_slots * one / whole for one in dues]
+    counts = [max((size for size in demand.sizes if size <= share), default=0)
+              for demand, share in zip(problem.wishes, shares, strict=True)]
     while True:
-        left = asked.num_slots - sum(found)
-        more = [(size - shares[at], at, size) for at, wish in enumerate(asked.wishes)
-                for size in wish.sizes if 0 < size - found[at] <= left]
+        left = problem.num_slots - sum(counts)
+        more = [(size - shares[at], at, size) for at, demand in enumerate(problem.wishes)
+                for size in demand.sizes if 0 < size - counts[at] <= left]
         if not more:
-            return tuple(found)
+            return tuple(counts)
         _, at, size = min(more)
-        found[at] = size
+        counts[at] = size
 
 
-def _planned(state: ClusterState, num_spares: int) -> Seats:
-    """By the planner, as if the last nodes were not there."""
-    ground = plan_input(state)
-    names = sorted({slot.node for slot in ground.slots})
+def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
+    """The planner's assignment without the last `num_spares` nodes."""
+    snapshot = plan_input(state)
+    names = sorted({slot.node for slot in snapshot.slots})
     spare = set(names[len(names) - num_spares:] if num_spares else ())
-    slots = [slot for slot in ground.slots if slot.node not in spare]
-    plan = planner.planned(replace(ground.asked, num_slots=len(slots)))
-    return _placed(state, ground, plan.slots, slots)
+    slots = [slot for slot in snapshot.slots if slot.node not in spare]
+    plan = planner.planned(replace(snapshot.asked, num_slots=len(slots)))
+    return _placed(state, snapshot, plan.slots, slots)
 
 
-def _placed(state: ClusterState, ground: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
+def _placed(state: ClusterState, snapshot: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
             ) -> Seats:
-    tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
+    tasks = [state.tasks[demand.task] for demand in snapshot.asked.wishes]
     where = {name: node.labels for name, node in state.nodes.items()}
     return placement.place(tasks, counts, slots, where)
 
 
-class _Given(NamedTuple):
-    """An allocation, and what it follows from beside its slots."""
+class _Last(NamedTuple):
+    """An allocation, and the inputs that it depends on besides its slots."""
 
     table: ThroughputSet | None
     weight: float
     one: Allocation
 
 
-def _seat(state: ClusterState, seats: Seats, known: dict[int, _Given]) -> Iterator[t.Body]:
-    """`known`: what was given last, by task."""
+def _records(state: ClusterState, seats: Seats, known: dict[int, _Last]) -> Iterator[t.Body]:
+    """The records of an assignment. `known`: the last allocation by task."""
     tasks, waf = live_tasks(state), 0.0
     for task in tasks:
         slots = len(task.target), len(seats.get(task.id, ()))
         last = known.get(task.id)
         if last is None or last.table is not task.throughput or last.weight != task.weight or (
                 last.one.slots_before, last.one.slots) != slots:
-            known[task.id] = last = _Given(task.throughput, task.weight, Allocation(
+            known[task.id] = last = _Last(task.throughput, task.weight, Allocation(
                 task=task.id, slots_before=slots[0], slots=slots[1],
                 waf=task.weight * table.rate_at(task.throughput, slots[1])))
         waf += last.one.waf
@@ -144,20 +145,19 @@ def _seat(state: ClusterState, seats: Seats, known: dict[int, _Given]) -> Iterat
             yield TaskPlaced(task=task.id, seats=mine, why="by the policy")
 
 
-# --- where tasks sit ----------------------------------------------------------------------------
+# --- assignments after the first fault ----------------------------------------------------------
 def kept(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
-    """Every task stays where it is, whatever becomes of its nodes."""
+    """Every task keeps its slots, whatever happens to its nodes."""
     return {task.id: task.target for task in live_tasks(state)}
 
 
 def moved(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
-    """What a task lost is taken from free slots, if there are enough for all of it; else it waits.
-    """
+    """A task replaces its lost slots by free ones if there are enough of them; else it waits."""
     return _refilled(state, sizes, whole=True)
 
 
 def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
-    """A task goes on with what is left to it, and gets free slots up to what it had."""
+    """A task continues on its remaining slots, and gets free slots up to its former size."""
     return _refilled(state, sizes, whole=False)
 
 
@@ -168,16 +168,16 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
                          for name in dict.fromkeys(seat.slot.node for seat in task.target))}
     if len(found) == len(tasks):
         return found
-    mended = [task for task in tasks if task.id not in found]
+    changed = [task for task in tasks if task.id not in found]
     own = {task.id: [seat.slot for seat in task.target if may_hold(state, (seat,))]
-           for task in mended}
+           for task in changed}
     taken = {seat.slot for target in found.values() for seat in target}
     taken.update(*own.values())
     free = [slot for slot in usable_slots(state) if slot not in taken]
     grows = True
-    while grows:  # what one gives up another may lack
+    while grows:  # slots that one task frees may serve another
         grows = False
-        for task in mended:
+        for task in changed:
             lacks = sizes.get(task.id, 0) - len(own[task.id])
             if whole and lacks > len(free):
                 found[task.id] = task.target
@@ -193,7 +193,7 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
 
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
-    """Who sits there already keeps its number; newcomers get the smallest that are free."""
+    """Ranks keep their numbers on their slots; new ranks get the smallest free numbers."""
     numbers = {seat.slot: seat.rank for seat in task.target}
     used = frozenset(numbers[slot] for slot in slots if slot in numbers)
     new = iter([number for number in range(2 * len(slots) + 1) if number not in used])

@@ -13,13 +13,12 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the steps of one policy take, in seconds. The file of the policy names the sources.
 
     `detect_s`: from a fault until it is reported, by cause; `detect_other_s` for all other causes.
-    A cause in `detect_iterations` takes at least so many iterations. `start_s`: from the order to
-    start a process until it trains, or, in a task that heals in memory, until it is ready.
+    A cause in `detect_iterations` takes at least this number of iterations. `start_s`: from the
+    order to start a process until it trains, or, in a task that heals in memory, until it is ready.
     `quiesce_s`: until a member has left its generation after the order to leave at once.
     `regroup_s`: until the members are in the next generation, with their parts of the state. A
-    checkpoint is made every `checkpoint_s` of training, a copy in memory every `copy_s`, 0 for
-    none. `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are
-    kept idle.
+    checkpoint is made every `checkpoint_s` of training, one in memory every `copy_s`, 0 for none.
+    `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are idle.
     """
 
     detect_s: dict[str, float]
@@ -39,7 +38,7 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                    self.detect_iterations.get(cause, 0.0) * iteration_s)
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class RunInfo(Struct, frozen=True, kw_only=True):
     """What a policy knows about a run before it begins. `params`: of the model, by task name."""
 
     costs: Costs
@@ -49,13 +48,13 @@ class Told(Struct, frozen=True, kw_only=True):
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members continue in memory; otherwise all processes of a task restart together.
 
-    `escalates`: nodes are quarantined and tasks fail as the limits say; others do neither.
+    `escalates`: nodes are quarantined and tasks fail according to the limits.
     `decides` makes the `decide` of one run. `by_params`: it needs the parameters of each task.
     """
 
     what: str
     heals: bool
     escalates: bool = False
-    decides: Callable[[Told], Decide]
+    decides: Callable[[RunInfo], Decide]
     costs: Costs
     by_params: bool = False

@@ -39,7 +39,7 @@ NODE_S, EXIT_S, RAISED_S = 1.17, 0.21, 1.08
 COLLECTIVE_S = 600.0
 _SILENT = dict.fromkeys((s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG),
                         COLLECTIVE_S)
-"""Nobody reports these until the collective's timeout."""
+"""No process reports these before the timeout of the collective."""
 
 MEGATRON = Policy(
     what="restart from the checkpoint, once the node is back",

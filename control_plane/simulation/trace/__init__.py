@@ -1,4 +1,4 @@
-"""What happens to a simulated cluster from outside: drawn from a seed, or read from a file.
+"""External events of a simulated cluster: drawn from a seed, or read from a file.
 
 Read `external_event`, then `generator` and `trace_file`. Pure. Imports `policies`.
 """

@@ -1,4 +1,4 @@
-"""What happens to a cluster from outside."""
+"""External events: what happens to a cluster during a simulated run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ AT_S_MAX = 1e12
 
 
 class Happening(NamedTuple):
-    """At `at_s` of the scenario something befalls a node.
+    """An event of a node, at `at_s` of the scenario.
 
-    fault: by `cause`, a row of the paper's table. repaired: it may have tasks again, if a fault
-    took it out. joined: it is there for the first time, or again. A fault may be of one process: of
-    whoever is on `slot`, or of `rank` of a task; the site then does nothing of its own.
+    fault: with `cause`, a row of the paper's table. repaired: the node is available again after a
+    fault. joined: the node is new, or back. A fault may concern one process, on `slot` of the node
+    or with `rank` of `task`; the node is then not drained.
     """
 
     at_s: float
@@ -29,15 +29,15 @@ class Happening(NamedTuple):
     rank: int = -1
     slot: int = -1
     num_slots: int = 0
-    """Of a node that joins; 0: as the others."""
-    told_in_s: float = -1.0
-    """Until the fault is told; below 0: as long as the policy takes for its cause."""
-    seen_in_s: float = -1.0
-    """Until peers of a lost node tell what they see; below 0: as long."""
+    """Of a node that joins; 0: as the other nodes."""
+    detected_in_s: float = -1.0
+    """Time until the fault is reported; negative: the policy's time for its cause."""
+    peers_detect_in_s: float = -1.0
+    """Time until peers of a lost node report; negative: as `detected_in_s`."""
 
 
 class Asked(NamedTuple):
-    """An operator's request, of the task of that name; or another policy."""
+    """An operator's request, about the task of this name; or a new policy file."""
 
     at_s: float
     body: Body
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
 
 class Said(NamedTuple):
-    """The node says so of itself, or the leader of the node: whatever its incarnation is then."""
+    """A report by the node, or by the leader about the node, in its current incarnation."""
 
     at_s: float
     node: str
@@ -53,7 +53,7 @@ class Said(NamedTuple):
 
 
 class Takes(NamedTuple):
-    """From now on the steps of the policy take so long."""
+    """From now on the steps of the policy have these durations."""
 
     at_s: float
     costs: Costs
@@ -63,6 +63,6 @@ Anything = Happening | Asked | Said | Takes
 
 
 def is_felt(one: Anything) -> bool:
-    """Whether losses may be laid to it; those until a node is back are laid to what took it."""
+    """Whether losses may be attributed to it. The time until a repair belongs to the fault."""
     return not isinstance(one, Takes) and not (
         isinstance(one, Happening) and one.event in ("joined", "repaired"))

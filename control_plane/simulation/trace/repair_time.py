@@ -1,4 +1,4 @@
-"""How long a node is away, drawn: constant, uniform, exponential, or with a heavy tail."""
+"""Repair times, drawn: constant, uniform, exponential, or with a heavy tail."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DAY_S = 86400.0
 
 
 class Lognormal(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Half of all are below `median`; the tail makes the mean."""
+    """Median and mean in seconds."""
 
     median: float
     mean: float
 
 
 class Repair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of these, in seconds. `parts_s`: with such a share, uniform between these two."""
+    """Exactly one of these, in seconds. `parts_s`: (share, least, most), uniform in each part."""
 
     constant_s: float | None = None
     uniform_s: tuple[float, float] | None = None
@@ -32,45 +32,45 @@ class Repair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lognormal_s: Lognormal | None = None
     parts_s: tuple[tuple[float, float, float], ...] | None = None
 
-    def at_s(self, luck: float) -> float:
-        """The time that such a share of all repairs, at least 0 and below 1, is shorter than."""
+    def at_s(self, quantile: float) -> float:
+        """The value at `quantile` of the distribution, 0 <= quantile < 1."""
         if self.constant_s is not None:
             return self.constant_s
         if self.uniform_s is not None:
-            return _between(*self.uniform_s, luck)
+            return _between(*self.uniform_s, quantile)
         if self.exponential_s is not None:
-            return -self.exponential_s * math.log1p(-luck)
+            return -self.exponential_s * math.log1p(-quantile)
         if self.lognormal_s is not None:
             median, mean = self.lognormal_s.median, self.lognormal_s.mean
             sigma = math.sqrt(2 * math.log(mean / median))
-            return median * math.exp(sigma * NormalDist().inv_cdf(max(luck, 2.0**-53)))
+            return median * math.exp(sigma * NormalDist().inv_cdf(max(quantile, 2.0**-53)))
         assert self.parts_s
         for share, least_s, most_s in self.parts_s:
-            if luck < share:
-                return _between(least_s, most_s, luck / share)
-            luck -= share
+            if quantile < share:
+                return _between(least_s, most_s, quantile / share)
+            quantile -= share
         return self.parts_s[-1][2]
 
 
 STUDIES: dict[str, Repair] = {
     # Schroeder and Gibson, DSN 2006: all repairs of 22 systems of LANL, mean 355 min, median 54.
     "lanl": Repair(lognormal_s=Lognormal(median=54 * 60.0, mean=355 * 60.0)),
-    # SuperBench (Azure A100): 61.9 % on the same day, 38.1 % later, 10.3 % after two weeks. Where
-    # the last ends, 28 days, is a guess of ours.
+    # SuperBench (Azure A100): 61.9 % on the same day, 38.1 % later, 10.3 % after two weeks. The
+    # upper end of the last part, 28 days, is our guess.
     "superbench": Repair(parts_s=(
         (0.619, 0.0, DAY_S), (0.278, DAY_S, 14 * DAY_S), (0.103, 14 * DAY_S, 28 * DAY_S))),
 }
 
 
-def chosen(asked: Repair | str, path: str) -> Repair:
-    """The one that is meant, checked. Raises SpecError."""
-    if isinstance(asked, str):
-        need(asked in STUDIES, path, f"{asked[:40]!r} is no study",
+def chosen(repair: Repair | str, path: str) -> Repair:
+    """The distribution named or given, checked. Raises SpecError."""
+    if isinstance(repair, str):
+        need(repair in STUDIES, path, f"{repair[:40]!r} is no study",
              f"{', '.join(STUDIES)}, or {HINT}")
-        return STUDIES[asked]
-    given = [name for name in Repair.__struct_fields__ if getattr(asked, name) is not None]
+        return STUDIES[repair]
+    given = [name for name in Repair.__struct_fields__ if getattr(repair, name) is not None]
     need(len(given) == 1, path, f"has {len(given)} of its keys, not one", HINT)
-    match asked:
+    match repair:
         case Repair(uniform_s=(least_s, most_s)):
             _check(f"{path}.uniform_s", least_s, most_s)
             need(least_s <= most_s, f"{path}.uniform_s", "ends before it begins", HINT)
@@ -86,8 +86,8 @@ def chosen(asked: Repair | str, path: str) -> Repair:
             need(abs(whole - 1) <= SHARES_SLACK_RATIO, f"{path}.parts_s",
                  f"its shares add up to {whole:g}", "to 1")
         case _:
-            _check(f"{path}.{given[0]}", getattr(asked, given[0]))
-    return asked
+            _check(f"{path}.{given[0]}", getattr(repair, given[0]))
+    return repair
 
 
 def _check(path: str, *values: float) -> None:
@@ -96,5 +96,5 @@ def _check(path: str, *values: float) -> None:
              f"at least 0 and at most {REPAIR_S_MAX:g}")
 
 
-def _between(least_s: float, most_s: float, luck: float) -> float:
-    return least_s + (most_s - least_s) * luck
+def _between(least_s: float, most_s: float, quantile: float) -> float:
+    return least_s + (most_s - least_s) * quantile

@@ -1,8 +1,8 @@
-"""The files that tell what happened to a cluster: CSV, JSON lines, and the churn of spot nodes.
+"""Trace files: CSV, JSON lines, and churn of spot nodes.
 
-Its first line says which a file is: `{` begins JSON lines, `0,add,node1` the churn (time in ms, add
-or remove, node; without a header), all else is CSV with a header. Empty lines and those that begin
-with `#` say nothing.
+The first line defines the format: `{` begins JSON lines; `0,add,node1` begins churn (time in ms,
+add or remove, node; no header); all else is CSV with a header. Empty lines and lines that begin
+with `#` are skipped.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ DOCS = "see docs/guides/simulate.md"
 
 
 class Trace(NamedTuple):
-    """What befalls a cluster, by time. `nodes`: those that are there from the beginning, where the
-    file says so (churn); else the scenario does."""
+    """External events by time. `nodes`: the nodes at the start, if the file names them (churn);
+    otherwise the scenario does."""
 
     happenings: list[Happening]
     nodes: tuple[str, ...] = ()
 
 
 class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of JSON lines. A fault's node is `repaired` after `repair_s`, 0 for never."""
+    """One JSON line. The node of a fault is `repaired` after `repair_s`, 0 for never."""
 
     at_s: float
     node: str
@@ -52,14 +52,14 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read(text: str, source: str) -> Trace:
-    """A trace by time; at one time in its order. Raises UsageError, which names the line."""
+    """Read a trace, sorted by time, else in file order. Raises UsageError that names the line."""
     lines = ["" if line.lstrip().startswith("#") else line
              for line in text.removeprefix("\ufeff").splitlines()]
     first = next((line for line in lines if line.strip()), "")
     if CHURN.match(first):
         return _churn(lines, source)
     rows = _json if first.lstrip().startswith("{") else _csv
-    found = [one for where, line in rows(lines, source) for one in _happenings(line, where)]
+    found = [one for where, line in rows(lines, source) for one in _events_of(line, where)]
     return Trace(sorted(found, key=lambda one: one.at_s))
 
 
@@ -73,14 +73,14 @@ def _csv(lines: Iterable[str], source: str) -> Iterator[tuple[str, Line]]:
                 raise UsageError(f"{where}: the header is {_shown(header)}", f"write {FORMS}{more}")
             continue
         if len(row) != len(header):
-            more = f"; a fifth, {REPAIR}, stands in the header, too" if (
+            more = f"; a fifth, {REPAIR}, must be in the header, too" if (
                 len(row) == len(header) + 1 == len(HEADER) + 1) else ""
             raise UsageError(f"{where}: {len(row)} columns",
                              f"{len(header)}: {','.join(header)}{more}")
-        told = dict(zip(header, (word.strip() for word in row), strict=True))
-        repair_s = _seconds(told.pop(REPAIR, "") or "0", REPAIR, where)
-        yield where, Line(at_s=_seconds(told["at_s"], "at_s", where), node=told["node"],
-                          event=told["event"], cause=told["cause"], repair_s=repair_s)
+        fields = dict(zip(header, (word.strip() for word in row), strict=True))
+        repair_s = _seconds(fields.pop(REPAIR, "") or "0", REPAIR, where)
+        yield where, Line(at_s=_seconds(fields["at_s"], "at_s", where), node=fields["node"],
+                          event=fields["event"], cause=fields["cause"], repair_s=repair_s)
     if not header:
         raise UsageError(f"{source}: line 1: the header is missing", f"write {FORMS}")
 
@@ -111,14 +111,14 @@ def _json(lines: Iterable[str], source: str) -> Iterator[tuple[str, Line]]:
         try:
             yield where, msgspec.json.decode(line, type=Line)
         except msgspec.ValidationError as error:
-            told = refused(str(error), Line, f"the keys: {', '.join((*HEADER, REPAIR))}")
-            raise UsageError(f"{where}: {told}", told.hint) from None
+            parsed = refused(str(error), Line, f"the keys: {', '.join((*HEADER, REPAIR))}")
+            raise UsageError(f"{where}: {parsed}", parsed.hint) from None
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             raise UsageError(f"{where}: not JSON", "one object a line, with the keys "
                              f"{', '.join((*HEADER, REPAIR))}") from None
 
 
-def _happenings(line: Line, where: str) -> Iterator[Happening]:
+def _events_of(line: Line, where: str) -> Iterator[Happening]:
     for name, seconds in (("at_s", line.at_s), (REPAIR, line.repair_s)):
         if not (math.isfinite(seconds) and 0 <= seconds <= AT_S_MAX):
             raise UsageError(f"{where}: {name} is {seconds:g}",
@@ -136,14 +136,14 @@ def _happenings(line: Line, where: str) -> Iterator[Happening]:
         raise UsageError(f"{where}: cause is {line.cause[:SHOWN_CHARS_MAX]!r}",
                          f"one of {', '.join(TABLE)}")
     if kind != "fault" and line.repair_s:
-        raise UsageError(f"{where}: {REPAIR} of what is no fault", "leave it empty")
+        raise UsageError(f"{where}: {REPAIR} without a fault", "leave it empty")
     yield Happening(line.at_s, line.node, kind, cause)
     if line.repair_s:
         yield Happening(line.at_s + line.repair_s, line.node, "repaired")
 
 
 def check_name(name: str, path: str) -> None:
-    """Raises SpecError for what cannot name a node."""
+    """Raises SpecError if the name is not valid for a node."""
     if not (name and len(name) <= NAME_CHARS_MAX and name.isprintable() and name == name.strip()):
         raise SpecError(path, f"{name[:SHOWN_CHARS_MAX]!r} names no node",
                         f"printable text, at most {NAME_CHARS_MAX} characters")
@@ -156,8 +156,8 @@ def _shown(words: Sequence[str]) -> str:
 
 # --- churn --------------------------------------------------------------------------------------
 def _churn(lines: Iterable[str], source: str) -> Trace:
-    """A spot node goes without a word: it is lost, and its like comes by another name."""
-    told: list[tuple[Happening, str]] = []
+    """A spot node is lost without notice; its replacement has another name."""
+    events: list[tuple[Happening, str]] = []
     for where, row in _rows(lines, source):
         words = [word.strip() for word in row]
         if len(words) != 3 or words[1] not in CHURN_EVENTS:
@@ -166,23 +166,23 @@ def _churn(lines: Iterable[str], source: str) -> Trace:
         kind: Event = "joined" if words[1] == "add" else "fault"
         line = Line(at_s=_seconds(words[0], "time_ms", where) / 1000, node=words[2], event=kind,
                     cause=LOST_CONNECTION if kind == "fault" else "")
-        told += ((one, where) for one in _happenings(line, where))
-    there: dict[str, bool] = {}
-    for one, where in sorted(told, key=lambda pair: pair[0].at_s):
-        if there.get(one.node, False) == (one.event == "joined"):
+        events += ((one, where) for one in _events_of(line, where))
+    present: dict[str, bool] = {}
+    for one, where in sorted(events, key=lambda pair: pair[0].at_s):
+        if present.get(one.node, False) == (one.event == "joined"):
             raise UsageError(f"{where}: {'add' if one.event == 'joined' else 'remove'} of "
                              f"{one.node}, which is "
-                             f"{'there' if one.event == 'joined' else 'not there'}", DOCS)
-        there[one.node] = one.event == "joined"
-    begin = {one.node: one for one, _ in told if one.at_s == 0 and one.event == "joined"}
+                             f"{'present' if one.event == 'joined' else 'not present'}", DOCS)
+        present[one.node] = one.event == "joined"
+    begin = {one.node: one for one, _ in events if one.at_s == 0 and one.event == "joined"}
     if not begin:
         raise UsageError(f"{source}: no node is there at time 0", "begin with 0,add,NODE")
-    return Trace(sorted((one for one, _ in told if begin.get(one.node) is not one),
+    return Trace(sorted((one for one, _ in events if begin.get(one.node) is not one),
                         key=lambda one: one.at_s), tuple(begin))
 
 
 def written(happenings: Iterable[Happening]) -> Iterator[str]:
-    """The lines of a CSV that says the same."""
+    """The lines of an equivalent CSV file."""
     lines = StringIO()
     rows = csv.writer(lines, lineterminator="\n")
     rows.writerow(HEADER)

@@ -130,7 +130,7 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     (drawn(mtbf_gpu_days=None, count=10**9), "trace.drawn: draws about 1e+09 faults"),
     (drawn(mtbf_gpu_days=None, count={"SEV4": 1}), "trace.drawn.count: 'SEV4' is no severity"),
     (drawn(mtbf_gpu_days=None, count={"SEV1": 1}, causes={"task hang": 1}),
-     "trace.drawn.count: asks for SEV1"),
+     "trace.drawn.count: needs a cause of SEV1"),
     (drawn(seed=-1), "trace.drawn.seed: is -1"),
     (drawn(causes="nasa"), "trace.drawn.causes: 'nasa' is no study"),
     (drawn(causes={"gremlins": 1}), "trace.drawn.causes: 'gremlins' is no cause"),
@@ -149,8 +149,8 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     (bursts(every_h=None), "trace.drawn.bursts: has to have one of every_h and count"),
     (bursts(every_h=0), "trace.drawn.bursts.every_h: is 0"),
     (bursts(sizes={}), "trace.drawn.bursts.sizes: has shares that are none"),
-    (bursts(sizes={5: 1}), "trace.drawn.bursts.sizes: are 5 nodes at once"),
-    (bursts(sizes={0: 1}), "trace.drawn.bursts.sizes: are 0 nodes at once"),
+    (bursts(sizes={5: 1}), "trace.drawn.bursts.sizes: are 5 nodes together"),
+    (bursts(sizes={0: 1}), "trace.drawn.bursts.sizes: are 0 nodes together"),
     (bursts(cause="storm"), "trace.drawn.bursts.cause: is 'storm'"),
 ])
 def test_what_is_wrong(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_trace_says_what_it_lacks(tmp_path: Path) -> None:
     path, trace = tmp_path / "s.yaml", tmp_path / "t.csv"
     path.write_text(yaml.safe_dump(plain(trace="t.csv")))
     trace.write_text("at_s,node,event,cause\n5,n9,left,\n")
-    check(path, "t.csv: at 5 s, left of n9, which is no node by then")
+    check(path, "t.csv: at 5 s, left of n9, which is no node at that time")
     trace.write_text("0,add,a\n0,add,b\n")
     check(path, "s.yaml: cluster.nodes: is not what the trace begins with, 2 nodes")
     path.write_text(yaml.safe_dump(plain(trace="t.csv", cluster={"slots": 2})))

@@ -251,7 +251,7 @@ def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_p
     path.write_text(json.dumps(plain(tasks=[light, heavy], policies={"unicron": {}})))
     command.simulate(path, log=None, as_json=False)
     told = capsys.readouterr().out
-    assert "waits      light has no slots without a fault under unicron" in told
+    assert "waits      light has no slots even without a fault under unicron" in told
     assert "heavy has" not in told
 
 
@@ -284,5 +284,5 @@ def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
         if grain:
             assert scenario.ground(given, scenario.policy(given, "unicron")).grain == grain
         else:
-            with pytest.raises(SpecError, match="whole_nodes: asks for sizes"):
+            with pytest.raises(SpecError, match="whole_nodes: needs sizes"):
                 scenario.ground(given, scenario.policy(given, "unicron"))

@@ -28,8 +28,8 @@ def play(policy: str, happenings: list[Happening], tasks: int = 1) -> Outcome:
     asked = scenario.parse(data)
     chosen = scenario.policy(asked, policy)
     run = Run(scenario.ground(asked, chosen, happenings), chosen)
-    run.paper.slot_time = Checked()
-    run.account.does = run.paper.slot_time.does
+    run.cluster.slot_time = Checked()
+    run.account.does = run.cluster.slot_time.does
     return run.play()
 
 
