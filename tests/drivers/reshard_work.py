@@ -131,7 +131,7 @@ class Walker:
         holders: Collection[int],
         *,
         staged: bool = False,
-    ) -> exchange.Exchanged:
+    ) -> state_exchange.Exchanged:
         return state_exchange.exchange(
             have,
             want,

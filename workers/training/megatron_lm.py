@@ -1,16 +1,16 @@
-"""Megatron-LM's `pretrain`, healing in memory: what deploy/megatron/pretrain_gpt.patch calls.
+"""Megatron-LM's `pretrain` with in-memory recovery; deploy/megatron/pretrain_gpt.patch calls it.
 
-Written against core_v0.16.1. Of `megatron.training` it uses: `initialize_megatron` (arguments and
-globals, no communicators), `setup_model_and_optimizer`, `get_args`, and the script's own providers
-and `forward_step`. In place of its `train` and `evaluate` stand the loops below:
+Written against core_v0.16.1. It uses from `megatron.training`: `initialize_megatron` (arguments and
+globals, no communicators), `setup_model_and_optimizer` and `get_args`; and the script's providers
+and `forward_step`. The loops below replace Megatron-LM's `train` and `evaluate`:
 
-- the data is taken from the dataset by index, so a sample is the same whichever rank asks for it,
-  in the order in which Megatron-LM's sequential sampler deals it;
-- the arguments say that there is one replica: `get_num_microbatches()` is the whole batch's, and
-  no divisibility by the number of ranks is asked for. `args.rank`, `args.world_size` and
-  `args.data_parallel_size` follow each generation, and so does `parallel_state`;
-- evaluation deals its micro-batches to whoever is there, and adds up over all of them;
-- the line of progress and the writer of TensorBoard are those of whichever rank is the last one.
+- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
+  that a sample is equal on every rank;
+- the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
+  number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
+  `parallel_state` follow each generation;
+- the current members share the micro-batches of an evaluation, and the result is the mean of all;
+- the current last rank prints the progress line and writes to TensorBoard.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ REFUSED: Mapping[str, str] = {
     "rampup_batch_size": "the batch grows (--rampup-batch-size)",
     "use_torch_fsdp2": "FSDP (--use-torch-fsdp2)",
     "use_megatron_fsdp": "FSDP (--use-megatron-fsdp)",
-    "fp8": "FP8 scales are no state that is known (--fp8-format)",
+    "fp8": "FP8 scales are not part of the known state (--fp8-format)",
     "enable_cuda_graph": "CUDA graphs keep their communicators (--enable-cuda-graph)",
     "num_experts": "experts couple the ranks (--num-experts)",
     "overlap_param_gather": "parameters are gathered in the next forward (--overlap-param-gather)",
 }
-"""Arguments that cannot be healed in memory where they are set, and why."""
+"""Arguments that prevent in-memory recovery if they are set, and the reasons."""
 
 
 class Plan:
-    """What the arguments of one script come to."""
+    """The sizes that follow from a script's arguments."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -54,7 +54,7 @@ class Plan:
         self.is_per_token = bool(args.calculate_per_token_loss)
 
     def why_not(self) -> str:
-        """Why it cannot be healed in memory; empty where it can."""
+        """Why in-memory recovery does not support these arguments; empty if it does."""
         args = self.args
         for name, why in REFUSED.items():
             if getattr(args, name, None):
@@ -64,24 +64,24 @@ class Plan:
         if getattr(args, "dataloader_type", "single") not in (None, "single"):
             return f"its data has no random access (--dataloader-type {args.dataloader_type})"
         if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
-            return "how many chunks a stage has is not carried over (interleaving)"
+            return "interleaved pipelines are not supported here (interleaving)"
         if getattr(args, "load", None):
-            return "it begins from a checkpoint of Megatron-LM's (--load)"
+            return "training begins from a checkpoint of Megatron-LM (--load)"
         return ""
 
 
 def healing(pretrain: Callable[..., None], on_rebuild: Callable[[Any], Any] | None = None
             ) -> Callable[..., None]:
-    """In place of Megatron-LM's `pretrain`, which it falls back to: without an agent as it is, and
-    in a process of its own, restarted as any command, where this one cannot be healed in memory."""
+    """Wrap Megatron-LM's `pretrain`. Without an agent, return it unchanged. If in-memory recovery
+    does not support the arguments, run the script again without Unicron, as a plain command."""
     if FD not in os.environ:
         return pretrain
 
     def adopted(datasets: Callable[..., Any], model_provider: Any, model_type: Any,
                 forward_step: Any, *rest: Any, extra_args_provider: Any = None,
                 args_defaults: Any = None, **more: Any) -> None:
-        # One replica: the number of micro-batches is the batch's, whoever runs them.
-        real = dict(os.environ)
+        # Describe one replica, so that the number of micro-batches is that of the whole batch.
+        original = dict(os.environ)
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         _megatron("initialize").initialize_megatron(
             extra_args_provider=extra_args_provider, args_defaults=args_defaults or {},
@@ -91,18 +91,18 @@ def healing(pretrain: Callable[..., None], on_rebuild: Callable[[Any], Any] | No
             _train(plan, datasets, model_provider, model_type, forward_step, on_rebuild)
         except Declined as why:
             sys.stderr.write(f"{why}; it is restarted as any command\n")
-            _begin_again(real)
+            _run_without_unicron(original)
 
     return adopted
 
 
 def _megatron(name: str) -> Any:
-    """A module of megatron.training, which is in Megatron-LM alone."""
+    """A module of megatron.training, which only Megatron-LM contains."""
     return import_module(f"megatron.training.{name}")
 
 
-def _begin_again(environment: Mapping[str, str]) -> NoReturn:
-    """The same script in the same process, from its first line, without Unicron."""
+def _run_without_unicron(environment: Mapping[str, str]) -> NoReturn:
+    """Restart the same script in this process without Unicron."""
     sys.stderr.flush()
     sys.stdout.flush()
     plain = {name: value for name, value in environment.items() if name != FD}
@@ -112,8 +112,7 @@ def _begin_again(environment: Mapping[str, str]) -> NoReturn:
 def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_type: Any,
            forward_step: Any, on_rebuild: Callable[[Any], Any] | None) -> None:
     args, rows = plan.args, plan.rows
-    # So that a gradient is not scaled by the number of replicas; what the loss is divided by is
-    # seen to where it is added up.
+    # Megatron must not scale gradients by the number of replicas: the step divides their sum.
     args.calculate_per_token_loss = True
     args.enable_gloo_process_groups = False
     eval_iters = int(args.eval_iters or 0)
@@ -123,7 +122,7 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
                                         num_evaluations * per_evaluation, 0])
 
     def sizes(tp: int, pp: int) -> tuple[int, int]:
-        """Of what is built or trained now; what they were before."""
+        """Set the sizes of the model that is built or trained next; returns the previous ones."""
         before = getattr(args, "tensor_model_parallel_size", 1), getattr(
             args, "pipeline_model_parallel_size", 1)
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
@@ -136,7 +135,7 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
         return on_rebuild(groups) if on_rebuild is not None else None
 
     def build(groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
-        trained = sizes(axes.tp, axes.pp)  # what is built may be a whole one, for a copy
+        trained = sizes(axes.tp, axes.pp)  # may be a whole replica, to load a checkpoint
         model, optimizer, scheduler = _megatron("training").setup_model_and_optimizer(
             model_provider, model_type)
         sizes(*trained)
@@ -161,7 +160,7 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
             args.curr_iteration = args.iteration = job.step() + 1
             args.consumed_train_samples = args.iteration * args.global_batch_size
             if args.iteration % args.log_interval == 0:
-                _tell(plan, job)
+                _report_progress(plan, job)
             if args.eval_interval and args.iteration % args.eval_interval == 0 and eval_iters:
                 first = (args.iteration // args.eval_interval - 1) * per_evaluation
 
@@ -169,13 +168,13 @@ def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_
                     return job.mean_loss(eval_iters * plan.micro_batches, lambda item: batch_of(
                         valid_set, first + item * rows))
 
-                found = job.evaluate(mean)
-                if found is not None:
-                    _tell_evaluated(plan, job, found)
+                loss = job.evaluate(mean)
+                if loss is not None:
+                    _report_evaluation(plan, job, loss)
 
 
-def _tell(plan: Plan, job: Job) -> None:
-    """Megatron-LM's line of progress, by whoever is the last rank now."""
+def _report_progress(plan: Plan, job: Job) -> None:
+    """Print Megatron-LM's progress line on the current last rank."""
     args = plan.args
     if not job.is_last:
         return
@@ -190,7 +189,7 @@ def _tell(plan: Plan, job: Job) -> None:
     _write({"lm loss": job.loss, "learning-rate": rate}, args.iteration)
 
 
-def _tell_evaluated(plan: Plan, job: Job, loss: float) -> None:
+def _report_evaluation(plan: Plan, job: Job, loss: float) -> None:
     if job.is_last:
         sys.stdout.write(f" validation loss at iteration {plan.args.iteration} | lm loss value: "
                          f"{loss:.6E} | lm loss PPL: {math.exp(min(20.0, loss)):.6E} |\n")
@@ -199,7 +198,8 @@ def _tell_evaluated(plan: Plan, job: Job, loss: float) -> None:
 
 
 def _write(values: Mapping[str, float], iteration: int) -> None:
-    """Every rank has a writer, since any may become the last; TensorBoard reads them as one."""
+    """Write to TensorBoard. Every rank has a writer, because any rank may become the last one;
+    TensorBoard merges their files."""
     writer = _megatron("global_vars").get_tensorboard_writer()
     if writer is not None:
         for name, value in values.items():

@@ -25,11 +25,11 @@ TRAIN = Train(iterations=4, output="/tmp/none")
     ("scaled", "gradients scaled by the number of replicas: the number changes"),
     ("sums", "gradients summed in 16 bits: the sum depends on its order"),
     ("sgd", "the state of torch.optim.sgd.SGD is not known"),
-    ("sharded", "the optimizer is whole, and loop.parallel.optimizer says that it is not"),
+    ("sharded", "the optimizer is whole, but loop.parallel.optimizer is not"),
     ("schedule", "its schedule is a SimpleNamespace"),
-    ("layout", "`build` was asked for Axes(tp=2"),
-    ("no length", "the stages of a pipeline have to know how long a sample is"),
-    ("no names", "the parts of a Sequential in a pipeline have no names of their own"),
+    ("layout", "`build` was called for Axes(tp=2"),
+    ("no length", "pipeline stages need the length of a sample"),
+    ("no names", "the parameters of a Sequential in a pipeline have no unique names"),
 ])
 def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> None:
     import torch

@@ -101,7 +101,8 @@ def test_where_no_keeper_takes_it_a_copy_is_tried_less_and_less(
         keeper.shelf.bytes_max = room
         assert bench.copy(30, keeper)
         assert bench.copy(40, keeper), "all is well again"
-    assert [one["event"] for one in said] == ["copy not kept", "copy kept again"], \
+    assert [one["event"] for one in said] == [
+        "in-memory checkpoint not stored", "in-memory checkpoint stored again"], \
         "the text is another one each time"
 
 
@@ -134,7 +135,7 @@ def test_no_memory_for_a_copy_is_said_once_and_tried_less_and_less(
             bench.copier.copy(bench.trainee, 11, History(), 1, (keeper.keeper,))
             assert len(bench.taken) == num + 1
             bench.now_s += pause_s + 0.1
-    assert [one["event"] for one in said] == ["copy not taken"]
+    assert [one["event"] for one in said] == ["in-memory checkpoint not taken"]
     assert bench.copy(20, keeper)
 
 
@@ -147,10 +148,10 @@ def test_a_copy_that_cannot_be_sent_is_no_fault(
         raise error
 
     with monkeypatch.context() as context, capture_logs() as said:
-        context.setattr(memory_checkpoint.keeping, "put", put)
+        context.setattr(memory_checkpoint.protocol, "put", put)
         assert bench.copy(10, keeper), "the thread comes to its end"
     assert [(one["event"], one["why"]) for one in said] == [
-        ("copy not kept", str(error) or "MemoryError")]
+        ("in-memory checkpoint not stored", str(error) or "MemoryError")]
     bench.now_s += 1.1
     assert bench.copy(20, keeper)
 

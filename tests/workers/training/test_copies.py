@@ -159,7 +159,7 @@ def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> Non
     (came,) = driver.form([0], copies=(*wrong, later, good)).values()
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
     said = log.read_text()
-    assert said.count("a copy does not serve") == 4
+    assert said.count("in-memory checkpoint not usable") == 4
     for why in ("another cluster", "refused", "another model",
                 "no checkpoint of task 7 generation 2"):
         assert why in said
@@ -282,10 +282,10 @@ def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
 
 
 NO_ROOM = """
-from unicron.workers.training.checkpoint import memory_checkpoint as copies
+from unicron.workers.training.checkpoint import memory_checkpoint
 def take(self, *args):
     raise RuntimeError("not enough memory: you tried to allocate a buffer")
-copies.Snapshot.take = take
+memory_checkpoint.Snapshot.take = take
 """
 
 
@@ -296,5 +296,5 @@ def test_a_copy_that_there_is_no_room_for_hurts_nobody(drive: Drive) -> None:
     driver.start(0)
     driver.form([0])
     driver.finish([0])
-    assert driver.processes[0].log.read_text().count("copy not taken") == 1
+    assert driver.processes[0].log.read_text().count("in-memory checkpoint not taken") == 1
     assert driver.keepers[0].stored(TASK) == []

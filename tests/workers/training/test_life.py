@@ -219,7 +219,7 @@ def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
 
 ABORTS = """
 from unicron.workers.training.communicators.communicators import Communicators
-right_up, right_wake = Communicators.up, Communicators.wake
+right_up, right_wake = Communicators.up, Communicators.interrupt
 def up(self, *given):
     self.backend = "gloo"
     right_up(self, *given)
@@ -227,7 +227,7 @@ def up(self, *given):
 def wake(self):
     right_wake(self)
     print("woken in", self.generation, flush=True)
-Communicators.up, Communicators.wake = up, wake
+Communicators.up, Communicators.interrupt = up, wake
 """
 """gloo's groups, aborted as NCCL's are: torch knows them no more."""
 

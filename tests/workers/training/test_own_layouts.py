@@ -159,9 +159,9 @@ def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed
 DIES_EVALUATING = """
 import os, signal, time
 from pathlib import Path
-from unicron.workers.training.adopt import adoption as adopt
+from unicron.workers.training.adopt import adoption
 
-def evaluating(*given, evaluate=adopt.evaluate, rank=os.environ["UNICRON_RANK"]):
+def evaluating(*given, evaluate=adoption.evaluate, rank=os.environ["UNICRON_RANK"]):
     if rank != "1":
         Path({folder!r}, "evaluating-" + rank).touch()
         return evaluate(*given)
@@ -170,7 +170,7 @@ def evaluating(*given, evaluate=adopt.evaluate, rank=os.environ["UNICRON_RANK"])
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-adopt.evaluate = evaluating
+adoption.evaluate = evaluating
 """
 """Rank 1 dies in the evaluation that so many others have come to."""
 

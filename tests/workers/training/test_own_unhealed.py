@@ -81,8 +81,8 @@ def test_another_optimizer_trains(tmp_path: Path, undisturbed: list[float]) -> N
 @pytest.mark.parametrize(("change", "line"), [
     ("misspelt", "adopt: bild is none of its arguments (it takes build, sample"),
     ("mean", "adopt: loss is 'per_mean' (give per_token or per_micro_batch)"),
-    ("number", "adopt: sample is 7, no function"),
-    ("two", "`build` has to return three things"),
+    ("number", "adopt: sample is 7, not a function"),
+    ("two", "`build` must return three values"),
     ("experts", "expert parallel: its ranks run in lockstep"),
 ])
 def test_what_is_wrong_is_one_line(tmp_path: Path, change: str, line: str) -> None:
@@ -112,7 +112,7 @@ def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
 def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(tmp_path: Path) -> None:
     task = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "of-RANK"),
             "checkpoint_every": 4}
-    for code, last in ((0, ""), (2, "some ranks go on from iteration 0, others from 4")):
+    for code, last in ((0, ""), (2, "some ranks resume from iteration 0, others from 4")):
         found = run(tmp_path, "apart", 2, UNICRON_TASK="7", UNICRON_LOOP=json.dumps(task))
         assert [one for one, _ in found] == [code, code], found
         assert all(last in said for _, said in found)

@@ -12,7 +12,7 @@ from unicron.workers.diagnosis.classifier import classify
 
 FAILS_IN_ITS_FORWARD = """
 from unicron.workers.training.model import trainee as model
-right, calls = model.Trainee.loss, []
+right, calls = model.TrainingModel.loss, []
 def fails(self, tokens):
     calls.append(1)
     if len(calls) == 7:
@@ -21,7 +21,7 @@ def fails(self, tokens):
         except OSError as error:
             raise ValueError("the batch could not be made") from error
     return right(self, tokens)
-model.Trainee.loss = fails
+model.TrainingModel.loss = fails
 """
 
 

@@ -239,13 +239,13 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
 
 IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
 import time
-from unicron.workers.training.model import training_state as state
-adopt = state.adopt
+from unicron.workers.training.model import training_state
+load = training_state.load
 def slow(*told):
     print("taking", flush=True)
     time.sleep(2)
-    return adopt(*told)
-state.adopt = slow
+    return load(*told)
+training_state.load = slow
 """
 
 
@@ -271,17 +271,17 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
 
 
 SMALL_CHUNKS = """
-from unicron.workers.training.recovery import state_exchange as chunks
-chunks.CHUNK_BYTES = 1 << 16
+from unicron.workers.training.recovery import state_exchange
+state_exchange.CHUNK_BYTES = 1 << 16
 """
 TAKES_SLOWLY = SMALL_CHUNKS + """
 import time
-unpack = chunks._unpack
+unpack = state_exchange._unpack
 def slow(chunk, tensors):
     print("taking", flush=True)
     time.sleep(0.1)
     return unpack(chunk, tensors)
-chunks._unpack = slow
+state_exchange._unpack = slow
 """
 
 

@@ -123,7 +123,7 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
     driver.finish([0])
     final = driver.told(CheckpointSaved)[-1]
     assert (final.step_version, final.final) == (ITERATIONS, True)
-    assert log.read_text().count("training goes on") == 1, "told once"
+    assert log.read_text().count("training continues") == 1, "told once"
     assert "bucket://models/run/gen-1/iter-3: Denied: 403: not now" in log.read_text()
     assert "checkpoints are saved again" in log.read_text()
     assert driver.told(RankErrored) == []
@@ -273,7 +273,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
         checkpoint.write(url, tensors, told, fails)
     assert object_storage.Store(url).names() == []
     asked = itertools.count()
-    with pytest.raises(checkpoint.Overtaken, match="a newer one is wanted"):
+    with pytest.raises(checkpoint.Overtaken, match="a newer one is needed"):
         checkpoint.write(url, tensors, told, is_overtaken=lambda: next(asked) == 3)
     assert object_storage.Store(url).names() == []
     assert checkpoint.write(url, tensors, told) == num_bytes

@@ -131,7 +131,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any
         driver.hold(0, "forward", iteration, micro_batch=0)
         driver.held(0, iteration)
         written(log, "checkpoint not saved", 1)
-    assert log.read_text().count("checkpoint not saved; training goes on") == 1
+    assert log.read_text().count("checkpoint not saved; training continues") == 1
     assert f"{output}/gen-1/iter-3: Not a directory" in log.read_text()
     blocked.unlink()
     driver.hold(0, "forward", ITERATIONS, micro_batch=0)
@@ -160,7 +160,7 @@ def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -
     assert saved(driver) == [(1, held.step_version, False)]
     output, log = Path(driver.spec.train.output), driver.processes[0].log.read_text()
     assert [one.name for one in output.glob("gen-1/*")] == [f"iter-{held.step_version}"]
-    assert "checkpoint given up: a newer one is wanted" in log
+    assert "checkpoint abandoned: a newer one is needed" in log
     assert "not saved" not in log
     assert driver.told(RankErrored) == []
 

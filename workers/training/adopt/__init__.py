@@ -1,7 +1,7 @@
-"""A training loop of your own on megatron-core adopts Unicron: import `adopt` from here.
+"""Makes a custom megatron-core training loop recover under Unicron: import `adopt` from here.
 
-Read `adoption`, `arguments`, `drivers`, `custom_loop`. Imports `workers/training` and what is below
-it.
+Read `adoption`, `arguments`, `drivers`, `custom_loop`. Imports `workers/training` and the layers
+below it.
 """
 
 from .adoption import Declined, Job, adopt

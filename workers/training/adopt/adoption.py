@@ -1,7 +1,7 @@
-"""A training loop of one's own on megatron-core adopts Unicron: `adopt`.
+"""`adopt`: in-memory recovery for a custom training loop on megatron-core.
 
-Import this before megatron. A whole example is deploy/examples/loop.py; what may be in such a loop,
-and what not, is in docs/guides/scripts.md.
+Import this module before megatron. deploy/examples/loop.py is a complete example;
+docs/guides/scripts.md lists what such a loop may contain.
 
     with adopt(build=build, sample=sample, forward=forward) as job:
         for _ in job:
@@ -9,9 +9,9 @@ and what not, is in docs/guides/scripts.md.
             if iteration % 100 == 0:
                 job.evaluate(lambda: validate(job.model))
 
-`job.step()` returns when all members have stepped. If one of them is lost meanwhile, the others
-keep what they have of the iteration, build communicators anew, and finish it; who takes the place
-of the lost one begins in the same script, and is given the state before its first `job.step()`.
+`job.step()` returns when all members have stepped. If a member fails during the step, the others
+keep their partial sums, rebuild the communicators and finish the iteration. The replacement process
+runs the same script and receives the state before its first `job.step()`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..process.control_thread import Interrupted
 from ..rank import load, meet_agent
 from .arguments import Loss, check_given, used_rightly, wrong_input_told
 
-load()  # before anybody imports Megatron: without CUDA that would load a compiler for nothing
+load()  # before the first Megatron import, which without CUDA would load a compiler for nothing
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -50,12 +50,12 @@ log = structlog.get_logger()
 
 
 class Declined(UsageError):
-    """What was built cannot be healed in memory; the message says why. The control plane has been
-    told: from here on the script is on its own, and its processes start again together."""
+    """In-memory recovery does not support this loop; the message gives the reason. The control
+    plane knows it: after a fault it restarts all processes of the task."""
 
 
 class Job:
-    """A loop's way to its task. Everything here is of the generation that is up now."""
+    """The loop's handle on its task. All properties refer to the current generation."""
 
     def __init__(self, driver: Driver, work: OwnWork) -> None:
         self._driver = driver
@@ -65,80 +65,80 @@ class Job:
         self._stepped = self._num_evaluated = 0
         self._evaluating = ""
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
     @property
     def chunks(self) -> list[Any]:
-        """The chunks of the model that this rank has, as `build` has wrapped them. Another layout
-        has other ones: ask again after each step."""
+        """The model chunks of this rank, as `build` has wrapped them. A layout change replaces
+        them: read them again after each step."""
         return self._driver.iteration.trainee.ddps
 
     @property
     def model(self) -> Any:
-        """The first of them: all there is without interleaving."""
+        """The first chunk: the only one without interleaving."""
         return self.chunks[0]
 
     @property
     def optimizer(self) -> Any:
-        """As `build` has made it."""
+        """The optimizer that `build` returned."""
         return self._driver.iteration.trainee.optimizer
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """The device of the model."""
         return self._driver.iteration.trainee.device
 
     @property
     def groups(self) -> Any:
-        """The generation's ProcessGroupCollection. Never keep it, or a group of it: what is kept
-        keeps dead connections open."""
+        """The generation's ProcessGroupCollection. Do not store it or one of its groups: a stored
+        reference keeps dead connections open."""
         return self._driver.communicators.groups
 
     @property
     def own(self) -> Any:
-        """What `on_rebuild` has returned for this generation."""
+        """What `on_rebuild` returned for this generation."""
         return self._work.made
 
     @property
     def num_members(self) -> int:
-        """How many processes there are now: a world size that somebody has cached goes stale."""
+        """The current number of processes. A cached world size becomes stale."""
         return self._driver.communicators.num_members
 
     @property
     def place(self) -> int:
-        """This one's torch.distributed rank, from 0. It may be another in the next generation."""
+        """The torch.distributed rank of this process, from 0. The next generation may change it."""
         return self._driver.communicators.place
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes what is written once."""
+        """True on rank 0. Use it for output that one process writes."""
         return self.place == 0
 
     @property
     def is_last(self) -> bool:
-        """The same, for whoever writes on the last rank, as Megatron-LM does."""
+        """True on the last rank of the layout, which writes the output in Megatron-LM."""
         return self.place == num_places(self._driver.communicators.axes) - 1
 
     @property
     def iteration(self) -> int:
-        """How many iterations have been stepped: the number of the next one."""
+        """The number of completed iterations, which is the index of the next one."""
         return self._stepped
 
     @property
     def loss(self) -> float:
-        """Of the whole batch, in the last iteration that was stepped; the same on every rank of the
+        """The loss of the whole batch in the last completed iteration; equal on all ranks of the
         layout."""
         return self._driver.iteration.history.last[0]
 
     @property
     def step_s(self) -> float:
-        """How long that took, with what had to be healed in it."""
+        """The duration of the last completed iteration, recovery included."""
         return self._driver.iteration.history.last[1]
 
-    # --- what it does -----------------------------------------------------------------------------
+    # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
-        """The iterations that are left, from the one that the task is at. `step` each of them.
+        """Yield the remaining iterations. Call `step` once for each.
 
-        Where all was lost and the task was set back, it goes on from there.
+        If the task rolls back to an earlier iteration, the loop continues from that one.
         """
         if not self._began:
             self._advance()
@@ -146,62 +146,64 @@ class Job:
             yield self.iteration
 
     def step(self) -> int:
-        """Take the next step, whatever has to be healed for that; the iteration that was stepped.
+        """Run the next step, with any recovery that it needs. Returns the completed iteration, or
+        -1 if none was left.
 
-        That is not always the one that was to come: where a state was lost with all who had it,
-        the task goes on from an earlier one. A member may also be lost when some have stepped and
-        others not yet: these are given what those have, which is the step, and evaluate nothing
-        before the next one, since those may be past that. -1: there was none left.
+        The result may differ from the expected iteration: if every holder of a state is lost, the
+        task rolls back. If a member fails when only some members have stepped, the others receive
+        the state after the step. They skip evaluations until the next step, because the members
+        that stepped may have finished theirs.
         """
         self._is_void, self._num_evaluated = False, 0
-        asked = self.iteration
+        expected = self.iteration
         while True:
             stepped = self._advance()
             if self._ended:
                 return -1
             if stepped is not None:
                 return stepped
-            if self.iteration > asked:
+            if self.iteration > expected:
                 self._is_void = True
                 return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        """Between two steps: do `call` with all members, collectives and all; its result.
+        """Between two steps: run `call` on all members and return its result. It may use
+        collectives.
 
-        It runs in a thread of its own where the backend is gloo. If a member is lost in it, it is
-        done again where all members of the next generation had come to it; else it is skipped, on
-        this rank and on all that had not come to its end: None. So are all others before the next
-        step then. `call` must change nothing that is trained.
+        With gloo, `call` runs in a separate thread. If a member fails during `call`, it runs again
+        if all members of the next generation had reached it. Otherwise this rank and all ranks
+        that had not finished it skip it, and all further evaluations before the next step: the
+        result is None. `call` must not change the model or the optimizer.
         """
         if self._is_void:
             return None
         self._num_evaluated += 1
-        found: list[T] = []
+        results: list[T] = []
         while True:
             self._evaluating = f"{self.iteration}.{self._num_evaluated}"
-            if self._driver.together(lambda: found.append(call())):
+            if self._driver.together(lambda: results.append(call())):
                 self._evaluating = ""
-                return found[-1]
-            found.clear()
+                return results[-1]
+            results.clear()
             again = self._advance_to_generation()
             if not again:
                 self._evaluating, self._is_void = "", True
-                log.warning("evaluation skipped: a member was lost in it",
+                log.warning("evaluation skipped: a member failed during it",
                             iteration=self.iteration)
                 return None
 
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
-        """In an evaluation: the mean loss of so many batches, as `loss` of `adopt` has it.
+        """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`.
 
-        They are dealt to the replicas that there are, by whatever schedule these have; the same on
-        every rank. `batch_of` is asked by number, from 0 on.
+        The current replicas share the batches; the result is equal on every rank. `batch_of(i)`
+        returns batch i, from 0.
         """
         communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
-        axes, told = communicators.axes, (0.0, 0)
-        if self.place < num_places(axes):  # else it is beside the layout
+        axes, local = communicators.axes, (0.0, 0)
+        if self.place < num_places(axes):  # a standby member has no position in the layout
             items = range(coordinates(axes, self.place).dp, num, axes.dp)
-            told = evaluate(trainee, self.groups, items, batch_of)
-        summed = torch.tensor(told, dtype=torch.float64, device=self.device)
+            local = evaluate(trainee, self.groups, items, batch_of)
+        summed = torch.tensor(local, dtype=torch.float64, device=self.device)
         dist.all_reduce(summed)
         loss_sum, num_tokens = summed.tolist()
         if trainee.train.loss == "per_token":
@@ -209,41 +211,42 @@ class Job:
         return float(loss_sum * trainee.train.num_micro_batches / num)
 
     def finish(self) -> None:
-        """Take all steps that are left; the final checkpoint is written and published."""
+        """Run all remaining steps; write and publish the final checkpoint."""
         while not self._ended:
             self._advance()
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- private ----------------------------------------------------------------------------------
     def _advance(self) -> int | None:
-        """To the next step, or to the next generation: None. Sets `_ended` where all is done."""
+        """Run to the next step and return its iteration, or to the next generation and return
+        None. Sets `_ended` at the end of training."""
         try:
-            found = next(self._steps)
+            stepped = next(self._steps)
         except StopIteration:
             self._ended = True
             return None
-        self._stepped = self._driver.settled if found is None else found + 1
-        if found is None:
+        self._stepped = self._driver.settled if stepped is None else stepped + 1
+        if stepped is None:
             self._began = True
             self._is_agreed = self._agree()
-        return found
+        return stepped
 
     def _advance_to_generation(self) -> bool:
-        """Healed; whether all members were in the same evaluation."""
+        """Recover; True if all members were in the same evaluation."""
         stepped = self._advance()
         return stepped is None and not self._ended and self._is_agreed
 
     def _agree(self) -> bool:
-        """All members tell each other what they are in, once in a generation."""
+        """Once in a generation, the members exchange the name of their current evaluation."""
         communicators, mine = self._driver.communicators, self._evaluating
-        others = [f"between/{place}" for place in range(communicators.num_members)]
+        keys = [f"between/{place}" for place in range(communicators.num_members)]
         try:
             with self._driver.control.waiting_for_others(communicators.generation,
                                                          communicators.wake):
-                communicators.store.set(others[communicators.place], mine)
-                told = {communicators.store.get(name).decode() for name in others}
+                communicators.store.set(keys[communicators.place], mine)
+                evaluating = {communicators.store.get(key).decode() for key in keys}
         except (Interrupted, RuntimeError):
-            return False  # whoever trains on finds out why
-        return told == {mine} and mine != ""
+            return False  # the next collective reports the cause
+        return evaluating == {mine} and mine != ""
 
 
 @used_rightly
@@ -255,103 +258,102 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
           falls_back: bool = True, environment: Mapping[str, str] = os.environ
           ) -> Generator[Job]:
-    """Train what `build` builds, healing in memory where an agent has started this process.
+    """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
-    `build(groups, axes, place)` returns the chunks of the model at this place of a layout, wrapped
-    in Megatron's DistributedDataParallel, Megatron's optimizer and its OptimizerParamScheduler. It
-    is given a ProcessGroupCollection, draws the same weights on every rank, and asks no other one:
-    it is called for each layout that this process is to be in. `sample(iteration, micro_batch)` is
-    the data, by random access: `micro_batch` counts over all ranks. `forward(chunk, batch)` returns
-    the sum of its tokens' loss, and their number; or an output and a function of it that returns
-    these two, as Megatron's forward_step.
+    `build(groups, axes, place)` returns the model chunks at position `place` of the layout `axes`,
+    wrapped in Megatron's DistributedDataParallel, Megatron's optimizer and its
+    OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` draws the same weights on
+    every rank and uses no collectives. It runs for each layout that this process joins.
+    `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
+    all ranks. `forward(chunk, batch)` returns the sum of the token losses and the token count, or
+    an output and a function of it that returns these two, as Megatron's forward_step.
 
-    `iterations` and `micro_batches` (of one iteration, over all ranks) are the job's `loop:`; what
-    is given here must be the same, and is what counts where there is no agent. `samples` are those
-    of one micro-batch: what the schedule counts; `sequence` is the length of each, without which
-    there is no pipeline. `loss`: as `train.loss` of a job file. `seed`: the generators are seeded
-    anew for each micro-batch, by it and by which that is. `flops`: of one iteration; 0 counts 6 for
-    each parameter and micro-batch. `on_rebuild(groups)` is called in each generation, by all
-    members alike: it makes groups of one's own; what it returns is `job.own` until that generation
-    ends. `axes` is the layout of a replica where there is no agent. `check` are asked at the start:
-    a reason, other than "", is why this loop cannot heal in memory.
+    `iterations` and `micro_batches` (of one iteration, over all ranks) must equal the job's
+    `loop:`; they are required only without an agent. `samples`: samples in a micro-batch, the unit
+    of the schedule. `sequence`: tokens in a sample; pipeline layouts need it. `loss`: as
+    `train.loss` of a job file. `seed`: with the micro-batch's position it seeds the generators for
+    each micro-batch. `flops`: FLOPs of one iteration; 0 counts 6 for each parameter and
+    micro-batch. All members call `on_rebuild(groups)` in each generation, to create custom groups;
+    its result is `job.own` until the generation ends. `axes`: the layout of a replica without an
+    agent. `check`: functions that run at the start and return "" or the reason why in-memory
+    recovery does not support this loop.
 
-    What cannot be healed in memory is said, and trained all the same, unhealed: all processes of
-    the task start again after a fault. Unless it `falls_back`: then Declined is raised, before
-    anything is trained. What cannot be trained by `job.step()`, and what is given wrongly, is wrong
-    input: one line, and the process ends, with an agent its task. Whatever else is raised in it is
-    told as this rank's error.
+    If in-memory recovery does not support the loop, a warning gives the reason and the loop trains
+    without it: a fault restarts all processes of the task. With `falls_back=False`, `adopt` raises
+    Declined before training. Invalid arguments, and a loop that `job.step()` cannot train, print
+    one line and end the process, and with an agent the task. The agent reports any other exception
+    as this rank's error.
     """
     def work(loop: Loop) -> OwnWork:
-        for name, told, given in (("iterations", loop.iterations, iterations),
+        for name, spec, given in (("iterations", loop.iterations, iterations),
                                   ("micro_batches", loop.micro_batches, micro_batches)):
-            if given not in (0, told):
-                raise UsageError(f"loop.{name} is {told} in the job file, and {given} in the "
+            if given not in (0, spec):
+                raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
         return OwnWork(loop, build, sample, forward, samples_num=samples, sequence=sequence,
                        loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
-    def asked() -> None:
+    def validate() -> None:
         check_given({"build": build, "sample": sample, "forward": forward}, loss,
                     {"samples": samples, "sequence": sequence})
 
     with wrong_input_told(environment):
         driver: Driver
         if FD in environment:
-            driver, made = _healed(asked, work, check, environment, falls_back=falls_back)
+            driver, made = _connect(validate, work, check, environment, falls_back=falls_back)
         else:
-            asked()
+            validate()
             made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
-                        _alone(iterations, micro_batches, axes or Axes()))
+                        _loop_without_agent(iterations, micro_batches, axes or Axes()))
             driver = Unhealed(made, environment)
         job = Job(driver, made)
         yield job
         job.finish()
         driver.control.flush()
-        # Or torch would wait for peers when the process ends.
+        # Without this, torch would wait for peers when the process ends.
         driver.communicators.down(driver.iteration.trainee.roots)
 
 
-def _healed(asked: Callable[[], None], work: Callable[[Loop], OwnWork],
-            check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
-            falls_back: bool) -> tuple[Driver, OwnWork]:
-    """The member of this process's task; what trains all the same where it cannot be one."""
-    control, start, last_words = meet_agent(int(environment[FD]))
+def _connect(validate: Callable[[], None], work: Callable[[Loop], OwnWork],
+             check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
+             falls_back: bool) -> tuple[Driver, OwnWork]:
+    """The member of this process's task, or a driver without in-memory recovery as fallback."""
+    control, start, exit_report = meet_agent(int(environment[FD]))
     control.tell(Adopted(pid=os.getpid()))
     loop = start.spec.loop
-    assert loop is not None, "an agent gives its way to a loop alone"
-    asked()
+    assert loop is not None, "an agent opens its pipe for a loop task only"
+    validate()
     made = work(loop)
     try:
-        for ask in check:
-            if why := ask():
+        for reason in check:
+            if why := reason():
                 raise Unfit(why)
         member = Member(control, start, environment, Pulse(int(environment.get(PULSE, "-1"))),
                         made)
-    except Unfit as unfit:
-        if falls_back and isinstance(unfit, Untrained):
+    except Unfit as error:
+        if falls_back and isinstance(error, Untrained):
             raise
-        why = str(unfit)
+        why = str(error)
     else:
-        last_words.member = member
+        exit_report.member = member
         return member, made
     control.tell(InMemoryRecoveryDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
                                           why=why))
     control.flush()
     if not falls_back:
         raise Declined(f"this loop cannot heal in memory: {why}",
-                       "docs/guides/scripts.md says what can")
-    log.warning("this loop cannot heal in memory: at a fault all its processes start again",
-                why=why)
-    gc.collect()  # what was built for that goes first
+                       "docs/guides/scripts.md lists what is supported")
+    log.warning("this loop cannot heal in memory: a fault restarts all its processes", why=why)
+    gc.collect()  # free the first model before the second is built
     made = work(loop)
     return Unhealed(made, environment), made
 
 
-def _alone(iterations: int, micro_batches: int, replica: Axes) -> Loop:
-    """What an agent would have told. Raises UsageError."""
+def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:
+    """The loop spec that an agent would send. Raises UsageError."""
     for name, given in (("iterations", iterations), ("micro_batches", micro_batches)):
         if given < 1:
-            raise UsageError(f"{name} is not given", "without an agent nobody else says it")
+            raise UsageError(f"{name} is not given", "without an agent the script must give it")
     return Loop(iterations=iterations, output="", micro_batches=micro_batches,
                 parallel=Parallel(tensor=(replica.tp,), pipeline=(replica.pp,),
                                   chunks=replica.chunks))

@@ -1,6 +1,6 @@
-"""What a script gives to `adopt`; what of it is wrong is said in one line.
+"""Checks the arguments of `adopt`; a wrong one is reported in one line.
 
-Nothing of torch or Megatron is imported here.
+This module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
-    """An argument that is none, or is missing, is wrong input as any other."""
+    """Decorate `call`: an unknown or missing argument raises UsageError instead of TypeError."""
     signature = inspect.signature(call)
 
     @wraps(call)
@@ -31,11 +31,11 @@ def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
         try:
             signature.bind(*args, **given)
         except TypeError as error:
-            told = given.get("environment", os.environ)
-            assert isinstance(told, Mapping)
-            with wrong_input_told(told):
-                if FD in told:
-                    meet_agent(int(told[FD]))
+            environment = given.get("environment", os.environ)
+            assert isinstance(environment, Mapping)
+            with wrong_input_told(environment):
+                if FD in environment:
+                    meet_agent(int(environment[FD]))
                 unknown = [name for name in given if name not in signature.parameters]
                 raise UsageError(
                     f"adopt: {f'{unknown[0]} is none of its arguments' if unknown else error}",
@@ -47,7 +47,8 @@ def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def wrong_input_told(environment: Mapping[str, str]) -> Generator[None]:
-    """Wrong input is one line and ends the process: with an agent, LastWords says it."""
+    """A UsageError prints one line and ends the process. With an agent it propagates to the exit
+    report."""
     try:
         yield
     except UsageError as error:
@@ -58,12 +59,12 @@ def wrong_input_told(environment: Mapping[str, str]) -> Generator[None]:
 
 
 def check_given(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:
-    """Raises UsageError."""
+    """Check the types and values of the arguments. Raises UsageError."""
     for name, given in calls.items():
         if not callable(given):
-            raise UsageError(f"adopt: {name} is {given!r}, no function", "give one")
+            raise UsageError(f"adopt: {name} is {given!r}, not a function", "give a function")
     if loss not in get_args(Loss):
         raise UsageError(f"adopt: loss is {loss!r}", f"give {' or '.join(get_args(Loss))}")
     for name, given in counts.items():
         if not isinstance(given, int) or given < (name == "samples"):
-            raise UsageError(f"adopt: {name} is {given!r}, no number of them", "give one")
+            raise UsageError(f"adopt: {name} is {given!r}, not a valid number", "give an integer")

@@ -1,6 +1,6 @@
-"""A loop of somebody's own, as a member trains it: their model, optimizer and data, our iteration.
+"""The workload of a custom loop: the user's model, optimizer and data in Unicron's iteration.
 
-What they write is called here and nowhere else: so what it may not do has one place to be said.
+Only this module calls the user's functions, and it checks what they return.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..model.random_draws import Draw
 from ..model.trainee import Trainee
 from ..recovery import state_shards
 
-# --- A loop held against the support table when it starts: what of it does not heal in memory. ---
+# --- The support table applied to a loop at its start ---
 
 
 class BuiltLoop(NamedTuple):
-    """What a script has built: Megatron's own objects, and the layouts in which it may be."""
+    """Megatron's objects that a script has built, and the layouts that the job allows."""
 
     config: Any
     ddp: Any
@@ -43,22 +43,23 @@ class BuiltLoop(NamedTuple):
 
 def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
                 parallel: Parallel | None = None, modules: Sequence[Any] = ()) -> list[Row]:
-    """The rows that this loop asks for, and that are not exact for a script's; in their order.
+    """The table rows that apply to this loop and are not exact for a script, in table order.
 
     `config` is a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an
-    OptimizerConfig, `modules` what is wrapped in DDP. Whether Transformer Engine or a compiler is
-    in it only modules say: Megatron's default names the first also where it is not used.
+    OptimizerConfig, `modules` the modules inside DDP. Transformer Engine and compilers are detected
+    in the modules, because Megatron's default configuration names Transformer Engine even if it is
+    unused.
     """
     loop = BuiltLoop(config, ddp, optimizer, parallel or Parallel(), modules)
     return [row for row in ROWS if row.loop.grade != "exact" and ASKED[row.what](loop)]
 
 
-def _any(found: Any, *names: str) -> bool:
-    return any(bool(getattr(found, name, False)) for name in names)
+def _any(config: Any, *names: str) -> bool:
+    return any(bool(getattr(config, name, False)) for name in names)
 
 
-def _is_many(found: Any, name: str) -> bool:
-    num: int | None = getattr(found, name, 1)
+def _above_1(config: Any, name: str) -> bool:
+    num: int | None = getattr(config, name, 1)
     return num is not None and num > 1
 
 
@@ -88,17 +89,17 @@ def _sums_in_16_bits(loop: BuiltLoop) -> bool:
 
 
 ASKED: Mapping[str, Callable[[BuiltLoop], bool]] = {
-    "context parallel": lambda loop: (_is_many(loop.config, "context_parallel_size")
+    "context parallel": lambda loop: (_above_1(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
-    "expert parallel": lambda loop: _is_many(loop.config, "expert_model_parallel_size"),
+    "expert parallel": lambda loop: _above_1(loop.config, "expert_model_parallel_size"),
     "experts": lambda loop: _any(loop.config, "num_moe_experts"),
     "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "overlapped reduction, other layouts": lambda loop: (
         _any(loop.ddp, "overlap_grad_reduce") and not loop.parallel.is_plain),
     "overlapped parameter gather": lambda loop: any(
-        _any(found, "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
-        for found in (loop.ddp, loop.optimizer)),
-    "several instances of the distributed optimizer": lambda loop: _is_many(
+        _any(config, "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
+        for config in (loop.ddp, loop.optimizer)),
+    "several instances of the distributed optimizer": lambda loop: _above_1(
         loop.ddp, "num_distributed_optimizer_instances"),
     "FSDP": _is_fsdp,
     "Transformer Engine": lambda loop: (
@@ -125,24 +126,24 @@ ASKED: Mapping[str, Callable[[BuiltLoop], bool]] = {
 }
 
 Build = Callable[[Any, Axes, int], tuple[Sequence[Any], Any, Any]]
-"""(groups, axes, place) -> chunks of the model in Megatron's DDP, its optimizer, its schedule."""
+"""(groups, axes, place) -> model chunks in Megatron's DDP, the optimizer, the schedule."""
 Sample = Callable[[int, int], Any]
-"""(iteration, micro-batch) -> what `forward` takes; the same whichever rank asks."""
+"""(iteration, micro-batch) -> the batch for `forward`; equal on every rank."""
 Forward = Callable[[Any, Any], tuple[Any, Any]]
-"""(chunk, batch) -> the sum of its tokens' loss and their number; or, as Megatron's forward_step,
-the output and a function of it that returns these two first. In a pipeline the latter: of a chunk
-that is not the last the output goes on to the next."""
+"""(chunk, batch) -> the sum of the token losses and the token count; or, as Megatron's
+forward_step, the output and a function of it that returns these two first. A pipeline needs the
+second form, because a chunk other than the last sends its output to the next chunk."""
 
 OnRebuild = Callable[[Any], Any]
-"""(groups) -> what a script has made of them, until they go down."""
+"""(groups) -> the script's objects for this generation's groups."""
 
 
 class Unfit(UsageError):
-    """What was built cannot be healed in memory; `str()` says why, in one line."""
+    """In-memory recovery does not support what was built; `str()` gives the reason in one line."""
 
 
 class Untrained(Unfit):
-    """Nor can `job.step()` train it: wrong input, with an agent or without."""
+    """`job.step()` cannot train it either: invalid input, with or without an agent."""
 
 
 class Padding(NamedTuple):
@@ -152,15 +153,15 @@ class Padding(NamedTuple):
 
 
 @dataclass
-class OwnTrainee(Trainee):
-    """What their `build` has made, with their `forward`."""
+class LoopTrainingModel(Trainee):
+    """The objects that the script's `build` returned, with its `forward`."""
 
     call: Forward = field(kw_only=True)
     _loss_func: Callable[[Any], Any] = field(init=False, repr=False, default=lambda out: out)
     _tokens_num: int = field(init=False, repr=False, default=0)
 
     def given(self, tokens: Any) -> Any:
-        """As their `sample` has it: where it has to be, `forward` knows."""
+        """Returned unchanged: `forward` moves the batch to its device."""
         return tokens
 
     def padding(self, tokens: Any) -> Any:
@@ -169,15 +170,15 @@ class OwnTrainee(Trainee):
     def forward(self, ddp: Any, tokens: Any) -> Any:
         out, rest = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
         if self.axes.pp > 1 and not callable(rest):
-            raise UsageError("in a pipeline `forward` has to return the chunk's output and a "
+            raise UsageError("in a pipeline `forward` must return the chunk's output and a "
                              "function of it", "return the sum of the loss in that function")
         self._loss_func = rest if callable(rest) else lambda out: (out, rest)
         return out
 
     def loss_of(self, per_token: Any, tokens: Any) -> Tensor:
-        """Of what went forward last."""
-        found, num, *_ = self._loss_func(per_token)
-        loss: Tensor = found
+        """The loss of the last forward pass."""
+        loss_sum, num, *_ = self._loss_func(per_token)
+        loss: Tensor = loss_sum
         self._tokens_num = int(num)
         if isinstance(tokens, Padding):
             loss, self._tokens_num = loss * 0, 0
@@ -186,13 +187,13 @@ class OwnTrainee(Trainee):
         return loss / max(self._tokens_num, 1) / self.train.num_micro_batches
 
     def num_tokens(self, tokens: Any) -> int:
-        """Of the micro-batch whose loss was asked for last."""
+        """The token count of the micro-batch of the last `loss_of` call."""
         return self._tokens_num
 
 
 class OwnWork:
-    """Their loop. `samples_num` are those of one micro-batch: what their schedule counts.
-    `sequence` is the length of each, which the stages of a pipeline tell each other their parts by.
+    """The workload of a custom loop. `samples_num`: samples in a micro-batch, the unit of the
+    schedule. `sequence`: tokens in a sample, from which pipeline stages know their message sizes.
     """
 
     def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
@@ -206,9 +207,9 @@ class OwnWork:
         self.flops = flops
         self.digest = ""
         self.made: Any = None
-        """What `on_rebuild` has returned for the generation that is up."""
+        """The result of `on_rebuild` for the current generation."""
         self.heals = True
-        """Else it is only trained: what needs not be kept, redone or handed over may be in it."""
+        """False: train without in-memory recovery, so that fewer restrictions apply."""
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
@@ -228,14 +229,14 @@ class OwnWork:
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> Trainee:
-        """As its script builds it, `begins` or not. Raises Unfit, UsageError."""
+        """Call the script's `build`, which ignores `begins`. Raises NotRecoverable, UsageError."""
         draw = Draw(self.train.seed)
-        draw.at(0, 0)  # what is drawn while building is the same on every rank
-        told = to_build(groups)
-        publish(told, axes.chunks)
+        draw.at(0, 0)  # seed the generators, so that all ranks draw the same initial weights
+        build_groups = to_build(groups)
+        publish(build_groups, axes.chunks)
         with optimizers.asking_nobody():
-            ddps, optimizer, scheduler = _three(self._build(told, axes, place))
-        # What is built may be another part than that which is trained: a whole one, for a copy.
+            ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
+        # The built layout may differ from the trained one: a whole replica, to load a checkpoint.
         publish(self._groups, self.train.parallel.chunks)
         parallel = self.train.parallel
         if self.heals:
@@ -252,52 +253,55 @@ class OwnWork:
             self.flops = 6.0 * num_params * self.train.num_micro_batches
         train = replace(self.train, precision=_precision(ddps[0].config), parallel=parallel,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
-        return OwnTrainee(train, device, draw, axes, place, modules, ddps, optimizer, scheduler,
-                          torch.empty(0), call=self._forward)
+        return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
+                                 scheduler, torch.empty(0), call=self._forward)
 
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
         return self.build(device, groups, Axes(), 0)
 
     def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
-        """What a script draws may depend on the layout, so what it draws for the whole counts."""
+        """Copy the initial weights from a whole replica, because the script's initial weights may
+        depend on the layout."""
         if trainee.num_parts > 1:
             state_shards.fill(trainee.pieces, whole().pieces)
 
 
-def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes) -> None:
-    """Raises Unfit for what cannot be kept, redone or handed over exactly."""
+def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+          ) -> None:
+    """Raises NotRecoverable if a step cannot be resumed, repeated or transferred exactly."""
     check_trains(ddps, optimizer, scheduler, train, axes)
     _check_rows(ddps, optimizer, train, "restart", Unfit)
-    for one in optimizers.not_adam(optimizer):
-        raise Unfit(f"the state of {one} is not known; that of torch.optim.AdamW is")
+    for kind in optimizers.not_adam(optimizer):
+        raise Unfit(f"the state of {kind} is not known; that of torch.optim.AdamW is")
     is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
-        kept = "sharded" if is_sharded else "whole"
-        raise Untrained(f"the optimizer is {kept}, and loop.parallel.optimizer says that it is not",
-                        f"write loop: {{parallel: {{optimizer: {kept}}}}}")
+        built = "sharded" if is_sharded else "whole"
+        raise Untrained(f"the optimizer is {built}, but loop.parallel.optimizer is not",
+                        f"write loop: {{parallel: {{optimizer: {built}}}}}")
 
 
 def check_trains(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
                  ) -> None:
-    """Raises Untrained for what `job.step()` cannot train."""
+    """Raises NotTrainable if `job.step()` cannot train this model."""
     for ddp in ddps:
         if not isinstance(ddp, DistributedDataParallel):
             raise Untrained(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
                             "DataParallel, whose buffers hold the local sum of gradients",
-                            "wrap each chunk of the model in that")
+                            "wrap each chunk of the model in DistributedDataParallel")
     _check_rows(ddps, optimizer, train, "refused", Untrained)
     _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
         raise Untrained(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
-                        "OptimizerParamScheduler, whose position is known", "return one of those")
-    for one in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
-        raise Untrained(f"what {one} steps cannot be given to the parts of a replica; what "
-                        "torch.optim.AdamW does can", "train whole replicas, or with Adam")
+                        "OptimizerParamScheduler, whose position is known",
+                        "return an OptimizerParamScheduler")
+    for kind in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
+        raise Untrained(f"the state of {kind} cannot be split over the ranks of a replica; that "
+                        "of torch.optim.AdamW can", "train whole replicas, or with Adam")
 
 
 def simplify(ddps: Sequence[Any], optimizer: Any) -> None:
-    """Have Megatron do at once what it was to do beside something else, and leave the division of
-    gradients to the step, which divides as `loss` of `adopt` says: the sums are the same."""
+    """Disable Megatron's overlapped communication and its division of gradients. The step divides
+    by the divisor of `loss` of `adopt`, so the gradients are unchanged."""
     for ddp in ddps:
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook(param_sync=False)
@@ -308,35 +312,35 @@ def simplify(ddps: Sequence[Any], optimizer: Any) -> None:
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0
-    for one in optimizers.chained(optimizer):
-        one.config.overlap_param_gather = False
-        one.config.overlap_param_gather_with_optimizer_step = False
+    for part in optimizers.chained(optimizer):
+        part.config.overlap_param_gather = False
+        part.config.overlap_param_gather_with_optimizer_step = False
 
 
 def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
-                kind: type[Unfit]) -> None:
-    """Raises `kind` for what the support table grades so."""
-    asked = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
+                error: type[Unfit]) -> None:
+    """Raises `error` for the support table's rows of this grade that apply."""
+    found = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
                         parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
-    if rows := [row for row in asked if row.loop.grade == grade]:
-        raise kind("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
-                   "unicron doctor --support says what can be in a loop")
+    if rows := [row for row in found if row.loop.grade == grade]:
+        raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
+                    "unicron doctor --support lists what a loop may contain")
 
 
-def _three(built: Any) -> tuple[list[Any], Any, Any]:
-    """What `build` has to return. Raises UsageError."""
+def _unpack(built: Any) -> tuple[list[Any], Any, Any]:
+    """The three results of `build`. Raises UsageError."""
     match built:
         case ([_, *_] as chunks, optimizer, scheduler):
             return list(chunks), optimizer, scheduler
         case _:
             raise UsageError(
-                "`build` has to return three things: the chunks of the model, a list; the "
-                f"optimizer; its schedule. It returned {_named(built)}",
-                "docs/guides/scripts.md shows one")
+                "`build` must return three values: the list of model chunks, the optimizer and "
+                f"its schedule. It returned {_types(built)}",
+                "docs/guides/scripts.md shows an example")
 
 
-def _named(built: Any) -> str:
-    kinds = ", ".join(type(one).__name__ for one in built) if isinstance(built, tuple) else ""
+def _types(built: Any) -> str:
+    kinds = ", ".join(type(value).__name__ for value in built) if isinstance(built, tuple) else ""
     return f"({kinds})" if kinds else f"a {type(built).__name__}"
 
 
@@ -344,20 +348,21 @@ def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) 
     made = Axes(tp=config.tensor_model_parallel_size, pp=config.pipeline_model_parallel_size,
                 chunks=len(modules), dp=axes.dp)
     if made != axes:
-        raise Untrained(f"`build` was asked for {axes}, and its configuration says {made}",
+        raise Untrained(f"`build` was called for {axes}, but its configuration has {made}",
                         "take the sizes from its argument `axes`")
     if train.parallel.pipeline == (1,):
         return
     if axes.chunks > 1 and config.batch_p2p_comm:
-        raise Untrained("with chunks two stages are each other's next and last, and a batch of "
-                        "messages mixes them up", "set overlap_p2p_comm, and batch_p2p_comm False")
+        raise Untrained("with chunks, the next and previous stage can be the same one, and a "
+                        "batch of messages mixes the two directions up",
+                        "set overlap_p2p_comm, and batch_p2p_comm False")
     if not train.model.sequence:
-        raise Untrained("the stages of a pipeline have to know how long a sample is",
+        raise Untrained("pipeline stages need the length of a sample",
                         "give adopt(sequence=...)")
     for module in modules:
         if not isinstance(module, GPTModel):
-            raise Untrained(f"the parts of a {type(module).__name__} in a pipeline have no names "
-                            "of their own in the whole model; those of a GPTModel have",
+            raise Untrained(f"the parameters of a {type(module).__name__} in a pipeline have no "
+                            "unique names in the whole model; those of a GPTModel have",
                             "leave loop.parallel.pipeline out")
 
 

@@ -1,7 +1,7 @@
-"""What drives a loop of somebody's own: the member of a task that heals, or nobody.
+"""The drivers of a custom loop: with in-memory recovery (the member) or restart-only.
 
-Without an agent, or where the loop cannot be healed in memory, the same iterations run as they
-would with one, and a fault ends them: whoever has started the processes starts them again.
+Without an agent, or if in-memory recovery does not support the loop, the same iterations run, and a
+fault ends the processes: the agent or launcher that started them restarts them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Driver(Protocol):
-    """`steps` and `together` are those of member.py."""
+    """What a loop needs from its driver; member.py documents `steps` and `together`."""
 
     communicators: Communicators
     control: Control
@@ -49,8 +49,9 @@ class Driver(Protocol):
 
 
 class Unhealed:
-    """This process alone, or one of those that a launcher such as torchrun has started, or an
-    agent: of a task's `output` it writes checkpoints, and goes on from the last of them.
+    """Trains without in-memory recovery: a single process, or one started by a launcher such as
+    torchrun or by an agent. With an agent and an `output` it writes checkpoints and resumes from
+    the last one.
 
     Raises UsageError for a loop that cannot be trained.
     """
@@ -68,12 +69,12 @@ class Unhealed:
         device = cpu_device.stand_in()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
-        self._hosted = None
+        self._hosted_store = None
         endpoint = self.communicators.endpoint
         if "MASTER_ADDR" in environment:
             endpoint = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
             if self._place == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._hosted = dist.TCPStore(
+                self._hosted_store = dist.TCPStore(
                     "0.0.0.0", int(environment["MASTER_PORT"]), is_master=True,
                     wait_for_workers=False)
         self.communicators.meet(1, self._place, num, endpoint, b"")
@@ -83,8 +84,9 @@ class Unhealed:
             work.begin(seen(trainee),
                        lambda: seen(work.build_whole(device, self.communicators.alone())))
         self.history = History()
-        self._last = LastCheckpoint(work.train, trainee, environment.get("UNICRON_TASK", ""))
-        self.settled = self._agreed(self._last.load(trainee, self.history), device)
+        self._checkpoint = RestartCheckpoint(work.train, trainee,
+                                             environment.get("UNICRON_TASK", ""))
+        self.settled = self._agreed(self._checkpoint.load(trainee, self.history), device)
         self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), Pulse(),
                                    self.history)
         claims = [self.iteration.claim() for _ in range(num)]
@@ -92,52 +94,54 @@ class Unhealed:
         self.iteration.take(self.settled, share, 1, begun=False)
 
     def _axes(self, num: int) -> Axes:
-        """The first layout that is named and has so many ranks."""
+        """The first layout of the spec with `num` ranks."""
         parallel, micro_batches = self._train.parallel, self._train.num_micro_batches
         for axes in parallel.layouts(num, micro_batches):
             return axes
         raise UsageError(f"no layout of tensor {list(parallel.tensor)} by pipeline "
-                         f"{list(parallel.pipeline)} has {num} ranks and a micro-batch for each "
-                         f"replica, of {micro_batches}", "start another number of processes")
+                         f"{list(parallel.pipeline)} has {num} ranks and at least one of "
+                         f"{micro_batches} micro-batches for each replica",
+                         "start another number of processes")
 
     def _agreed(self, step_version: int, device: torch.device) -> int:
-        """As all loaded it. Each looks for itself, in a folder that may not be a shared one."""
-        apart = torch.tensor([step_version, -step_version], device=device)
+        """Check that all ranks loaded the same step version: `output` may not be shared."""
+        extremes = torch.tensor([step_version, -step_version], device=device)
         if dist.is_initialized():
-            dist.all_reduce(apart, dist.ReduceOp.MAX)
-        most, least = int(apart[0]), -int(apart[1])
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, least = int(extremes[0]), -int(extremes[1])
         if most != least:
-            raise UsageError(f"some ranks go on from iteration {least}, others from {most}: they "
+            raise UsageError(f"some ranks resume from iteration {least}, others from {most}: they "
                              "do not see the same checkpoints",
-                             "loop.output has to be a folder that all nodes share")
+                             "loop.output must be a folder that all nodes share")
         return step_version
 
     def steps(self) -> Generator[int | None]:
-        """Each iteration as it is stepped; RuntimeError where a collective failed."""
+        """Yield each completed iteration. Raises RuntimeError if a collective fails."""
         yield None
         while self.iteration.step_version < self._train.iterations:
             outcome = self.iteration.run(self.control, self.communicators)
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
             if self._place == 0:
-                self._last.save(self.iteration, self.history)
+                self._checkpoint.save(self.iteration, self.history)
             yield self.iteration.step_version - 1
-        # A process that ends while another still waits for its last answer would fail that one.
+        # A process that exits before its peers have its last message would fail them.
         self.iteration.meet(self.control, self.communicators)
         self.iteration.meet(self.control, self.communicators)
 
     def together(self, call: Callable[[], None]) -> bool:
-        """RuntimeError where a collective failed."""
-        found = self.iteration.beside(self.control, self.communicators, call)
-        if found is not None:
+        """Run `call` on all members. Raises RuntimeError if a collective fails."""
+        outcome = self.iteration.beside(self.control, self.communicators, call)
+        if outcome is not None:
             raise RuntimeError(self.iteration.reduction.why)
         return True
 
 
-class LastCheckpoint:
-    """Where a task that does not heal keeps its last checkpoint: in its output, by its number.
+class RestartCheckpoint:
+    """The last checkpoint of a task without in-memory recovery, in the folder `task-N` of its
+    output.
 
-    Nowhere without an agent, and where no rank has the whole of a state that is known.
+    There is none without an agent, or if no rank has the whole state of a known optimizer.
     """
 
     def __init__(self, train: Train, trainee: Trainee, task: str) -> None:
@@ -149,33 +153,33 @@ class LastCheckpoint:
                 train.output):
             self._folder = checkpoint.within(train.output, f"task-{task}")
         else:
-            log.warning("no checkpoints: after a fault it begins at the first iteration",
-                        why="no rank has a whole state to write to a folder")
+            log.warning("no checkpoints: after a fault the task begins at the first iteration",
+                        why="no rank has the whole state to write to a folder")
 
     def load(self, trainee: Trainee, history: History) -> int:
-        """The newest, if there is one; its step version."""
-        found = self._found()
-        return checkpoint.load(str(found[-1]), trainee, history) if found else 0
+        """Load the newest checkpoint; its step version, 0 without one."""
+        saved = self._saved()
+        return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
 
     def save(self, iteration: Iteration, history: History) -> None:
-        """The state as it is, where that is due; it takes the place of the last one."""
+        """If a checkpoint is due, save the current state and remove the previous checkpoints."""
         at, every = iteration.step_version, self._train.checkpoint_every
         is_last = at == self._train.iterations
         if not self._folder or not (is_last or (every and at % every == 0)):
             return
-        old = self._found()
+        old = self._saved()
         try:
             checkpoint.save(f"{self._folder}/iter-{at}", iteration.trainee, at, history)
         except checkpoint.NotSaved as error:
             if is_last:
                 raise
-            log.warning("checkpoint not saved; training goes on", iteration=at, why=str(error))
+            log.warning("checkpoint not saved; training continues", iteration=at, why=str(error))
             return
         for folder in old:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _found(self) -> list[Path]:
-        """Whole ones, the newest last."""
-        found = Path(self._folder).glob("iter-*") if self._folder else ()
-        return sorted((one for one in found if one.name[5:].isdecimal()),
-                      key=lambda one: int(one.name[5:]))
+    def _saved(self) -> list[Path]:
+        """The complete checkpoints, the newest last."""
+        folders = Path(self._folder).glob("iter-*") if self._folder else ()
+        return sorted((folder for folder in folders if folder.name[5:].isdecimal()),
+                      key=lambda folder: int(folder.name[5:]))

@@ -1,14 +1,14 @@
-"""Checkpoints in torch's distributed format, written and read by one member alone.
+"""Checkpoints in torch's distributed format, written and read by a single member.
 
-The keys are those of state.py: `model.<parameter>`, `master.<parameter>` where it has 16 bits,
-`optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values. torch.distributed.checkpoint
-reads them with nothing of ours.
+The keys are those of training_state.py: `model.<parameter>`, `master.<parameter>` for 16-bit
+parameters, `optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values.
+torch.distributed.checkpoint reads them without Unicron.
 
-A folder is a path, or an fsspec URL (remote.py). A path's appears only when it is whole; at a URL
-it is whole when it has `.metadata`, which comes last.
+A folder is a path or an fsspec URL (object_storage.py). A path appears only when it is complete; at
+a URL a checkpoint is complete when it has `.metadata`, which is written last.
 
-They are written step by step with torch's planner and writer, not by its `save`: that asks for the
-process group, and may be called beside a thread that takes the group down.
+This module calls torch's planner and writer, not its `save`: `save` uses the process group, which
+another thread may destroy at that time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ..process.history import History
 from ..process.trace import Struck
 
 PARTIAL, OLD = ".partial", ".old"
-"""How the names of folders end that are on their way in, and out."""
+"""Suffixes of folders that are being written and that are being replaced."""
 
 
 class NotSaved(UnicronError):
-    """A checkpoint could not be written; `str()` says where and why, in one line."""
+    """A checkpoint could not be written; `str()` gives the folder and the reason in one line."""
 
     def __init__(self, folder: str, why: str) -> None:
         super().__init__(f"{folder}: {why}")
@@ -49,15 +49,15 @@ class NotSaved(UnicronError):
 
 
 class Overtaken(NotSaved):
-    """It was ended early: a newer one is wanted."""
+    """The write was abandoned for a newer checkpoint."""
 
 
 FAILED = (OSError, RuntimeError, MemoryError, Overtaken)
-"""What ends a write. torch writes in C++ too, and tells of a full disk by a RuntimeError there."""
+"""Errors of a write. torch's C++ code reports a full disk as RuntimeError."""
 
 
 def check_output(output: str) -> None:
-    """Raises UsageError when nothing can be written there: better now than at the first save."""
+    """Raise UsageError at the start, not at the first save, if `output` is not writable."""
     if is_url(output):
         try:
             object_storage.Store(output).check_writable()
@@ -75,17 +75,17 @@ def check_output(output: str) -> None:
 
 
 def place(generation: int, step_version: int) -> str:
-    """Where a checkpoint goes, relative to the task's output folder."""
+    """The path of a checkpoint relative to the task's output folder."""
     return f"gen-{generation}/iter-{step_version}"
 
 
 def within(output: str, path: str) -> str:
-    """The folder of a checkpoint, from the output folder and its place there."""
+    """The folder of a checkpoint: `path` in the output folder."""
     return f"{output.rstrip('/')}/{path}"
 
 
 def save(folder: str, trainee: Trainee, step_version: int, history: History) -> int:
-    """Write the whole state as it is now: see `write`."""
+    """Write the current state: see `write`."""
     return write(
         folder,
         training_state.tensors(trainee),
@@ -93,25 +93,25 @@ def save(folder: str, trainee: Trainee, step_version: int, history: History) -> 
     )
 
 
-def write(folder: str, tensors: Mapping[str, Tensor], told: training_state.Numbers,
-          halfway: Callable[[], None] = lambda: None,
-          is_overtaken: Callable[[], bool] = lambda: False) -> int:
-    """Write a whole state into `folder`; its bytes.
+def write(folder: str, tensors: Mapping[str, Tensor], numbers: training_state.Numbers,
+          on_half: Callable[[], None] = lambda: None,
+          is_superseded: Callable[[], bool] = lambda: False) -> int:
+    """Write a whole state into `folder`; returns its bytes.
 
-    One that is there already is another task's, of the same output folder, and makes room.
-    `halfway` is called when about half of it is written, and `is_overtaken` before each tensor.
-    May run beside the main thread.
-    Raises NotSaved where the store does not take it, Overtaken; nothing is left of it then.
+    An existing checkpoint in `folder` belongs to another task with the same output and is replaced.
+    `on_half` is called when about half is written, and `is_superseded` before each tensor.
+    It may run in a thread beside the main one.
+    Raises NotSaved if the write fails, Superseded; nothing is left in the folder then.
     """
-    data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(told)}
+    data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(numbers)}
     write_there = _write_url if is_url(folder) else _write_path
 
-    def goes_on() -> None:
-        if is_overtaken():
-            raise Overtaken(folder, "a newer one is wanted")
+    def on_tensor() -> None:
+        if is_superseded():
+            raise Overtaken(folder, "a newer one is needed")
 
     try:
-        return write_there(folder, data, _Planner(halfway, goes_on))
+        return write_there(folder, data, _Planner(on_half, on_tensor))
     except (OSError, RuntimeError, MemoryError) as error:
         raise NotSaved(folder, object_storage.reason(error)) from error
 
@@ -121,8 +121,8 @@ def _write_path(path: str, data: dict[str, Any], planner: _Planner) -> int:
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _pour(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, planner)
-        _put_in_place(partial, folder)
+        _save(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, planner)
+        _replace(partial, folder)
     except FAILED:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -136,7 +136,7 @@ def _write_url(url: str, data: dict[str, Any], planner: _Planner) -> int:
     store.remove()
     try:
         with object_storage.told(Struck, *FAILED):
-            _pour(remote.Writer(url), data, planner)
+            _save(remote.Writer(url), data, planner)
         return store.num_bytes()
     except FAILED:
         remote.discard(url)
@@ -144,10 +144,10 @@ def _write_url(url: str, data: dict[str, Any], planner: _Planner) -> int:
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove what members of generations before this one left half written.
+    """Remove partial checkpoints of earlier generations.
 
-    One of them that still writes fails at that: nobody would publish it. What cannot be removed
-    now is left to the next generation.
+    A member of an earlier generation that is still writing fails; its checkpoint would not be
+    published. If a removal fails, the next generation tries again.
     """
     with suppress(OSError):
         if is_url(output):
@@ -159,36 +159,36 @@ def clear(output: str, generation: int) -> None:
 
 
 def _clear_path(folder: Path, generation: int) -> None:
-    for half in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
-        told = half.parent.name.removeprefix("gen-")
-        if told.isdecimal() and int(told) < generation:
-            shutil.rmtree(half, ignore_errors=True)
+    for partial in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
+        number = partial.parent.name.removeprefix("gen-")
+        if number.isdecimal() and int(number) < generation:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """torch's own, which calls `halfway` before the first tensor of the second half, and `goes_on`
-    before each.
+    """torch's planner, which calls `on_half` before the first tensor of the second half and
+    `on_tensor` before each tensor.
     """
 
-    def __init__(self, halfway: Callable[[], None], goes_on: Callable[[], None]) -> None:
+    def __init__(self, on_half: Callable[[], None], on_tensor: Callable[[], None]) -> None:
         super().__init__()
-        self._halfway, self._goes_on = halfway, goes_on
+        self._on_half, self._on_tensor = on_half, on_tensor
         self._num_left = 0
 
     def begin(self, num_items: int) -> None:
         self._num_left = num_items - num_items // 2
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """What is to be written next."""
+        """The data of the next item."""
         self._num_left -= 1
         if self._num_left == 0:
-            self._halfway()
-        self._goes_on()
+            self._on_half()
+        self._on_tensor()
         return super().resolve_data(write_item)
 
 
-def _pour(writer: dcp.FileSystemWriter, data: dict[str, Any], planner: _Planner) -> None:
-    """What torch's `save` does for one process alone."""
+def _save(writer: dcp.FileSystemWriter, data: dict[str, Any], planner: _Planner) -> None:
+    """torch's `save` for a single process."""
     planner.set_up_planner(data, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan(
@@ -200,7 +200,7 @@ def _pour(writer: dcp.FileSystemWriter, data: dict[str, Any], planner: _Planner)
     writer.finish(metadata, [results.value()])
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
+def _replace(partial: Path, folder: Path) -> None:
     if folder.exists():
         old = folder.with_name(f"{folder.name}.{os.getpid()}{OLD}")
         folder.rename(old)
@@ -211,7 +211,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def reader(folder: str) -> dcp.FileSystemReader:
-    """What torch reads a checkpoint with. Raises UsageError, OSError for a URL."""
+    """torch's reader of a checkpoint. Raises UsageError, OSError for a URL."""
     if not is_url(folder):
         return dcp.FileSystemReader(folder)
     from . import object_storage as remote
@@ -220,7 +220,7 @@ def reader(folder: str) -> dcp.FileSystemReader:
 
 
 def _read(folder: str, data: dict[str, Any]) -> None:
-    """torch's `load`. Whatever fails in there, it raises as what no `except Exception` sees."""
+    """torch's `load`. torch raises CheckpointException, which is a BaseException: convert it."""
     try:
         dcp.load(data, storage_reader=reader(folder), no_dist=True)
     except OSError as error:
@@ -233,22 +233,22 @@ def _read(folder: str, data: dict[str, Any]) -> None:
 
 
 def load(folder: str, trainee: Trainee, history: History) -> int:
-    """Read the whole state into the trainee; the step version.
+    """Read the whole state into the trainee; returns the step version.
 
-    Raises UsageError, before anything is changed, for a state of another precision; RuntimeError
-    where it cannot be read, with half of it in the trainee.
+    Raises UsageError for a state of another precision and leaves the trainee unchanged. Raises
+    RuntimeError if a read fails; the trainee's state is then undefined.
     """
-    told = training_state.numbers(trainee, 0, history)
+    numbers = training_state.numbers(trainee, 0, history)
     data: dict[str, Any] = dict(training_state.tensors(trainee))
-    data["numbers"] = msgspec.to_builtins(told)
+    data["numbers"] = msgspec.to_builtins(numbers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = {"numbers": {"precision": ""}}
         _read(folder, head)
-        if head["numbers"]["precision"] != told.precision:
+        if (saved := head["numbers"]["precision"]) != numbers.precision:
             raise UsageError(
-                f"{folder} holds a state of {head['numbers']['precision']}, not {told.precision}",
-                f"set train.precision: {head['numbers']['precision']}, or name another checkpoint")
+                f"{folder} holds a state of {saved}, not {numbers.precision}",
+                f"set train.precision: {saved}, or name another checkpoint")
         _read(folder, data)
     return training_state.adopt(
         trainee, msgspec.convert(data["numbers"], training_state.Numbers), history

@@ -1,7 +1,8 @@
-"""Checkpoints at an fsspec URL: torch's own files, and nothing that needs a rename.
+"""Checkpoints at an fsspec URL, in torch's file format and without renames.
 
-torch writes `.metadata` under another name and renames it; most stores know no rename, so here its
-few bytes are written once more under their own name, last of all. A checkpoint without it is half.
+torch writes `.metadata` under another name and renames it. Most object stores have no rename, so
+this module writes it a second time under its final name, after all other files. A checkpoint
+without `.metadata` is partial.
 """
 
 from __future__ import annotations
@@ -16,26 +17,24 @@ from ...host.object_storage import WHOLE, Store, told
 
 
 class _Files(FileSystem):
-    """torch's way to fsspec, without renames and without yesterday's listings."""
+    """torch's fsspec layer without renames and without cached listings."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """A small object under another name."""
+        """Write a small object under another name and remove the first."""
         assert self.fs is not None
         self.fs.pipe_file(new_path, self.fs.cat_file(path))
         self.fs.rm_file(path)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether it is there now."""
+        """Query the store, not the cache."""
         assert self.fs is not None
         self.fs.invalidate_cache()
         return super().exists(path)
 
 
 class Writer(FsspecWriter):
-    """torch's, but for that. Nothing is synced: a store that has taken an object has it.
-
-    For what is no file of its own, torch would sync every disk of the machine.
-    """
+    """torch's writer with `_Files` and without syncs: an object store is durable after a write, and
+    for a remote file torch would sync every disk of the machine."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, sync_files=False, per_thread_copy_ahead=0)
@@ -45,14 +44,14 @@ class Writer(FsspecWriter):
 
 
 def reader(url: str) -> FsspecReader:
-    """What torch reads a checkpoint with. Raises UsageError, OSError."""
+    """torch's reader of a checkpoint at a URL. Raises UsageError, OSError."""
     Store(url)
     with told():
         return FsspecReader(url)
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove what members of generations before this one left half written. Raises OSError."""
+    """Remove partial checkpoints of earlier generations. Raises OSError."""
     store = Store(output)
     for name in store.names():
         number = name.removeprefix("gen-")
@@ -63,6 +62,6 @@ def clear(output: str, generation: int) -> None:
 
 
 def discard(url: str) -> None:
-    """Remove what is left of one that could not be written, as far as the store lets us."""
+    """Remove a partial checkpoint after a failed write; errors are ignored."""
     with suppress(OSError):
         Store(url).remove()

@@ -1,10 +1,10 @@
-"""Checkpoints of one member: beside training when one is due, at once when it ends or leaves.
+"""Checkpoints of one member: periodic ones in the background, blocking ones at the end.
 
-A save that is due takes a snapshot of the state (copies.py) and writes it in a thread that lives
-only as long. It is skipped while the last one is being written. CheckpointSaved is told when the
-checkpoint is whole, of the generation in which the snapshot was taken: the heart publishes it only
-if that is still the current one. What the thread raises ends the process as what the main thread
-raises does (rank.py); a disk that does not take a checkpoint is a line in the rank's log.
+A periodic save takes a snapshot of the state (memory_checkpoint.py) and writes it in a thread. It
+is skipped while the previous one is being written. The member reports CheckpointSaved when the
+checkpoint is complete, with the generation of the snapshot: the decider publishes it only if that
+generation is still current. An exception in the thread ends the process (rank.py). A failed write
+is a warning in the rank's log.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ log = structlog.get_logger()
 
 
 class Saver:
-    """`sparing` keeps what a driver connects in it from being shut with a generation's sockets.
-
-    `tell` takes reports, from any thread; `note` is the trace's.
+    """Writes checkpoints. `exclude_new_sockets`: a context in which a storage driver's connections
+    do not count as sockets of the generation. `tell` sends reports, from any thread; `note` writes
+    the trace.
     """
 
     def __init__(self, start: StartRank, *,
-                 sparing: Callable[[], AbstractContextManager[None]], tell: Callable[[Body], None],
-                 note: Callable[[Event, int, int], None]) -> None:
+                 exclude_new_sockets: Callable[[], AbstractContextManager[None]],
+                 tell: Callable[[Body], None], note: Callable[[Event, int, int], None]) -> None:
         assert start.spec.training is not None, "a command task saves nothing"
         self._output = start.spec.training.output
         self._task = start.task
-        self._sparing, self._tell, self._note = sparing, tell, note
+        self._exclude_new_sockets, self._tell, self._note = exclude_new_sockets, tell, note
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._saved: CheckpointSaved | None = None
-        """The last one: it lies there, and may be read."""
+        """The last complete checkpoint."""
         self._writing = ""
-        """Where the thread writes, or wrote last."""
-        self._overtaken = False
-        """Whether that is to end early."""
+        """Path of the thread's current or last write."""
+        self._is_superseded = False
+        """True: the thread shall abandon its write."""
         self._cleared = 0
         self._failing = ""
-        """Why the last one that was due could not be saved; said on change."""
+        """Why the last periodic save failed; logged on change."""
 
     def begin(self, trainee: Trainee, step_version: int, history: History,
               generation: int) -> None:
-        """Save the state as it is now, beside what follows; nothing while one is under way."""
+        """Save the current state in the background, unless a save is in progress."""
         if self._thread is not None and self._thread.is_alive():
             log.warning("checkpoint skipped: the last one is still being written",
                         iteration=step_version)
@@ -71,25 +71,24 @@ class Saver:
             if poisoned(error):
                 raise
             self._thread = None
-            self._say_failing(step_version, str(error), f"no snapshot of the state: {error}")
+            self._log_failure(step_version, str(error), f"no snapshot of the state: {error}")
 
     def save(self, trainee: Trainee, step_version: int, history: History, generation: int, *,
              final: bool) -> None:
-        """Save at once, behind what is under way; told when this returns.
+        """Save the current state and report it before returning.
 
-        Who leaves has time for one write: an older one that is under way ends early. Where the disk
-        does not take it, that is a warning, and whoever leaves leaves without. The final one is
-        what the task was for: no older one is given up for it, and it raises NotSaved.
+        A preempted member has time for one write: an older write in progress is abandoned, and a
+        failure is a warning. The final checkpoint waits for an older write and raises NotSaved.
         """
         path = checkpoint.place(generation, step_version)
-        self._overtaken = not final and self._writing != path
+        self._is_superseded = not final and self._writing != path
         if self._saved is None or self._saved.path != path:
             self._note("save", generation, step_version)
         self.wait()
-        self._overtaken = False
+        self._is_superseded = False
         if self._saved is None or self._saved.path != path:
             try:
-                with self._sparing():
+                with self._exclude_new_sockets():
                     self._clear(generation)
                     ckpt_bytes = checkpoint.save(checkpoint.within(self._output, path), trainee,
                                                  step_version, history)
@@ -98,45 +97,45 @@ class Saver:
                     raise
                 log.warning("checkpoint not saved", iteration=step_version, why=str(error))
                 return
-            self._say_saved(generation, step_version, ckpt_bytes, final=final)
+            self._report_saved(generation, step_version, ckpt_bytes, final=final)
         else:
             self._tell(self._saved)
 
     def wait(self) -> None:
-        """Until nothing is being written: a process that ended before would leave a half one."""
+        """Wait for a write in progress: a process that exits earlier leaves a partial one."""
         if self._thread is not None:
             self._thread.join()
 
     def _write(self, generation: int) -> None:
-        """In the thread: what the snapshot holds."""
+        """Write the snapshot. Runs in the thread."""
         snapshot = self._snapshot
         path = checkpoint.place(generation, snapshot.step_version)
         self._note("saving", generation, snapshot.step_version)
-        assert snapshot.told is not None, "nothing was taken"
+        assert snapshot.numbers is not None, "the snapshot is empty"
         try:
-            with self._sparing():
+            with self._exclude_new_sockets():
                 self._clear(generation)
                 ckpt_bytes = checkpoint.write(
-                    checkpoint.within(self._output, path), snapshot.tensors, snapshot.told,
+                    checkpoint.within(self._output, path), snapshot.tensors, snapshot.numbers,
                     lambda: self._note("save_mid", generation, snapshot.step_version),
-                    lambda: self._overtaken)
+                    lambda: self._is_superseded)
         except checkpoint.Overtaken:
-            log.info("checkpoint given up: a newer one is wanted",
+            log.info("checkpoint abandoned: a newer one is needed",
                      iteration=snapshot.step_version)
             return
         except checkpoint.NotSaved as error:
-            self._say_failing(snapshot.step_version, error.why, str(error))
+            self._log_failure(snapshot.step_version, error.why, str(error))
             return
-        self._say_saved(generation, snapshot.step_version, ckpt_bytes, final=False)
+        self._report_saved(generation, snapshot.step_version, ckpt_bytes, final=False)
 
     def _clear(self, generation: int) -> None:
-        """Once in a generation."""
+        """Remove partial checkpoints of earlier generations, once in a generation."""
         if generation != self._cleared:
             checkpoint.clear(self._output, generation)
         self._cleared = generation
 
-    def _say_saved(self, generation: int, step_version: int, ckpt_bytes: int, *,
-                   final: bool) -> None:
+    def _report_saved(self, generation: int, step_version: int, ckpt_bytes: int, *,
+                      final: bool) -> None:
         self._note("saved", generation, step_version)
         if self._failing:
             log.info("checkpoints are saved again", iteration=step_version)
@@ -147,7 +146,8 @@ class Saver:
             ckpt_bytes=ckpt_bytes, final=final)
         self._tell(self._saved)
 
-    def _say_failing(self, step_version: int, why: str, text: str) -> None:
+    def _log_failure(self, step_version: int, why: str, text: str) -> None:
         if why != self._failing:
-            log.warning("checkpoint not saved; training goes on", iteration=step_version, why=text)
+            log.warning("checkpoint not saved; training continues",
+                        iteration=step_version, why=text)
         self._failing = why

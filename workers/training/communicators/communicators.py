@@ -1,17 +1,20 @@
-"""Generations of communicators: torch.distributed and Megatron's parallel state, up and down again
-in one process.
+"""Generations of communicators: builds and destroys torch.distributed and Megatron's parallel
+state within one process.
 
-Rules that hold here, each learnt from a hang or a wrong number:
-- gloo never gives up on a silent peer; only closing its own sockets wakes it (`wake`).
-- Its sockets close when its last reference is gone: `down` takes every handle out first, and is
-  never called inside an `except`, whose traceback would keep them.
-- Megatron gives its groups 30 minutes and forgets to forget some of them; both are seen to.
-- Whoever is woken may open another connection at once: `wake` is repeated until it is awake.
-- Whoever waits to be connected to has no socket to close: `wake` connects to it (sockets.knock).
-- A store's driver has sockets too, and they are no generation's (`sparing`).
-- A collective counts only if nobody had begun to wake this generation when it came back.
-- NCCL is woken by an abort. torch then forgets the groups at once, also under whoever is about to
-  use one; what runs on the device is waited for, before what it works on is given away.
+Rules, each derived from a hang or a wrong result:
+- gloo waits for an unreachable peer without limit; only closing its sockets ends the wait
+  (`interrupt`).
+- gloo closes its sockets when its last reference is gone. `down` therefore removes every handle
+  first. Never call it inside an `except`, whose traceback keeps references.
+- Megatron gives its groups a timeout of 30 minutes and does not clear all its globals; this package
+  corrects both.
+- An interrupted thread may open another connection: callers repeat `interrupt` until it returns.
+- A gloo pair that waits to be connected has no socket to close: `interrupt` connects to it
+  (sockets.connect_to_listeners).
+- Sockets of a storage driver belong to no generation (`exclude_new_sockets`).
+- The result of a collective is valid only if `interrupt` had not begun when it returned.
+- For NCCL, `interrupt` aborts. torch drops its groups immediately, even if another thread is about
+  to use one; `down` synchronizes the device before it releases the memory.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ from .group_handles import Handles
 from .process_groups import GROUP_S_MAX
 
 COLLECTIVE_S_MAX = 1800.0
-"""A collective may wait this long: for the slowest member, or for an order to stop waiting."""
+"""Timeout of a collective: it covers the slowest member and the wait for the next order."""
 RENDEZVOUS_S_MAX = 25.0
-"""All members must have come within this; below the control plane's own limit for it."""
+"""Timeout of the rendezvous; below the control plane's limit for it."""
 CONNECT_S_MAX = 1.0
-"""One attempt to connect to a store."""
+"""Timeout of one attempt to connect to a store."""
 REACH_S = 0.05
-"""Between two attempts to reach a store."""
+"""Pause between two attempts to connect to a store."""
 ABORTED = (KeyError, ValueError)
-"""Beside RuntimeError: what torch raises where it is asked for a group that it has aborted."""
+"""What torch raises, besides RuntimeError, when an aborted group is used."""
 
 
 class Communicators:
-    """This process's place in one generation at a time, and the store that it hosts for others.
+    """This process's membership in one generation at a time, and the store that it hosts.
 
-    `wake`, `spare` and `sparing` may be called from any thread; everything else from the one that
-    trains.
+    `interrupt`, `spare` and `exclude_new_sockets` may be called from any thread; everything else
+    only from the training thread.
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
@@ -63,11 +66,11 @@ class Communicators:
         )
         self.endpoint = f"{host}:{port}"
         self._server_port = port
-        self._mine = sockets.inodes()
-        self._drivers: set[sockets.Inode] = set()
-        self._trainer = threading.get_ident()
-        self._sparing: list[int] = []
-        """Threads that use a store's driver now."""
+        self._excluded = sockets.inodes()
+        self._driver_sockets: set[sockets.Inode] = set()
+        self._training_thread = threading.get_ident()
+        self._excluding_threads: list[int] = []
+        """Threads that are using a storage driver."""
         self._is_watching = False
         self._handles = Handles()
         self.groups: Any = None
@@ -76,14 +79,14 @@ class Communicators:
         self.num_members = 0
         self.axes = Axes()
         self.replica: frozenset[int] = frozenset()
-        """The ranks that are one replica with this one, itself too."""
+        """The ranks of this member's replica, its own included."""
         self.store: Any = None
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
         self.on_groups: Callable[[Any], None] = _nothing
-        """Told of every generation's groups once they are up, and of None before they go down:
-        whoever has made groups of its own has to drop them then."""
+        """Called with each generation's groups after they are built, and with None before they are
+        destroyed: the callee must then drop its own groups."""
 
     @property
     def is_up(self) -> bool:
@@ -91,9 +94,10 @@ class Communicators:
 
     def meet(self, generation: int, place: int, num_members: int, endpoint: str,
              news: bytes) -> list[bytes]:
-        """Connect to the generation's store, say `news`, return everybody's, in order of place.
+        """Rendezvous: connect to the generation's store and exchange `news` with all members.
+        Returns their news in order of place.
 
-        Raises RuntimeError when a member does not come within RENDEZVOUS_S_MAX, or when woken.
+        Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or when interrupted.
         """
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
@@ -106,12 +110,12 @@ class Communicators:
         return [self.store.get(key) for key in keys]
 
     def up(self, axes: Axes | None = None, replica: frozenset[int] = frozenset()) -> None:
-        """Build a layout's groups; `bind` puts them into a trainee. Raises RuntimeError.
+        """Build the groups of a layout; `bind` puts them into the model. Raises RuntimeError.
 
-        `axes` None: all members are data-parallel. `replica`: the ranks of this one's replica.
+        `axes` None: all members are data-parallel. `replica`: the ranks of this member's replica.
         """
-        assert self.store is not None, "meet first"
-        last_words = sys.excepthook
+        assert self.store is not None, "rendezvous first"
+        excepthook = sys.excepthook
         self._is_building = True
         try:
             dist.init_process_group(
@@ -121,38 +125,38 @@ class Communicators:
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
-            # torch puts a hook around this one, once per generation, that holds stderr back until
-            # it returns: ours ends the process, and the traceback would never be written.
-            sys.excepthook = last_words
+            # In each generation torch wraps the excepthook in one that buffers stderr until the
+            # hook returns. Ours ends the process, so the traceback would be lost.
+            sys.excepthook = excepthook
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
         self.axes = axes or Axes(dp=self.num_members)
         self.replica = replica
         self.on_groups(self.groups)
 
     def bind(self) -> None:
-        """Put the groups where `down` took the last ones out: into a trainee that is for the same
-        sizes but dp's, at the same place of a replica."""
+        """Put the new groups into the slots that `down` emptied. The model must be for the same
+        sizes, except dp, and the same position in a replica."""
         self._handles.put(process_groups.by_role(self.groups))
 
     def lent(self) -> AbstractContextManager[None]:
-        """Groups to be held, and never to be used, by the trainee that `down` took them out of."""
+        """A context in which the old model holds the new groups; it must not use them."""
         return self._handles.lent(process_groups.by_role(self.groups))
 
     def rebound(self) -> None:
-        """Another trainee is in force: where the last ones were taken out of is of no use."""
+        """Discard the slots of the old model after another model has replaced it."""
         self._handles = Handles()
 
     def unbind(self, roots: Iterable[Any]) -> None:
-        """Take the groups out of what is not, or no more, to be trained."""
+        """Remove the groups from a model that will not be trained."""
         if self.groups is not None:
             Handles().take(roots, process_groups.by_role(self.groups))
 
     def alone(self) -> Any:
-        """Groups of this member alone, in every role."""
+        """Single-member groups for every role."""
         return process_groups.alone(self.groups)
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
-        """A client of the store. torch's own attempts cannot be woken, so they are kept short."""
+        """A client of the store. torch's own attempts cannot be interrupted, so each is short."""
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
             why = ""
@@ -169,7 +173,7 @@ class Communicators:
             time.sleep(REACH_S)
 
     def down(self, roots: Iterable[Any]) -> None:
-        """Leave the generation, whatever state it is in. Peers that wait for us wake up."""
+        """Leave the generation in any state. Peers that wait for this member get an error."""
         began_s = time.monotonic()
         self.wake()
         if self.backend == "nccl":
@@ -182,8 +186,8 @@ class Communicators:
         process_groups.forget()
         if self.is_up:
             dist.destroy_process_group()
-        # A group's name, and so its keys in the store, counts the groups made before it: a member
-        # whose last attempt failed half-way must count from the same number as the others.
+        # A group's name and store keys contain a counter of groups. A member whose last attempt
+        # failed half-way must restart the counter, like the others.
         dist.distributed_c10d._world.group_count = 0
         self.store = None
         self.woken = False
@@ -191,7 +195,8 @@ class Communicators:
 
     @contextmanager
     def of_one(self) -> Generator[list[Any]]:
-        """A generation of this member alone; what is put into the list gives its handles up."""
+        """A single-member generation. `down` removes the handles of the objects put into the
+        list."""
         roots: list[Any] = []
         self.meet(0, 0, 1, self.endpoint, b"")
         self.up()
@@ -202,52 +207,54 @@ class Communicators:
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:
-        """Meanwhile this socket is none of a generation's: `wake` leaves it alone."""
+        """Within the context this socket belongs to no generation: `interrupt` does not shut it
+        down."""
         inode = os.fstat(descriptor).st_ino
-        self._mine[inode] = descriptor
+        self._excluded[inode] = descriptor
         try:
             yield
         finally:
-            del self._mine[inode]
+            del self._excluded[inode]
 
     @contextmanager
     def sparing(self) -> Generator[None]:
-        """What Python connects in here is none of a generation's, for as long as it is open.
+        """Connections that Python code opens within the context belong to no generation until they
+        close.
 
-        A driver of a store connects from threads of its own too, and keeps a connection for the
-        next call. All threads count, but for the one that trains where it is elsewhere.
+        A storage driver also connects from its own threads, and reuses connections. Therefore all
+        threads count, except the training thread if it has not entered such a context.
         """
         if not self._is_watching:
             self._is_watching = True
-            sockets.watch(self._connects)
+            sockets.watch(self._on_connect)
         self._forget_closed()
-        self._sparing.append(threading.get_ident())
+        self._excluding_threads.append(threading.get_ident())
         try:
             yield
         finally:
-            self._sparing.remove(threading.get_ident())
+            self._excluding_threads.remove(threading.get_ident())
 
-    def _connects(self, inode: sockets.Inode) -> None:
-        me = threading.get_ident()
-        if self._sparing and (me != self._trainer or me in self._sparing):
-            self._drivers.add(inode)
+    def _on_connect(self, inode: sockets.Inode) -> None:
+        thread, excluding = threading.get_ident(), self._excluding_threads
+        if excluding and (thread != self._training_thread or thread in excluding):
+            self._driver_sockets.add(inode)
 
     def _forget_closed(self) -> None:
-        """Listed before it is looked which are open: what connects meanwhile is not forgotten."""
-        known = tuple(self._drivers)
+        # Copy the set before listing the open sockets, so that a socket opened meanwhile stays.
+        known = tuple(self._driver_sockets)
         for inode in frozenset(known).difference(sockets.inodes()):
-            self._drivers.discard(inode)
+            self._driver_sockets.discard(inode)
 
     def wake(self) -> None:
-        """End every wait of this generation in this process, with an error. From any thread."""
+        """End every wait of this generation in this process with an error. From any thread."""
         self.woken = True
         if self.backend == "nccl" and self.is_up:
             dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
-        mine = (*self._mine, *self._drivers)
+        excluded = (*self._excluded, *self._driver_sockets)
         if self._is_building and self.backend == "gloo":
-            sockets.knock(mine, self._server_port, self.num_members)
-        sockets.shut_down(mine, self._server_port)
+            sockets.knock(excluded, self._server_port, self.num_members)
+        sockets.shut_down(excluded, self._server_port)
 
 
 def _nothing(groups: Any) -> None:
-    """Nobody has groups of its own."""
+    """The default of `on_groups`."""

@@ -1,8 +1,8 @@
-"""The handles of communicators that Megatron's objects keep: taken out, and put back by role.
+"""Removes the process-group handles from Megatron's objects and puts new ones in, by role.
 
 gloo closes its sockets only when the last reference to a group is gone, and a model, its DDP and
-its optimizer keep dozens. Before a generation ends every handle is taken out and remembered by
-its role (`dp`, `tp`, ...); in the next generation that role's new group is put in its place.
+its optimizer hold dozens. Before a generation ends, every handle is removed and its slot recorded
+with its role (`dp`, `tp`, ...). In the next generation the role's new group goes into the slot.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LEAVES = (torch.Tensor, str, bytes, int, float, bool, type, type(None))
 _OWNERS = ("megatron", "torch", "unicron")
 
 Slot = tuple[Any, Any, str]
-"""A dict or a list, the key or index in it, and the role of the handle that belongs there."""
+"""A dict or list, the key or index in it, and the role of the handle."""
 
 
 class Handles:
-    """The handles taken out of one trainee, waiting for the next generation."""
+    """The emptied handle slots of one model."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
@@ -32,7 +32,7 @@ class Handles:
         return len(self._slots)
 
     def take(self, roots: Iterable[Any], groups: dict[str, Any]) -> None:
-        """Take every handle out. A handle of no known role is a bug."""
+        """Remove every handle. A handle without a known role is a bug."""
         roles: dict[int, str] = {}
         for role, group in groups.items():
             roles.setdefault(id(group), role)
@@ -41,14 +41,14 @@ class Handles:
             self._walk(root, roles, seen)
 
     def put(self, groups: dict[str, Any]) -> None:
-        """Put the new generation's groups where the old ones were."""
+        """Put the new generation's groups into the slots."""
         for container, key, role in self._slots:
             container[key] = groups[role]
         self._slots.clear()
 
     @contextmanager
     def lent(self, groups: dict[str, Any]) -> Generator[None]:
-        """For a while, though the generation's layout may be another one: nobody is to be met."""
+        """Fill the slots within the context. The layout may differ, so no collective may run."""
         try:
             for container, key, role in self._slots:
                 container[key] = groups[role]
@@ -58,24 +58,24 @@ class Handles:
                 container[key] = None
 
     def _walk(self, root: Any, roles: dict[int, str], seen: set[int]) -> None:
-        todo: list[Any] = [root]
-        while todo:
-            thing = todo.pop()
-            if isinstance(thing, _LEAVES) or id(thing) in seen:
+        stack: list[Any] = [root]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, _LEAVES) or id(item) in seen:
                 continue
-            seen.add(id(thing))
-            if isinstance(thing, dict):
-                todo.extend(self._cells(thing, list(thing.items()), roles))
-            elif isinstance(thing, list):
-                todo.extend(self._cells(thing, list(enumerate(thing)), roles))
-            elif isinstance(thing, (tuple, set, frozenset)):
-                for value in thing:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack.extend(self._cells(item, list(item.items()), roles))
+            elif isinstance(item, list):
+                stack.extend(self._cells(item, list(enumerate(item)), roles))
+            elif isinstance(item, (tuple, set, frozenset)):
+                for value in item:
                     assert not isinstance(value, dist.ProcessGroup), "a handle in a tuple"
-                    todo.append(value)
-            elif isinstance(thing, MethodType):
-                todo.append(thing.__self__)
-            elif type(thing).__module__.split(".")[0] in _OWNERS and hasattr(thing, "__dict__"):
-                todo.append(vars(thing))
+                    stack.append(value)
+            elif isinstance(item, MethodType):
+                stack.append(item.__self__)
+            elif type(item).__module__.split(".")[0] in _OWNERS and hasattr(item, "__dict__"):
+                stack.append(vars(item))
 
     def _cells(self, container: Any, cells: list[tuple[Any, Any]], roles: dict[int, str]
                ) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The process groups of one generation, as Megatron's explicit collection.
+"""Builds the process groups of one generation as Megatron's explicit collection.
 
-Megatron's own initialize_model_parallel makes some twenty groups, most of them of one member, and
-gloo takes 10 ms to give each of them back (measured: 160 ms per rebuild, against 20 ms here).
+Megatron's initialize_model_parallel makes about twenty groups, most of them with one member, and
+gloo takes 10 ms to destroy each (measured: 160 ms per rebuild, 20 ms with this module).
 """
 
 from __future__ import annotations
@@ -27,71 +27,72 @@ PIPELINE_PARALLEL = ("pp",)
 EMBEDDING = ("embd",)
 REPLICA = ("mp", "tp_ep_pp")
 ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt")
-"""Roles that meet nobody. Megatron adds up a sharded gradient's norm over `intra_dist_opt`: here
-all members have told each other of it before the step (stepping.py)."""
+"""Roles with one member. Megatron reduces a sharded gradient's norm over `intra_dist_opt`; here all
+members have reduced it before the step (optimizer_step.py)."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, *PIPELINE_PARALLEL, *EMBEDDING, *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
-"""Building groups among members that have all come may take this long; gloo waits five times as
-long for a peer to connect."""
+"""Timeout for building groups after the rendezvous; gloo waits five times as long for a peer to
+connect."""
 
 
 def build(axes: Axes | None, timeout_s: float) -> Any:
-    """The ProcessGroupCollection of this member of the world, which has the place of its rank.
+    """The ProcessGroupCollection of this member, whose position is its rank.
 
-    None: every member of the world is one replica. A member beside the layout gets groups of its
-    own alone. `timeout_s` is the limit of every collective.
+    `axes` None: every member is one replica. A standby member gets single-member groups.
+    `timeout_s` is the timeout of every collective.
 
-    Few groups serve all roles, since each is dear; data-parallel alone has two, the world and one
-    of this member alone. Two roles have the same group only where they have in every layout with
-    the same sizes but dp's, since handles are put back by role (handles.py).
+    Roles share groups, because each group is expensive: pure data parallelism has two, the world
+    and a single-member one. Two roles share a group only if they do so in every layout that differs
+    only in dp, because handles are put back by role (group_handles.py).
     """
     place, world_size = dist.get_rank(), dist.get_world_size()
     axes = axes or Axes(dp=world_size)
     alone = _group((place,), timeout_s)
-    found = dict.fromkeys(ROLES, alone)
+    groups = dict.fromkeys(ROLES, alone)
     if place < num_places(axes):
         at = coordinates(axes, place)
         stages = replica(axes, at.dp)[at.tp::axes.tp]
         if is_plain(axes) and axes.dp == world_size:
-            found |= dict.fromkeys(DATA_PARALLEL, dist.group.WORLD)
+            groups |= dict.fromkeys(DATA_PARALLEL, dist.group.WORLD)
         else:
-            found |= dict.fromkeys(DATA_PARALLEL, _group(holders(axes, at.tp, at.pp), timeout_s))
+            groups |= dict.fromkeys(DATA_PARALLEL, _group(holders(axes, at.tp, at.pp), timeout_s))
         if axes.tp > 1:
             peers = replica(axes, at.dp)[at.pp * axes.tp:(at.pp + 1) * axes.tp]
-            found |= dict.fromkeys((*TENSOR_PARALLEL, *REPLICA), _group(peers, timeout_s))
+            groups |= dict.fromkeys((*TENSOR_PARALLEL, *REPLICA), _group(peers, timeout_s))
         if axes.pp > 1:
-            found["pp"] = found["embd"] = _group(stages, timeout_s)
-            found |= dict.fromkeys(REPLICA, found["pp"])
+            groups["pp"] = groups["embd"] = _group(stages, timeout_s)
+            groups |= dict.fromkeys(REPLICA, groups["pp"])
         if axes.tp > 1 and axes.pp > 1:
-            found |= dict.fromkeys(REPLICA, _group(replica(axes, at.dp), timeout_s))
-        if axes.pp > 2:  # the last: torch names a group by how many its members made before it
+            groups |= dict.fromkeys(REPLICA, _group(replica(axes, at.dp), timeout_s))
+        if axes.pp > 2:  # last, because torch numbers a group by its members' earlier groups
             ends = (stages[0], stages[-1])
-            found["embd"] = _group(ends, timeout_s) if place in ends else alone
-    # The globals that Megatron still reads when it is given a collection: its cross entropy the
+            groups["embd"] = _group(ends, timeout_s) if place in ends else alone
+    # Megatron still reads two globals when a collection is given: its cross entropy reads the
     # first, its sharded metadata of a tied embedding the second.
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = found["tp"]
-    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = found["dp_cp"]
-    return ProcessGroupCollection(**found)
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups["tp"]
+    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups["dp_cp"]
+    return ProcessGroupCollection(**groups)
 
 
 def alone(groups: Any) -> Any:
-    """The same generation's groups of this member alone, in every role."""
+    """The generation's single-member group in every role."""
     return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
 
 
 def to_build(groups: Any) -> Any:
-    """The same, for what is built to hold: nobody is asked while it is built, or in a step.
+    """The groups with which a model is built, such that neither the build nor a step communicates.
 
-    Megatron's first and last stage would tell each other their embedding, which here is drawn, or
-    brought; its optimizer would ask the replica what all have told each other before (stepping.py).
+    Megatron's first and last stage would exchange their embedding, which here is drawn or received
+    with the state. Its optimizer would reduce over the replica what all members have reduced before
+    (optimizer_step.py).
     """
-    told = copy.copy(groups)
-    told.embd, told.mp = None, told.intra_dist_opt
-    return told
+    build_groups = copy.copy(groups)
+    build_groups.embd, build_groups.mp = None, build_groups.intra_dist_opt
+    return build_groups
 
 
 def _group(places: tuple[int, ...], timeout_s: float) -> Any:
-    """Only its members make it, all with the same limit for that."""
+    """A group that only its members create; all use the same timeout."""
     group: Any = dist.new_group(list(places), timeout=datetime.timedelta(seconds=GROUP_S_MAX),
                                 use_local_synchronization=True)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
@@ -104,17 +105,17 @@ def by_role(groups: Any) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Clear what Megatron keeps of groups in globals, also what its own destroy forgets."""
+    """Clear Megatron's group globals, including those that its destroy leaves set."""
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
 
 
-# --- Megatron's globals of parallel groups, as a script asks `parallel_state` (mpu) for them. ---
+# --- Megatron's group globals, which a script reads through `parallel_state` (mpu) ---
 #
-# They are of one generation: `groups.forget` clears them when it goes down, the world sizes and
-# ranks that Megatron has cached among them. So a script that asks each time is told what is so.
+# They belong to one generation: `clear_globals` clears them at its end, with the world sizes and
+# ranks that Megatron caches. A script that reads them each time gets current values.
 
 _BY_ROLE = {
     "tp": ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -138,8 +139,8 @@ _BY_ROLE = {
 
 
 def publish(groups: Any, chunks: int) -> None:
-    """Say to Megatron's globals what the generation's ProcessGroupCollection says; `chunks` are
-    those of each stage, where there is a pipeline."""
+    """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
+    per pipeline stage."""
     for role, (group_name, ranks_name) in _BY_ROLE.items():
         group = getattr(groups, role)
         setattr(parallel_state, group_name, group)
@@ -155,13 +156,13 @@ def publish(groups: Any, chunks: int) -> None:
 
 
 class _CpuTracker:
-    """Where there is no CUDA: what is drawn for the model-parallel ranks is drawn from the one
-    generator that there is, which is seeded for each micro-batch."""
+    """Megatron's RNG tracker without CUDA: model-parallel ranks draw from the only generator, which
+    is seeded for each micro-batch."""
 
     def is_initialized(self) -> bool:
         return True
 
     @contextmanager
     def fork(self, name: str = "") -> Generator[None]:
-        """As Megatron's own."""
+        """The same signature as Megatron's tracker."""
         yield

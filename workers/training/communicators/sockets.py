@@ -1,4 +1,5 @@
-"""The sockets of this process: which are a generation's, and how to wake who sleeps on them."""
+"""Finds the sockets of a generation in this process and interrupts the threads that wait on them.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +17,41 @@ KNOCK_S_MAX = 0.1
 
 
 def inodes() -> dict[Inode, int]:
-    """Open sockets of this process: inode -> descriptor."""
-    found: dict[Inode, int] = {}
+    """The open sockets of this process: inode -> descriptor."""
+    descriptors: dict[Inode, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
         except OSError:
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found[status.st_ino] = int(name)
-    return found
+            descriptors[status.st_ino] = int(name)
+    return descriptors
 
 
-def watch(connects: Callable[[Inode], None]) -> None:
-    """From now on, for ever, call this for every connection that Python code is about to make.
+def watch(on_connect: Callable[[Inode], None]) -> None:
+    """Call `on_connect` before every connection that Python code makes, for the rest of the
+    process, in the connecting thread.
 
-    torch, gloo and NCCL make theirs in C++, which Python never hears of: what is told here is of
-    none of them. In the thread that connects; encrypted later, it stays the same socket.
-    Source: Python's audit event `socket.connect`.
+    torch, gloo and NCCL connect in C++, so their connections are not reported. A socket that is
+    encrypted later keeps its inode. Source: Python's audit event `socket.connect`.
     """
-    def hear(event: str, details: tuple[Any, ...]) -> None:
+    def hook(event: str, details: tuple[Any, ...]) -> None:
         if event == "socket.connect":
             with suppress(OSError):
-                connects(os.fstat(details[0].fileno()).st_ino)
+                on_connect(os.fstat(details[0].fileno()).st_ino)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(hook)
 
 
-def shut_down(mine: Iterable[Inode], server_port: int) -> int:
-    """Shut down every connection but `mine` and those that our own store serves; how many.
+def shut_down(excluded: Iterable[Inode], server_port: int) -> int:
+    """Shut down every connection except `excluded` and those of our own store; returns the number.
 
-    A shut connection wakes both ends at once, unlike everything that gloo offers. It is never
-    done to a listening socket, which would abort the process.
+    A shutdown wakes both ends immediately; gloo has no such function. Listening sockets are left
+    open, because shutting one down aborts the process.
     """
     num_shut = 0
-    for connection in _others(mine, server_port):
+    for connection in _others(excluded, server_port):
         with suppress(OSError):
             if not _listens(connection):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -58,49 +59,50 @@ def shut_down(mine: Iterable[Inode], server_port: int) -> int:
     return num_shut
 
 
-def knock(mine: Iterable[Inode], server_port: int, num: int) -> None:
-    """Have every listener but `mine` and our own store's find `num` peers that are gone at once.
+def knock(excluded: Iterable[Inode], server_port: int, num: int) -> None:
+    """Connect `num` peers, which disconnect immediately, to every listener except `excluded` and
+    that of our own store.
 
-    A gloo pair that waits to be connected to has no socket that could be shut, and waits for five
-    times its group's timeout. Whoever connects says which pair it means, by a number from 0 on.
+    A gloo pair that waits to be connected has no socket to shut down, and waits for five times its
+    group's timeout. A peer that connects sends the number of the pair, from 0.
     Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
     """
-    for listener in _others(mine, server_port):
+    for listener in _others(excluded, server_port):
         for number in range(num if _listens(listener) else 0):
             with suppress(OSError), socket.create_connection(
                     listener.getsockname()[:2], KNOCK_S_MAX) as peer:
                 peer.sendall(struct.pack("=q", number))
 
 
-def _others(mine: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
-    """Each TCP socket but `mine` and our own store's, as a duplicate that is closed afterwards.
+def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
+    """Each TCP socket except `excluded` and our own store's, as a duplicate that is closed
+    afterwards.
 
-    The inode is looked at again after the descriptor has been duplicated: by then it may have
-    become another's.
+    The inode is checked again after the duplication, because the descriptor may have been reused.
     """
-    spared = frozenset(mine)
+    excluded = frozenset(excluded)
     for inode, descriptor in inodes().items():
-        if inode in spared:
+        if inode in excluded:
             continue
         try:
-            copy = os.dup(descriptor)
+            duplicate = os.dup(descriptor)
         except OSError:
             continue
-        if os.fstat(copy).st_ino != inode:
-            os.close(copy)
+        if os.fstat(duplicate).st_ino != inode:
+            os.close(duplicate)
             continue
-        with suppress(OSError), socket.socket(fileno=copy) as found:
-            if (found.family in (socket.AF_INET, socket.AF_INET6)
-                    and found.getsockname()[1] != server_port):
-                yield found
+        with suppress(OSError), socket.socket(fileno=duplicate) as other:
+            if (other.family in (socket.AF_INET, socket.AF_INET6)
+                    and other.getsockname()[1] != server_port):
+                yield other
 
 
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(listener: socket.socket) -> bool:
+    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def interface_of(host: str) -> str:
-    """The network interface that has this IPv4 address; "" when it cannot be told.
+    """The network interface that has this IPv4 address; "" if none is found.
 
     Source: netdevice(7), SIOCGIFADDR.
     """

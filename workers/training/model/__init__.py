@@ -1,4 +1,4 @@
-"""The training job in memory: model, optimizer, data, random numbers, and its whole state.
+"""The training job in memory: model, optimizer, data, random numbers and the whole state.
 
 Read `workload`, `trainee`, `training_state`. Imports `communicators` and `process`.
 """

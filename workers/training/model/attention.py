@@ -1,4 +1,4 @@
-"""Core attention over torch's scaled dot product, in Megatron's own slot for it."""
+"""Core attention with torch's scaled dot product, for Megatron's ModuleSpec."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .random_draws import Draw
 class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention, built by Megatron through its public ModuleSpec.
 
-    It runs wherever torch runs. Attention dropout is drawn per (iteration, micro-batch, layer,
-    head counted over all ranks): independent of the rank that computes and of tensor parallelism.
-    The other arguments are Megatron's and change nothing here.
+    It runs on any torch device. Attention dropout is drawn per (iteration, micro-batch, layer, head
+    counted over all ranks), independent of the computing rank and of tensor parallelism. The other
+    arguments belong to Megatron's interface and are unused.
     """
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
@@ -49,7 +49,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same written out, since the fused kernels take no generator."""
+        """Unfused attention, because the fused kernels accept no generator."""
         scale = self.softmax_scale or 1 / math.sqrt(q.size(-1))
         length = q.size(2)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -61,6 +61,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
                        ) >= self.dropout
             for head in range(q.size(1))
         ], dim=1)
-        # As the fused kernels do: the sum of many small numbers is not for 16 bits.
+        # In fp32, as in the fused kernels: 16 bits are too few for a sum of many small numbers.
         weights = scores.softmax(-1, dtype=torch.float32) * keep / (1 - self.dropout)
         return weights.to(v.dtype) @ v

@@ -1,6 +1,6 @@
-"""Megatron without a GPU: what it asks of CUDA is answered by the CPU, without patching Megatron.
+"""Runs Megatron without a GPU: redirects its CUDA calls to the CPU, without patching Megatron.
 
-Nothing here is entered where CUDA is available.
+With CUDA, this module changes nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _mode: CudaMeansCpu | None = None
 
 
 def stand_in() -> torch.device:
-    """The device to train on; without CUDA, prepare this thread for Megatron on the CPU. Once."""
+    """The training device. Without CUDA, the first call prepares this thread for the CPU."""
     global _mode
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if _mode is None:
-        # Megatron passes these two answers on as `device=` and expects no more of them.
+        # Megatron only passes the result of the first on as `device=`.
         torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda device=None: None
         _mode = CudaMeansCpu()
@@ -55,10 +55,10 @@ def stand_in() -> torch.device:
 
 @contextmanager
 def uncompiled() -> Generator[None]:
-    """Import Megatron within this: without CUDA its fused kernels stay plain functions.
+    """A context for the import of Megatron: without CUDA its fused kernels stay plain functions.
 
-    We call none of them. Megatron marks them by torch.compile as it is imported, and that alone
-    loads the compiler: measured, 1.9 s of 5.5.
+    Unicron calls none of them. Megatron decorates them with torch.compile at import, which loads
+    the compiler: measured, 1.9 s of 5.5.
     """
     if torch.cuda.is_available():
         yield
@@ -71,10 +71,10 @@ def uncompiled() -> Generator[None]:
 
 
 def _plain(model: Any = None, **options: Any) -> Any:
-    """As torch.compile is used as a decorator, with options or without."""
+    """A torch.compile that compiles nothing, as a decorator with or without options."""
     return model if model is not None else _plain
 
 
 def stand_in_here() -> AbstractContextManager[object]:
-    """The same in a thread that did not call `stand_in`: torch keeps its modes per thread."""
+    """The context for a thread that did not call `prepare_device`: torch's modes are per thread."""
     return nullcontext() if _mode is None else CudaMeansCpu()

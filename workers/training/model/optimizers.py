@@ -1,6 +1,6 @@
-"""What is inside Megatron's optimizer, and what it needs to be one of ours.
+"""Access to the parts of Megatron's optimizer, and its preparation for recovery.
 
-It may be one or a chain of several, whole or, as Megatron's distributed optimizer, sharded.
+The optimizer may be single or chained, whole or sharded (Megatron's distributed optimizer).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-# --- The mirror of a shard: beside its own, a member steps that of the data-parallel rank before
-# it. ---
+# --- The mirrored shard: a member also steps the shard of the previous data-parallel rank ---
 #
-# It is Megatron's distributed optimizer a second time, over the same buffers, built as if it stood
-# at that rank. So it takes the owner's step, with the same code on the same reduced gradients: bit
-# by bit what the owner has.
+# The mirror is a second instance of Megatron's distributed optimizer over the same buffers, built
+# for that rank. It takes the owner's step with the same code on the same reduced gradients, so its
+# state is bit-identical to the owner's.
 
 
 class RankBefore(NamedTuple):
-    """All that Megatron asks a buffer's group when it builds a shard."""
+    """The part of a process group's interface that Megatron uses to build a shard."""
 
     own: int
     num_ranks: int
@@ -36,7 +35,7 @@ class RankBefore(NamedTuple):
 
 @contextmanager
 def at_rank_before(ddps: Sequence[Any]) -> Generator[None]:
-    """An optimizer that is built within this is the one of the data-parallel rank before."""
+    """Within this context, an optimizer is built for the previous data-parallel rank."""
     buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     groups = [buffer.data_parallel_group for buffer in buffers]
     mains = {param: vars(param).get("main_param") for buffer in buffers for param in buffer.params}
@@ -47,50 +46,51 @@ def at_rank_before(ddps: Sequence[Any]) -> Generator[None]:
     finally:
         for buffer, group in zip(buffers, groups, strict=True):
             buffer.data_parallel_group = group
-        for param, main in mains.items():  # Megatron's name for the own shard's
+        for param, main in mains.items():  # restore the own shard's master
             param.main_param = main
 
 
 def follow(mirror: Any, optimizer: Any) -> None:
-    """Have the mirror begin its step with the loss scale, learning rate and decay of this one."""
+    """Copy the loss scale, learning rate and weight decay to the mirror before its step."""
     for ours, theirs in zip(mirror.chained_optimizers, optimizer.chained_optimizers, strict=True):
-        if theirs.grad_scaler is not None and (told := theirs.grad_scaler.state_dict()):
+        if theirs.grad_scaler is not None and (scale := theirs.grad_scaler.state_dict()):
             ours.grad_scaler.load_state_dict({name: value.clone() if hasattr(value, "clone")
-                                              else value for name, value in told.items()})
-    for mine, other in zip(mirror.param_groups, optimizer.param_groups, strict=True):
-        mine["lr"], mine["weight_decay"] = other["lr"], other["weight_decay"]
+                                              else value for name, value in scale.items()})
+    for ours, theirs in zip(mirror.param_groups, optimizer.param_groups, strict=True):
+        ours["lr"], ours["weight_decay"] = theirs["lr"], theirs["weight_decay"]
 
 
 @contextmanager
 def asking_nobody() -> Generator[None]:
-    """Megatron asks the world for its groups of parameters, in case a stage lacks one.
+    """Within this context, Megatron builds an optimizer without its collective.
 
-    None does: each has a layer, with weights that decay and biases that do not. And whoever builds
-    does so when it has to, not when all others do.
+    Megatron gathers the parameter groups of all ranks, in case a stage lacks one. No stage does:
+    each has a layer, with weights that decay and biases that do not. The members do not build at
+    the same time, so a collective would stall.
     """
-    def answer(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
+    def local(gathered: list[Any], mine: Any, group: Any = None) -> None:
+        gathered[:] = [mine] * len(gathered)
 
-    right, dist.all_gather_object = dist.all_gather_object, answer  # type: ignore[assignment]
+    original, dist.all_gather_object = dist.all_gather_object, local  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.all_gather_object = right
+        dist.all_gather_object = original
 
 
 def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
-    """What is built steps as stepping.py wants it, and has all of its state."""
+    """Configure a new optimizer for optimizer_step.py and allocate all of its state."""
     if is_sharded(optimizer):
-        for ddp in ddps:  # parameters are gathered after the step, not in it
+        for ddp in ddps:  # gather the parameters after the step, not in it
             ddp.overlap_param_gather_with_optimizer_step = True
     if not not_adam(optimizer):
         _materialise(optimizer)
 
 
 def _materialise(optimizer: Any) -> None:
-    """Give Adam its moments and steps now, so that a newcomer has where to receive them.
+    """Allocate Adam's moments and steps, so that a new member can receive them.
 
-    Megatron's own init_state_fn leaves out `step`, which torch's AdamW needs.
+    Megatron's init_state_fn leaves out `step`, which torch's AdamW needs.
     """
     for part in parts(optimizer):
         for group in part.param_groups:
@@ -102,18 +102,18 @@ def _materialise(optimizer: Any) -> None:
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers inside of what it calls one."""
+    """The single optimizers of a chained Megatron optimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def scalers(optimizer: Any) -> list[Any]:
-    """The loss scalers inside Megatron's optimizer: none where nothing is scaled."""
-    found = [getattr(part, "grad_scaler", None) for part in chained(optimizer)]
-    return [scaler for scaler in found if scaler is not None]
+    """The loss scalers of Megatron's optimizer; empty without loss scaling."""
+    each = [getattr(part, "grad_scaler", None) for part in chained(optimizer)]
+    return [scaler for scaler in each if scaler is not None]
 
 
 def not_adam(optimizer: Any) -> list[str]:
-    """The kinds of torch optimizers in it whose state is not known."""
+    """The types of torch optimizers in it whose state is unknown."""
     kinds = [type(part.optimizer) for part in chained(optimizer) if part.optimizer is not None]
     return [f"{kind.__module__}.{kind.__name__}" for kind in kinds
             if not issubclass(kind, torch.optim.AdamW)]
@@ -121,15 +121,15 @@ def not_adam(optimizer: Any) -> list[str]:
 
 def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron's."""
-    found = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
-    assert all(isinstance(part, torch.optim.AdamW) for part in found)
-    return found
+    inner = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
+    assert all(isinstance(part, torch.optim.AdamW) for part in inner)
+    return inner
 
 
 def shards(optimizer: Any) -> dict[int, Any]:
-    """id of a parameter -> the part of it that this member steps, where the optimizer is sharded.
+    """id of a parameter -> this member's shard of it, flat fp32, if the optimizer is sharded.
 
-    Flat, and fp32; of parameters that it has a part of. Empty where the optimizer is whole.
+    Only parameters of which it has a shard. Empty if the optimizer is whole.
     """
     found: dict[int, Any] = {}
     for part in chained(optimizer):
@@ -146,7 +146,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def ranges(optimizer: Any) -> dict[int, slice]:
-    """id of a parameter -> which of its elements this member steps, as `shards` has them."""
+    """id of a parameter -> the range of its elements that is this member's shard (`shards`)."""
     found: dict[int, slice] = {}
     for part in chained(optimizer):
         if isinstance(part, DistributedOptimizer):

@@ -1,4 +1,4 @@
-"""Random draws as a pure function of where in the training they happen, never of who draws."""
+"""Random draws as a pure function of the position in training, independent of the rank."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def seed_of(*parts: int) -> int:
 
 
 class Draw:
-    """Where the training stands: which micro-batch of which iteration is being computed.
-
-    Every generator of a forward pass is seeded from here, so that dropout is the same whichever
-    rank computes the micro-batch, and a repeated one repeats exactly.
+    """The current micro-batch and iteration, from which all generators of a forward pass are
+    seeded. Dropout is therefore equal on every rank, and a repeated micro-batch is bit-identical.
     """
 
     def __init__(self, seed: int) -> None:
@@ -37,7 +35,7 @@ class Draw:
         self.micro_batch = 0
 
     def at(self, iteration: int, micro_batch: int) -> None:
-        """Move to a micro-batch and seed torch (and Megatron's tracker on CUDA) for it."""
+        """Set the current micro-batch and seed torch (and Megatron's tracker on CUDA) for it."""
         self.iteration = iteration
         self.micro_batch = micro_batch
         torch.manual_seed(seed_of(self.seed, 1, iteration, micro_batch))
@@ -48,14 +46,14 @@ class Draw:
                 seed_of(self.seed, 2, iteration, micro_batch) >> 32, force_reset_rng=True
             )
 
-    def at_layer(self, layer: Any, given: Any) -> None:
-        """A layer begins: its dropout is the same on whichever stage it is. A pre-forward hook."""
+    def at_layer(self, layer: Any, inputs: Any) -> None:
+        """A pre-forward hook: seed torch for a layer, so that its dropout is equal on any stage."""
         torch.manual_seed(
             seed_of(self.seed, 5, self.iteration, self.micro_batch, layer.layer_number)
         )
 
     def generator(self, layer: int, head: int, device: torch.device) -> torch.Generator:
-        """A generator of its own for one head (counted over all ranks) of one layer."""
+        """The generator of one head (counted over all ranks) of one layer."""
         generator = torch.Generator(device=device)
         generator.manual_seed(
             seed_of(self.seed, 3, self.iteration, self.micro_batch, layer, head)
@@ -63,23 +61,23 @@ class Draw:
         return generator
 
 
-# --- The initial weights: the same whole tensors in every layout, of which each place has its part.
-# ---
+# --- Initial weights ---
 #
-# A weight is drawn whole, from the seed and the name that it has in the whole model.
+# A weight is drawn as a whole tensor from the seed and its name in the whole model. Each position
+# of a layout takes its part, so all layouts have the same weights.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
-"""Megatron draws these narrower the more layers there are."""
+"""Megatron reduces the standard deviation of these with the number of layers."""
 
 
 def global_name(module: Any, name: str) -> str:
-    """A parameter's or buffer's name in the whole model, of its name in one chunk of it.
+    """A parameter's or buffer's name in the whole model, from its name in one chunk.
 
-    The last stage's copy of an embedding that is tied to the output is that embedding.
+    The last stage's tied output layer has the name of the embedding.
     """
     if name == OUTPUT and module.share_embeddings_and_output_weights:
         return EMBEDDING
@@ -91,21 +89,21 @@ def global_name(module: Any, name: str) -> str:
 
 @contextmanager
 def undrawn(config: Any) -> Generator[None]:
-    """What is built meanwhile has weights that nobody has drawn; biases and norms are constants.
+    """Within this context, a model is built with undefined weights; biases and norms are constants.
 
-    Megatron goes through the motions: told to initialise nothing, it forgets which parameters are
-    split over tensor-parallel ranks.
+    The initialisation methods are replaced, not disabled: without initialisation Megatron does not
+    mark the parameters that are split over tensor-parallel ranks.
     """
-    drawn = {name: getattr(config, name) for name in _METHODS}
-    vars(config).update(dict.fromkeys(_METHODS, _leave))
+    methods = {name: getattr(config, name) for name in _METHODS}
+    vars(config).update(dict.fromkeys(_METHODS, _unchanged))
     try:
         yield
     finally:
-        vars(config).update(drawn)
+        vars(config).update(methods)
 
 
-def _leave(whole: torch.Tensor) -> torch.Tensor:
-    return whole
+def _unchanged(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:

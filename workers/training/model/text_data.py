@@ -1,4 +1,4 @@
-"""Training text as bytes, read at random places that depend on nothing but the seed."""
+"""Training text as bytes, sampled at offsets that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ....events.errors import UsageError
 from .random_draws import seed_of
 
 END_CODE = 0
-"""The byte that ends a document. What follows it is of another document."""
+"""The byte that ends a document."""
 
 
 class Text:
-    """A run of bytes. `digest` names it exactly: `sha256:` of the bytes and their number."""
+    """A byte string. `digest` identifies it: `sha256:` of the bytes and their number."""
 
     def __init__(self, data: bytes, origin: str) -> None:
         self.origin = origin
@@ -28,10 +28,9 @@ class Text:
 
     def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int,
                sequence: int) -> torch.Tensor:
-        """`rows` pieces of `sequence` + 1 bytes each: int64 [rows, sequence + 1].
+        """`rows` samples of `sequence` + 1 bytes each: int64 [rows, sequence + 1].
 
-        A pure function of its arguments and the bytes: whoever is dealt a micro-batch draws the
-        same one.
+        A pure function of its arguments and the bytes: a micro-batch is equal on every rank.
         """
         generator = torch.Generator()
         generator.manual_seed(seed_of(seed, 0, iteration, micro_batch))
@@ -40,20 +39,19 @@ class Text:
 
 
 def carries_loss(tokens: torch.Tensor) -> torch.Tensor:
-    """Which targets count: bool [rows, sequence] of a sample [rows, sequence + 1].
+    """The targets that count: bool [rows, sequence] of a sample [rows, sequence + 1].
 
-    Not the ones that would have to be guessed from the end of another document.
+    The first byte of a document does not count: the previous document cannot predict it.
     """
     return tokens[:, :-1] != END_CODE
 
 
 def load(paths: Sequence[str], sequence: int) -> Text:
-    """The files in this order, or, if there are none, the running Python's own documentation.
+    """The files in this order; without files, the documentation of the running Python.
 
-    Between two files, or two topics, stands END_CODE; one that a file has itself ends a document
-    as well.
+    END_CODE separates files or topics. An END_CODE within a file also ends a document.
 
-    Raises UsageError when a file cannot be read or all of them are shorter than one sample.
+    Raises UsageError if a file cannot be read or the text is shorter than one sample.
     """
     if paths:
         data = bytes([END_CODE]).join(_read(path) for path in paths)

@@ -1,6 +1,6 @@
-"""The trainee: Megatron's GPT, its DDP, its optimizer and its schedule, built from the job spec.
+"""The training model: Megatron's GPT, DDP, optimizer and schedule, built from the job spec.
 
-All of it is stock megatron-core. Only the core attention is ours, in Megatron's slot for it.
+All parts are stock megatron-core, except the core attention, which uses Megatron's extension point.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Trainee:
-    """What is trained, and what trains it. The Any are Megatron's own, which has no types."""
+    """The model, its optimizer and its schedule in one process. Megatron's objects are Any, because
+    Megatron has no types."""
 
     train: Train
     device: torch.device
@@ -49,40 +50,41 @@ class Trainee:
     scheduler: Any
     positions: Tensor
     pieces: Any = None
-    """What pieces.py has found of it, once: it cannot be asked while no generation is up."""
+    """The state shards, listed once by state_shards.py while a generation's groups exist."""
     mirror: Any = None
-    """The optimizer of the shard that it mirrors, if any."""
+    """The optimizer of the mirrored shard, if any."""
     is_gathered: bool = True
-    """Else it has stepped its shard, and of the parameters only what it has stepped is right."""
+    """False: only this member's shard of the parameters is up to date; the others are not yet
+    gathered after the step."""
 
     @property
     def num_parts(self) -> int:
-        """How many members one replica is."""
+        """The number of members in one replica."""
         return self.axes.tp * self.axes.pp
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a whole replica, with the whole optimizer."""
+        """True for a whole replica with the whole optimizer."""
         return whole_on_each(self.axes, self.train.parallel)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it steps but a shard of its parameters (Megatron's distributed optimizer)."""
+        """True if it steps only a shard of its parameters (Megatron's distributed optimizer)."""
         return self.train.parallel.optimizer != "whole"
 
     @property
     def at(self) -> Coordinates:
-        """Where in its layout it stands."""
+        """Its coordinates in the layout."""
         return coordinates(self.axes, self.place)
 
     @property
     def roots(self) -> Parts:
-        """Where handles of communicators can hide."""
+        """The objects that may contain process-group handles."""
         return (*self.ddps, *self.optimizers, self.scheduler)
 
     @property
     def optimizers(self) -> Parts:
-        """Its own, and that of the shard that it mirrors, if any."""
+        """Its own optimizer and the one of the mirrored shard, if any."""
         return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
 
     @property
@@ -92,18 +94,18 @@ class Trainee:
 
     @property
     def buffers(self) -> list[Any]:
-        """Megatron's flat buffers, which its buckets are parts of."""
+        """Megatron's flat buffers, which contain its buckets."""
         return [buffer for ddp in self.ddps
                 for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
     @property
     def bucket_groups(self) -> list[Any]:
-        """What is reduced at once, in the order of the reduction."""
+        """The units of the gradient reduction, in its order."""
         return [group for ddp in self.ddps
                 for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """All of this place, by the names that they have in the whole model."""
+        """The parameters of this position, with their names in the whole model."""
         for module in self.modules:
             for name, param in module.named_parameters():
                 yield global_name(module, name), param
@@ -114,14 +116,14 @@ class Trainee:
                 yield global_name(module, name), buffer
 
     def clear(self) -> None:
-        """No gradients: an iteration begins."""
+        """Zero the gradients at the start of an iteration."""
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def release(self) -> None:
-        """It is of no use any more: give its memory back, whoever still holds it."""
+        """Free the memory of a model that is no longer used, even if references to it remain."""
         for part in chain.from_iterable(map(parts, self.optimizers)):
             part.state.clear()
             for group in part.param_groups:
@@ -142,7 +144,7 @@ class Trainee:
         self.release_gradients()
 
     def release_gradients(self) -> None:
-        """It is never to train: give back the memory of its gradients."""
+        """Free the memory of the gradients of a model that will not be trained."""
         for _, param in self.named_parameters():
             param.grad = param.main_grad = None
         for bucket_group in self.bucket_groups:
@@ -153,52 +155,52 @@ class Trainee:
                 bucket.grad_data = None
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """What a micro-batch [rows, sequence + 1] adds to the loss of its iteration, times divisor.
+        """A micro-batch's [rows, sequence + 1] contribution to its iteration's loss, times divisor.
 
-        The sum over its tokens, or what its mean adds to the mean of all micro-batches. One
-        without any token that carries loss adds 0; to that mean it counts as any other.
+        Per token: the sum over its tokens. Per micro-batch: its mean divided by the number of
+        micro-batches. A micro-batch without tokens that carry loss adds 0, but is counted.
         """
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 
     def given(self, tokens: Tensor) -> Tensor:
-        """A micro-batch, where it is trained on."""
+        """The micro-batch on the training device."""
         return tokens.to(self.device)
 
     def padding(self, tokens: Tensor) -> Tensor:
-        """In its stead one that adds zeros."""
+        """A micro-batch of the same shape that contributes zero."""
         return torch.zeros_like(tokens)
 
     def forward(self, ddp: Any, tokens: Tensor) -> Tensor:
-        """Of the last chunk the loss of each token; of any other what the next one goes on from."""
+        """The loss of each token from the last chunk; the activations from any other chunk."""
         out: Tensor = ddp(tokens[:, :-1].contiguous(), self.positions, None,
                           labels=tokens[:, 1:].contiguous())
         return out
 
     def loss_of(self, per_token: Tensor, tokens: Tensor) -> Tensor:
-        """As `loss` has it, of the loss of each token."""
+        """`loss`, from the loss of each token."""
         loss = (per_token.float() * carries_loss(tokens)).sum()
         if self.train.loss == "per_token":
             return loss
         return loss / max(self.num_tokens(tokens), 1) / self.train.num_micro_batches
 
     def num_tokens(self, tokens: Tensor) -> int:
-        """How many tokens of a micro-batch carry loss."""
+        """The number of tokens of a micro-batch that carry loss."""
         return int(carries_loss(tokens).sum().item())
 
     def divisor(self, num_tokens: float) -> float:
-        """By what the sum of all micro-batches, with so many tokens, is to be divided."""
+        """The divisor of the sum over all micro-batches, which have `num_tokens` tokens."""
         return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
 
 
 def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
           place: int = 0, *, draws: bool = True) -> Trainee:
-    """Build what stands at a place of a layout; None: a whole replica.
+    """Build the model at a position of a layout; `axes` None: a whole replica.
 
-    The initial weights come from the seed alone: all layouts have the same. Without `draws` they
-    are whatever was in memory, for one that is to take a state. Needs torch.distributed
-    to be up, but asks nobody. `groups` is the place's ProcessGroupCollection; None means Megatron's
-    parallel state, of one process.
+    The initial weights depend only on the seed and are equal in all layouts. With `draws=False`
+    they are undefined; the caller loads a state. Needs torch.distributed, but does not communicate.
+    `groups` is the position's ProcessGroupCollection; None means Megatron's parallel state of one
+    process.
     """
     axes = axes or Axes()
     at = coordinates(axes, place)
@@ -264,11 +266,11 @@ def _config(train: Train, axes: Axes) -> Any:
         attention_dropout=model.dropout, use_cpu_initialization=True,
         tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
         virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
-        # With chunks, two stages are each other's next and last: in a batch of messages Megatron
-        # would take the one's for the other's.
+        # With chunks, a stage's next and previous stage can be the same one, and Megatron would mix
+        # up their messages within a batch.
         overlap_p2p_comm=axes.chunks > 1, batch_p2p_comm=axes.chunks == 1,
-        # The gradient's scale must not depend on how micro-batches are dealt: with this Megatron
-        # adds up and divides by nothing, whichever loss is asked for.
+        # The gradient's scale must not depend on the assignment of micro-batches: with this option
+        # Megatron sums without a division, for either loss.
         calculate_per_token_loss=True,
         bf16=train.precision == "bf16", fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision], pipeline_dtype=DTYPES[train.precision],
@@ -285,11 +287,11 @@ def _layers(draw: Draw) -> Any:
 
 
 def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> Any:
-    wanted, dynamic = train.optimizer, train.dynamic_loss_scale
+    spec, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
-        optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
-        adam_beta1=wanted.beta1, adam_beta2=wanted.beta2, adam_eps=wanted.eps,
-        clip_grad=wanted.clip_grad, use_distributed_optimizer=shards,
+        optimizer="adam", lr=spec.lr, min_lr=spec.min_lr, weight_decay=spec.weight_decay,
+        adam_beta1=spec.beta1, adam_beta2=spec.beta2, adam_eps=spec.eps,
+        clip_grad=spec.clip_grad, use_distributed_optimizer=shards,
         bf16=train.precision == "bf16", fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision], loss_scale=train.loss_scale,
         initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
@@ -304,13 +306,13 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
 
 def _scheduler(train: Train, optimizer: Any) -> Any:
     """Megatron's schedule, counted in samples."""
-    wanted, batch = train.optimizer, train.batch.global_
+    spec, batch = train.optimizer, train.batch.global_
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0 if wanted.warmup_iterations else wanted.lr,
-        max_lr=wanted.lr, min_lr=min(wanted.min_lr, wanted.lr),
-        lr_warmup_steps=wanted.warmup_iterations * batch,
-        lr_decay_steps=train.iterations * batch, lr_decay_style=wanted.decay,
-        start_wd=wanted.weight_decay, end_wd=wanted.weight_decay,
+        optimizer, init_lr=0.0 if spec.warmup_iterations else spec.lr,
+        max_lr=spec.lr, min_lr=min(spec.min_lr, spec.lr),
+        lr_warmup_steps=spec.warmup_iterations * batch,
+        lr_decay_steps=train.iterations * batch, lr_decay_style=spec.decay,
+        start_wd=spec.weight_decay, end_wd=spec.weight_decay,
         wd_incr_steps=train.iterations * batch, wd_incr_style="constant",
     )
 

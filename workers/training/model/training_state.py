@@ -1,14 +1,13 @@
-"""The whole state of a trainee: what a newcomer needs to be the same as a replica.
+"""The whole state of a training model: all that a new member needs to equal a replica.
 
-Everything that changes while training is named here, once, for the exchange between members and
-for checkpoints alike:
-- tensors: parameters, buffers, and for each parameter Adam's two moments and, where it has 16 bits,
-  its fp32 master;
+It lists everything that changes during training, for the state exchange and for checkpoints:
+- tensors: parameters, buffers, Adam's two moments of each parameter, and the fp32 master of each
+  16-bit parameter;
 - numbers: Adam's step count, the loss scale and its trackers, the schedule's position in samples
-  (which stands still in an iteration that is skipped), the step version and the consumed samples
-  (which do not), and the losses so far.
-Not state, because they follow from the spec and the iteration: the data's order, every random
-generator (draw.py), learning rate and weight decay (the schedule's position).
+  (a skipped iteration does not advance it), the step version and the consumed samples (a skipped
+  iteration advances them), and the losses so far.
+Derived from the spec and the iteration, hence not state: the order of the data, the random
+generators (random_draws.py), learning rate and weight decay (the schedule's position).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LossScale(Struct, kw_only=True):
-    """A dynamic loss scale, and what Megatron counts to change it."""
+    """A dynamic loss scale and Megatron's counters for it."""
 
     scale: float
     growth_tracker: int
@@ -39,9 +38,9 @@ class LossScale(Struct, kw_only=True):
 class Numbers(Struct, kw_only=True):
     """The part of the state that is not tensors.
 
-    `adam_step` is Adam's own count, the same for all parameters. `loss_scales` has one for each
-    part of the optimizer that scales dynamically. `precision` is the spec's, so that no other takes
-    it for its own.
+    `adam_step` is Adam's step count, equal for all parameters. `loss_scales` has an entry for each
+    part of the optimizer with dynamic scaling. `precision` is the spec's: a model of another
+    precision rejects the state.
     """
 
     precision: str
@@ -56,17 +55,17 @@ class Numbers(Struct, kw_only=True):
 
 
 def names(trainee: Trainee, optimizer: Any) -> dict[int, str]:
-    """id of a parameter, as the optimizer has it -> its name, the same on every rank."""
+    """id of an optimizer's parameter -> its name, equal on every rank."""
     owned = shards(optimizer)
     return {id(owned.get(id(param), getattr(param, "main_param", param))): name
             for name, param in trainee.named_parameters()}
 
 
 def tensors(trainee: Trainee) -> dict[str, Tensor]:
-    """Every tensor of the state, live, by name, in an order that is the same on every rank.
+    """The live tensors of the state by name, in the same order on every rank.
 
-    Names are those of the whole model. Where the optimizer is sharded, masters and moments are this
-    member's parts of them, flat.
+    Names are those of the whole model. If the optimizer is sharded, masters and moments are this
+    member's flat shards.
     """
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
@@ -89,7 +88,7 @@ def tensors(trainee: Trainee) -> dict[str, Tensor]:
 
 
 def num_skipped(trainee: Trainee, step_version: int) -> int:
-    """Iterations whose gradient was not finite: the schedule stood still in them."""
+    """The number of iterations skipped because the gradient was not finite."""
     scheduled_samples: int = trainee.scheduler.num_steps
     return step_version - scheduled_samples // trainee.train.batch.global_
 
@@ -99,7 +98,7 @@ def num_bytes(trainee: Trainee) -> int:
 
 
 def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
-    """The rest of the state, copied."""
+    """A copy of the numbers of the state."""
     return Numbers(
         precision=trainee.train.precision, step_version=step_version,
         consumed_samples=step_version * trainee.train.batch.global_,
@@ -111,30 +110,30 @@ def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
     )
 
 
-def check(trainee: Trainee, told: Numbers) -> None:
-    """Raises ValueError where `adopt` could not take all of it over."""
-    if told.precision != trainee.train.precision:
-        raise ValueError(f"numbers of {told.precision}, not {trainee.train.precision}")
-    if len(told.loss_scales) != (own_num := len(_dynamic(trainee))):
-        raise ValueError(f"{len(told.loss_scales)} loss scales, not {own_num}")
+def check(trainee: Trainee, new: Numbers) -> None:
+    """Raise ValueError if `adopt` could not load these numbers."""
+    if new.precision != trainee.train.precision:
+        raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
+    if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):
+        raise ValueError(f"{len(new.loss_scales)} loss scales, not {own_num}")
 
 
-def adopt(trainee: Trainee, told: Numbers, history: History) -> int:
-    """Take over the numbers; the step version. Raises ValueError before anything is changed."""
-    check(trainee, told)
+def adopt(trainee: Trainee, new: Numbers, history: History) -> int:
+    """Load the numbers; returns the step version. On ValueError nothing is changed."""
+    check(trainee, new)
     for optimizer in trainee.optimizers:
         for _, _, moments in _moments(trainee, optimizer):
-            moments["step"].fill_(told.adam_step)
-    for scaler, scale in zip(_dynamic(trainee), told.loss_scales, strict=True):
+            moments["step"].fill_(new.adam_step)
+    for scaler, scale in zip(_dynamic(trainee), new.loss_scales, strict=True):
         scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
-    trainee.scheduler.num_steps = told.scheduled_samples
+    trainee.scheduler.num_steps = new.scheduled_samples
     trainee.scheduler.step(0)
-    history.replace(told.first_loss, told.losses, told.step_s)
-    return told.step_version
+    history.replace(new.first_loss, new.losses, new.step_s)
+    return new.step_version
 
 
-def encode(told: Numbers) -> bytes:
-    return msgspec.msgpack.encode(told)
+def encode(data: Numbers) -> bytes:
+    return msgspec.msgpack.encode(data)
 
 
 def decode(data: bytes) -> Numbers:
@@ -142,20 +141,21 @@ def decode(data: bytes) -> Numbers:
 
 
 def _dynamic(trainee: Trainee) -> list[Any]:
-    """Megatron's scalers that have a state: not the constant one."""
+    """Megatron's scalers with a state, without constant ones."""
     return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]
 
 
 def _adam_step(trainee: Trainee) -> float:
-    """All parameters have stepped together, so that one number is all of theirs."""
-    found = {float(moments["step"]) for optimizer in trainee.optimizers
+    """The step count, which is equal for all parameters."""
+    steps = {float(moments["step"]) for optimizer in trainee.optimizers
              for _, _, moments in _moments(trainee, optimizer)}
-    assert len(found) == 1, f"parameters have stepped {sorted(found)} times"
-    return found.pop()
+    assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"
+    return steps.pop()
 
 
-def _moments(trainee: Trainee, optimizer: Any) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Each parameter that this optimizer steps: its name, what is stepped, its moments."""
+def _moments(trainee: Trainee, optimizer: Any
+             ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    """Each parameter of this optimizer: its name, the stepped tensor, its moments."""
     by_id = names(trainee, optimizer)
     for part in parts(optimizer):
         for group in part.param_groups:

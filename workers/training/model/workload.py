@@ -1,4 +1,4 @@
-"""What a member trains: what its spec says, or what a loop of somebody's own does (own.py)."""
+"""The workload of a member: the GPT of its spec, or a custom loop (adopt/custom_loop.py)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .trainee import Trainee
 
 
 class Samples(Protocol):
-    """The data, by random access. `digest` names it."""
+    """The data with random access; `digest` identifies it."""
 
     digest: str
 
     def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
                ) -> Any:
-        """A micro-batch, the same whoever asks."""
+        """A micro-batch, equal on every rank."""
         ...
 
 
 class Work(Protocol):
-    """What is trained. `train` says how many iterations and micro-batches, and where state goes;
-    `flops` are those of one iteration."""
+    """What a member trains. `train`: the numbers of iterations and micro-batches, and the output;
+    `flops`: FLOPs of one iteration."""
 
     train: Train
     flops: float
 
     def on_groups(self, groups: Any) -> None:
-        """A generation's groups are up; None: they go down."""
+        """Called with each generation's groups, and with None before they are destroyed."""
         ...
 
     def load(self) -> Samples:
@@ -44,20 +44,20 @@ class Work(Protocol):
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> Trainee:
-        """What stands at a place of a layout, the same whoever builds it; nobody else is asked.
+        """Build the model at a position of a layout, deterministically and without communication.
 
-        Unless it `begins`, it is to take a state: its weights may be anything.
+        With `begins=False` the weights are undefined; the caller loads a state.
         """
         ...
 
     def build_whole(self, device: torch.device, groups: Any) -> Trainee:
-        """A whole replica, which copies and checkpoints are of; `groups` are of one member."""
+        """Build a whole replica, to load or save a checkpoint. `groups` have one member."""
         ...
 
     def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
-        """Nobody has a state: give this one, built for its place, that of the first iteration.
+        """No member has a state: set this model to the state of the first iteration.
 
-        `whole` builds a whole replica, as it begins.
+        `whole` builds a whole replica in its initial state.
         """
         ...
 
@@ -83,4 +83,4 @@ class House:
         return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
 
     def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
-        """It is built with it: the seed and the names of parameters say all of it."""
+        """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

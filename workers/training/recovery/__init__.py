@@ -1,5 +1,4 @@
-"""State for a new generation: who has it, who sends it, which micro-batches are left.
+"""State recovery for a new generation: its holders, its transfer, the remaining micro-batches.
 
-Read `settlement` (the ledger), `state_sources`, `resharding` (pure), then `state_exchange`. Imports
-`model`.
+Read `settlement`, `state_sources`, `resharding` (pure), then `state_exchange`. Imports `model`.
 """

@@ -1,6 +1,6 @@
-"""Boxes of tensors: which part of which tensor goes from whom to whom when a layout changes.
+"""Plans the transfer of tensor regions between members when a layout changes.
 
-Pure: every member computes the same plan from the same pieces, so nobody has to decide it.
+Pure: every member computes the same plan from the same shards, without a coordinator.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 Dims = tuple[int, ...]
 KEYS_NUM = 3
-"""So many of the keys that nobody has are said in words."""
+"""The number of missing keys that an error names."""
 
 
 class Box(NamedTuple):
-    """A block of a tensor: its first element, and how many along each dim."""
+    """A rectangular block of a tensor: its first element, and its size along each dim."""
 
     offset: Dims
     shape: Dims
@@ -28,9 +28,9 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of the tensor `key`. `kind` is what that tensor is: its elements' type, its shape.
+    """A region of the tensor `key`. `kind` is the tensor's dtype and shape.
 
-    Two tensors of one key and different kinds have nothing to do with each other.
+    Tensors with the same key and different kinds are unrelated.
     """
 
     key: str
@@ -39,10 +39,10 @@ class Piece(NamedTuple):
 
 
 class Move(NamedTuple):
-    """`box` of a tensor goes from one place to another, which may be the same.
+    """The transfer of a tensor region from place `source` to place `target`, which may be equal.
 
-    `given` is the index of the piece it is in among those that `source` has, `wanted` that of the
-    piece among those that `target` wants.
+    `given` is the index of the shard among those that `source` has, `wanted` among those that
+    `target` wants.
     """
 
     box: Box
@@ -53,7 +53,7 @@ class Move(NamedTuple):
 
 
 class Missing(Exception):
-    """Nobody has all of what is wanted: `keys` are the tensors that lack a part, ascending."""
+    """No member has some of the wanted regions: `keys` are their tensors, ascending."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = tuple(keys)
@@ -63,20 +63,20 @@ class Missing(Exception):
 
 
 class _Atom(NamedTuple):
-    """A box to be moved, and who might give it, equally near: each a place and a piece's index."""
+    """A region to transfer and its equally near senders, each a place and a shard's index."""
 
     box: Box
     target: int
     wanted: int
-    givers: list[tuple[int, int]]
+    senders: list[tuple[int, int]]
 
 
 Holders = dict[Box, list[tuple[int, int]]]
-"""Of one tensor: who has this box, each a place and the index of the piece there."""
+"""The holders of each region of one tensor, each a place and a shard's index."""
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What both have of the tensor, if anything."""
+    """The region that both contain, if any."""
     begins = tuple(map(max, one.offset, other.offset))
     shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin
                   in zip(one.offset, one.shape, other.offset, other.shape, begins, strict=True))
@@ -84,7 +84,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def without(whole: Box, part: Box) -> list[Box]:
-    """The rest of `whole`, as at most twice as many boxes as it has dims. `part` is inside it."""
+    """`whole` without `part`, which is inside it, as at most two regions per dim."""
     rest: list[Box] = []
     offset, shape = list(whole.offset), list(whole.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
@@ -99,9 +99,9 @@ def without(whole: Box, part: Box) -> list[Box]:
 
 
 def flat_range(shape: Dims, begin: int, end: int) -> list[Box]:
-    """The elements `begin` to `end` of a tensor in row-major order, as boxes in that order.
+    """The elements `begin` to `end` of a tensor in row-major order, as regions in that order.
 
-    At most 2n - 1 of them for n dims; each is contiguous where the tensor is.
+    At most 2n - 1 regions for n dims; each is contiguous if the tensor is.
     """
     if begin >= end:
         return []
@@ -127,69 +127,69 @@ def _in_row(shape: Dims, row: int, begin: int, end: int) -> list[Box]:
             for inner in flat_range(shape[1:], begin, end)]
 
 
-def parts(box: Box, largest: int) -> list[Box]:
-    """The box in boxes of at most `largest` elements, in row-major order."""
-    size = box.num_elements
+def parts(region: Box, largest: int) -> list[Box]:
+    """The region split into regions of at most `largest` elements, in row-major order."""
+    size = region.num_elements
     if size <= largest:
-        return [box]
+        return [region]
     num = -(-size // largest)
-    return [Box(tuple(map(add, box.offset, inner.offset)), inner.shape)
+    return [Box(tuple(map(add, region.offset, inner.offset)), inner.shape)
             for part in range(num)
-            for inner in flat_range(box.shape, size * part // num, size * (part + 1) // num)]
+            for inner in flat_range(region.shape, size * part // num, size * (part + 1) // num)]
 
 
-def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]], nodes: Sequence[str],
-         largest: int) -> list[Move]:
-    """Who gives what to whom, so that each place gets each element that it wants exactly once.
+def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]],
+         nodes: Sequence[str], largest: int) -> list[Move]:
+    """The moves after which each place has each wanted element exactly once.
 
-    `have`, `want` and `nodes` (empty: nobody knows) by place. Each element comes from the nearest
-    who has it: the place itself, then one on the same node, then any; those equally near give about
-    equally much. Between places no move has more than `largest` elements. The order is the same for
-    whoever asks. Raises Missing. O(pieces wanted x different boxes of their tensor, and moves).
+    `have`, `want` and `nodes` (empty: unknown) are by place. Each element comes from the nearest
+    holder: the place itself, then the same node, then any; the load is balanced among equally near
+    holders. A move between places has at most `largest` elements. The order is equal on all
+    members. Raises Missing. O(wanted shards x distinct regions of their tensors, and moves).
     """
     holders: dict[tuple[str, str], Holders] = {}
-    for place, pieces in enumerate(have):
-        for index, (key, kind, box) in enumerate(pieces):
-            holders.setdefault((key, kind), {}).setdefault(box, []).append((place, index))
+    for place, shards in enumerate(have):
+        for index, (key, kind, region) in enumerate(shards):
+            holders.setdefault((key, kind), {}).setdefault(region, []).append((place, index))
     atoms: list[_Atom] = []
     missing: set[str] = set()
-    for target, pieces in enumerate(want):
-        for wanted, (key, kind, box) in enumerate(pieces):
-            found, rest = _nearest(box, holders.get((key, kind), {}), target, nodes)
-            atoms += [_Atom(part, target, wanted, givers) for whole, givers in found
-                      for part in ([whole] if givers[0][0] == target else parts(whole, largest))]
+    for target, shards in enumerate(want):
+        for wanted, (key, kind, region) in enumerate(shards):
+            found, rest = _nearest(region, holders.get((key, kind), {}), target, nodes)
+            atoms += [_Atom(part, target, wanted, senders) for whole, senders in found
+                      for part in ([whole] if senders[0][0] == target else parts(whole, largest))]
             if rest:
                 missing.add(key)
     if missing:
         raise Missing(sorted(missing))
-    return list(starmap(_move, zip(atoms, _spread(atoms, len(have)), strict=True)))
+    return list(starmap(_move, zip(atoms, _choose_senders(atoms, len(have)), strict=True)))
 
 
-def _move(atom: _Atom, giver: tuple[int, int]) -> Move:
-    return Move(atom.box, *giver, atom.target, atom.wanted)
+def _move(atom: _Atom, sender: tuple[int, int]) -> Move:
+    return Move(atom.box, *sender, atom.target, atom.wanted)
 
 
-def _nearest(box: Box, holders: Holders, target: int, nodes: Sequence[str]
+def _nearest(region: Box, holders: Holders, target: int, nodes: Sequence[str]
              ) -> tuple[list[tuple[Box, list[tuple[int, int]]]], list[Box]]:
-    """Parts of `box`, each with those who are nearest to `target` with it; and what nobody has."""
+    """Parts of `region`, each with its holders nearest to `target`; and parts without a holder."""
     near: list[list[tuple[Box, list[tuple[int, int]]]]] = [[], [], []]
-    for held, everybody in holders.items():
-        givers: list[list[tuple[int, int]]] = [[], [], []]
-        for giver in everybody:
-            givers[_distance(giver[0], target, nodes)].append(giver)
-        for steps, those in enumerate(givers):
-            if those:
-                near[steps].append((held, those))
+    for held, everywhere in holders.items():
+        senders: list[list[tuple[int, int]]] = [[], [], []]
+        for sender in everywhere:
+            senders[_distance(sender[0], target, nodes)].append(sender)
+        for distance, equally_near in enumerate(senders):
+            if equally_near:
+                near[distance].append((held, equally_near))
     found: list[tuple[Box, list[tuple[int, int]]]] = []
-    rest = [box] if box.num_elements else []
-    for held, those in chain(*near):
+    rest = [region] if region.num_elements else []
+    for held, equally_near in chain(*near):
         left: list[Box] = []
         for wanted in rest:
             part = intersection(wanted, held)
             if part is None:
                 left.append(wanted)
                 continue
-            found.append((part, those))
+            found.append((part, equally_near))
             if part != wanted:
                 left += without(wanted, part)
         rest = left
@@ -204,14 +204,14 @@ def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
     return 1 if nodes[source] and nodes[source] == nodes[target] else 2
 
 
-def _spread(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, int]]:
-    """Who gives each: the largest first, by whoever has given least. What stays costs nothing."""
-    chosen: list[tuple[int, int]] = [atom.givers[0] for atom in atoms]
-    given = [0] * num_places
+def _choose_senders(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, int]]:
+    """The sender of each: the largest first, from the least loaded. Local moves cost nothing."""
+    chosen: list[tuple[int, int]] = [atom.senders[0] for atom in atoms]
+    sent = [0] * num_places
     for index in sorted(range(len(atoms)), key=lambda index: -atoms[index].box.num_elements):
-        box, target, _, givers = atoms[index]
-        if givers[0][0] == target:
+        region, target, _, senders = atoms[index]
+        if senders[0][0] == target:
             continue
-        chosen[index] = min(givers, key=lambda giver: (given[giver[0]], giver))
-        given[chosen[index][0]] += box.num_elements
+        chosen[index] = min(senders, key=lambda sender: (sent[sender[0]], sender))
+        sent[chosen[index][0]] += region.num_elements
     return chosen

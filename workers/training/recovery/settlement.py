@@ -1,7 +1,7 @@
-"""The ledger: who runs which micro-batches of an iteration, and how members settle after a fault.
+"""Assigns the micro-batches of an iteration to replicas, and settles an iteration after a fault.
 
-Pure: every member computes the same settlement from the same claims, so nobody has to decide it.
-The rules are those of docs/ARCHITECTURE.md, "Settlement".
+Pure: every member computes the same settlement from the same claims, without a coordinator.
+docs/ARCHITECTURE.md, "Settlement", has the rules.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from .state_sources import NO_STATE, Claim, Holding, find, sources
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """A member's part: what it keeps, what it will run, and what of that came from the gone.
+    """A member's assignment: the micro-batches that it keeps (`kept`), the ones that it will run
+    (`todo`), and the part of these that lost members had (`dealt`).
 
-    `source` is the place of the member that gives it its state: its own, also if it is to have
-    none; NO_STATE when nobody has any; MANY when several give it. Before it gives, it puts in force
-    what it `staged`, or `steps`: divides and steps the reduced sum with what the gate told.
+    `source` is the place of the member that sends its state; its own place if it receives none;
+    NO_STATE if no member has a state; SEVERAL if more than one member sends. Before it sends, it
+    activates its `staged` state, or it `steps`: it divides and steps the reduced sum with the
+    result of the step barrier.
     """
 
     kept: tuple[int, ...]
@@ -32,18 +34,18 @@ class Share(Struct, frozen=True, kw_only=True):
 
 
 class Settlement(Struct, frozen=True, kw_only=True):
-    """The same for all members; `shares[i]` belongs to the member at place i."""
+    """The result for all members; `shares[i]` is the assignment of the member at place i."""
 
     step_version: int
     begun: bool
-    """Whether a member had begun the iteration: if not, it is dealt anew."""
+    """True if a member had begun the iteration; otherwise all micro-batches are assigned again."""
     shares: tuple[Share, ...]
     holders: tuple[int, ...] = ()
-    """Places that hold the state, in one layout; between them they have all of it."""
+    """Places that hold the state in one layout; together they have all of it."""
     gate: tuple[float, ...] = ()
-    """What those are to step with who are to step."""
+    """The step barrier's result, for the members that still have to step."""
     beyond: int = NO_STATE
-    """The highest step version of which there is some state, but not all: it is lost."""
+    """The highest step version of which the members have only a part: it is lost."""
 
 
 def deal(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
@@ -53,65 +55,67 @@ def deal(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
 
 def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = None,
            nodes: Sequence[str] = ()) -> Settlement:
-    """Settle an iteration among the members whose claims these are, in order of place.
+    """Settle an iteration among the members with these claims, in order of place.
 
-    They are to be in layout `axes`; none is data-parallel, with all of them. `nodes` are theirs, so
-    that state comes from the nearest. Every micro-batch ends in exactly one replica's `kept` or
-    `todo`, which all its members are told. An iteration that nobody has begun is dealt anew, so
-    that newcomers get their part. O(members x (micro-batches + step versions)).
+    `axes` is the new layout; None: all members are data-parallel. `nodes` are the members' nodes,
+    so that state comes from the nearest. Every micro-batch ends in exactly one replica's `kept` or
+    `todo`, equal on all its members. If no member has begun the iteration, all its micro-batches
+    are assigned again, so that new members get their part.
+    O(members x (micro-batches + step versions)).
     """
     assert claims, "a generation has members"
     axes = axes or Axes(dp=len(claims))
     assert num_places(axes) <= len(claims), "a place without a member"
-    holding = find(claims, axes)
+    state = find(claims, axes)
     members = [replica(axes, dp) for dp in range(axes.dp)]
-    standing = [dp for dp, places in enumerate(members)
-                if all(_stands(claims[place], place, holding, axes) for place in places)]
-    kept = _kept(claims, members, standing)
-    begun = any(claims[place].begun for place, holder in holding.holders.items()
+    continuing = [dp for dp, places in enumerate(members)
+                  if all(_has_sum(claims[place], place, state, axes) for place in places)]
+    kept = _kept(claims, members, continuing)
+    begun = any(claims[place].begun for place, holder in state.holders.items()
                 if not holder.steps)
     if not begun:
-        assert not any(kept), "what is kept was begun"
+        assert not any(kept), "kept micro-batches of an iteration that has not begun"
         todo = [list(deal(num_micro_batches, axes.dp, dp)) for dp in range(axes.dp)]
-        dealt: list[list[int]] = [[] for _ in members]
+        reassigned: list[list[int]] = [[] for _ in members]
     else:
-        todo, dealt = _share_out(kept, _owners(claims, members, standing), num_micro_batches)
-    gives = sources(holding.holders, axes, nodes or [""] * len(claims))
+        owners = _owners(claims, members, continuing)
+        todo, reassigned = _assign_remaining(kept, owners, num_micro_batches)
+    senders = sources(state.holders, axes, nodes or [""] * len(claims))
     highest = max(claim.step_version for claim in claims)
 
     def share(place: int) -> Share:
-        holder = holding.holders.get(place)
+        holder = state.holders.get(place)
         dp = coordinates(axes, place).dp if place < num_places(axes) else None
         return Share(
             kept=() if dp is None else tuple(sorted(kept[dp])),
             todo=() if dp is None else tuple(sorted(todo[dp])),
-            dealt=() if dp is None else tuple(sorted(dealt[dp])), source=gives[place],
+            dealt=() if dp is None else tuple(sorted(reassigned[dp])), source=senders[place],
             steps=holder is not None and holder.steps,
             staged=holder is not None and holder.staged)
 
     return Settlement(
-        step_version=holding.step_version, begun=begun,
+        step_version=state.step_version, begun=begun,
         shares=tuple(share(place) for place in range(len(claims))),
-        holders=tuple(sorted(holding.holders)), gate=holding.gate,
-        beyond=highest if highest > holding.step_version else NO_STATE)
+        holders=tuple(sorted(state.holders)), gate=state.gate,
+        beyond=highest if highest > state.step_version else NO_STATE)
 
 
-def _stands(claim: Claim, place: int, holding: Holding, axes: Axes) -> bool:
-    """Whether what it has of the iteration is of the part that it is to have at `place`."""
-    holder = holding.holders.get(place)
+def _has_sum(claim: Claim, place: int, state: Holding, axes: Axes) -> bool:
+    """True if its partial sum is for the part of the model that the new layout has at `place`."""
+    holder = state.holders.get(place)
     if holder is None or holder.steps or holder.staged:
         return False
     at = coordinates(axes, place)
     return holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
 
 
-def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], standing: Sequence[int]
+def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
           ) -> list[tuple[int, ...]]:
-    """Sums that count, by replica: those of the same micro-batches on all its members.
+    """By replica: the micro-batches of a valid sum, equal on all its members.
 
-    A sum is all or nothing: one micro-batch claimed twice costs it whole.
+    A sum cannot be split: if another valid sum has one of its micro-batches, it is discarded.
     """
-    newest_first = sorted(standing, key=lambda dp: (
+    newest_first = sorted(continuing, key=lambda dp: (
         -min(claims[place].trained_in for place in members[dp]), dp))
     kept: list[tuple[int, ...]] = [() for _ in members]
     taken: set[int] = set()
@@ -123,30 +127,30 @@ def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], standing: S
     return kept
 
 
-def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], standing: Sequence[int]
+def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
             ) -> dict[int, int]:
-    """Micro-batch -> the standing replica to which it was last dealt."""
+    """Micro-batch -> the continuing replica to which it was last assigned."""
     oldest_first = sorted((claims[place].dealt_in, -place, dp)
-                           for dp in standing for place in members[dp])
+                           for dp in continuing for place in members[dp])
     return {item: dp for _, place, dp in oldest_first for item in claims[-place].owned}
 
 
-def _share_out(kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
-               ) -> tuple[list[list[int]], list[list[int]]]:
-    """What each replica is to run; and what of that belonged to no standing one."""
+def _assign_remaining(kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
+                      ) -> tuple[list[list[int]], list[list[int]]]:
+    """By replica: the micro-batches to run, and those among them without a continuing owner."""
     done = {item for items in kept for item in items}
     todo: list[list[int]] = [[] for _ in kept]
-    dealt: list[list[int]] = [[] for _ in kept]
-    orphans: list[int] = []
+    reassigned: list[list[int]] = [[] for _ in kept]
+    unowned: list[int] = []
     for item in range(num_micro_batches):
         if item in done:
             continue
         if item in owner:
             todo[owner[item]].append(item)
         else:
-            orphans.append(item)
-    for item in orphans:
+            unowned.append(item)
+    for item in unowned:
         dp = min(range(len(kept)), key=lambda dp: (len(todo[dp]), dp))
         todo[dp].append(item)
-        dealt[dp].append(item)
-    return todo, dealt
+        reassigned[dp].append(item)
+    return todo, reassigned

@@ -1,10 +1,9 @@
-"""The exchange of state between the members of a generation, out of live memory into live memory.
+"""Exchanges state between the members of a generation, from live memory into live memory.
 
-All members call it. Each says which pieces of the state it has and which it wants, all make the
-same plan of it (boxes.py), and each takes what it lacks from the nearest who has it. Who gives what
-does not come to its checksum, or is of another step or another model, gives nothing: the plan is
-made without it, by all alike. Nothing that is in force is changed before `put_in_force`, nor by an
-exchange that fails.
+All members call `exchange`. Each member publishes the shards that it has and wants, all compute the
+same plan (resharding.py), and each receives the missing shards from the nearest holder. A sender is
+excluded on all members, and the plan repeated, if its data fails a checksum or is of another step
+or model. The active state does not change before `activate`, or if the exchange fails.
 """
 
 from __future__ import annotations
@@ -26,59 +25,58 @@ from .resharding import Box, Missing, Move, Piece, plan
 from .state_shards import State, cut
 from .state_sources import NO_STATE
 
-# --- Tensors from member to member in chunks of bytes, each with its checksum. ---
+# --- Transfer of tensors in chunks of bytes, each with a checksum ---
 #
-# Small tensors share a chunk: a message costs as much as many of them. A chunk is packed and summed
-# up while the one before it is on its way.
+# Small tensors share a chunk, because messages are expensive. A chunk is packed and its checksum
+# computed while the previous one is in transit.
 
 CHUNK_BYTES = 4 << 20
-"""What one member gives another at a time. Two such are in memory; a larger tensor goes whole."""
+"""Size of a message between two members. Two are in memory; a larger tensor is not split."""
 ALIGN_BYTES = 8
-"""Each tensor begins at a multiple of this in its chunk, and behind all is their checksum."""
+"""Alignment of a tensor in its chunk; the checksum follows the last tensor."""
 
 
-class _Flying(NamedTuple):
-    """Chunks on their way: the messages, their memory, and what has to be unpacked from whom."""
+class _InTransit(NamedTuple):
+    """Chunks in transit: the messages, their memory, and the received chunks by place."""
 
     works: list[dist.Work]
     memory: list[Tensor]
-    takes: list[tuple[int, Tensor, list[Tensor]]]
+    received: list[tuple[int, Tensor, list[Tensor]]]
 
 
 def wire() -> torch.device:
-    """Where messages are made."""
+    """The device of the message buffers."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
              goes_on: Callable[[], bool]) -> set[int]:
-    """Give and take tensors, by place, in order: what one gives, the other takes.
+    """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides.
 
-    Returns the places from which something came that is not what its checksum says; it is not
-    written to its tensor. `goes_on` is asked after each wait. Raises RuntimeError; nothing is
-    written any more then.
+    Returns the places with a wrong checksum; their chunks are not written to the tensors. `goes_on`
+    is called after each wait; if it returns False, raises RuntimeError and writes no more.
     """
     device = wire()
-    giving = {place: list(_chunks(tensors)) for place, tensors in give.items()}
-    taking = {place: list(_chunks(tensors)) for place, tensors in take.items()}
-    num_rounds = max(map(len, [*giving.values(), *taking.values()]), default=0)
+    sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
+    receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
+    num_rounds = max(map(len, [*sending.values(), *receiving.values()]), default=0)
     bad: set[int] = set()
-    flying = _Flying([], [], [])
+    in_transit = _InTransit([], [], [])
     for number in range(num_rounds + 1):
-        started = _start(number, giving, taking, device)
-        for work in flying.works:
+        started = _start(number, sending, receiving, device)
+        for work in in_transit.works:
             work.wait()
         if not goes_on():
-            raise RuntimeError("told to stop while state was exchanged")
-        for place, chunk, tensors in flying.takes:
+            raise RuntimeError("interrupted during the state exchange")
+        for place, chunk, tensors in in_transit.received:
             if not _unpack(chunk, tensors):
                 bad.add(place)
-        flying = started
+        in_transit = started
     return bad
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in parts of about CHUNK_BYTES; alike on both sides, since sizes are."""
+    """The tensors in groups of about CHUNK_BYTES; equal on both sides, because the sizes are."""
     part: list[Tensor] = []
     part_bytes = 0
     for tensor in tensors:
@@ -91,20 +89,20 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _start(number: int, giving: Mapping[int, list[list[Tensor]]],
-           taking: Mapping[int, list[list[Tensor]]], device: torch.device) -> _Flying:
+def _start(number: int, sending: Mapping[int, list[list[Tensor]]],
+           receiving: Mapping[int, list[list[Tensor]]], device: torch.device) -> _InTransit:
     messages: list[dist.P2POp] = []
-    takes: list[tuple[int, Tensor, list[Tensor]]] = []
-    for place, chunks in taking.items():
+    received: list[tuple[int, Tensor, list[Tensor]]] = []
+    for place, chunks in receiving.items():
         if number < len(chunks):
-            room = torch.empty(_size(chunks[number]), dtype=torch.uint8, device=device)
-            messages.append(dist.P2POp(dist.irecv, room, place))
-            takes.append((place, room, chunks[number]))
-    for place, chunks in giving.items():
+            buffer = torch.empty(_size(chunks[number]), dtype=torch.uint8, device=device)
+            messages.append(dist.P2POp(dist.irecv, buffer, place))
+            received.append((place, buffer, chunks[number]))
+    for place, chunks in sending.items():
         if number < len(chunks):
             messages.append(dist.P2POp(dist.isend, _pack(chunks[number], device), place))
     works = dist.batch_isend_irecv(messages) if messages else []
-    return _Flying(works, [message.tensor for message in messages], takes)
+    return _InTransit(works, [message.tensor for message in messages], received)
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
@@ -123,7 +121,7 @@ def _views(chunk: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
 
 
 def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    # Zeros, since what is between two tensors is summed up too.
+    # Zeros, because the checksum covers the padding.
     chunk = torch.zeros(_size(tensors), dtype=torch.uint8, device=device)
     for view, tensor in _views(chunk, tensors):
         view.copy_(tensor)
@@ -132,7 +130,7 @@ def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _unpack(chunk: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is what its checksum says; only then it is written to the tensors."""
+    """If the checksum is right, write the chunk to the tensors and return True."""
     if chunk[-ALIGN_BYTES:].view(torch.int64).item() != _sum(chunk):
         return False
     for view, tensor in _views(chunk, tensors):
@@ -144,18 +142,18 @@ def _sum(chunk: Tensor) -> int:
     return zlib.crc32(chunk[:-ALIGN_BYTES].cpu().numpy().data)
 
 LARGEST_NUM = CHUNK_BYTES // 4
-"""Elements that move as one, at most: what is larger comes from several, where several have it."""
+"""Maximum elements of a move: a larger region comes from several holders, if there are several."""
 NUMBERS = Piece("numbers", "", Box((0,), (1,)))
-"""Stands for what is no tensor, and is as long as its giver says."""
+"""Represents the numbers of the state; the sender's offer has their size."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
 
 
 class Exchanged(NamedTuple):
-    """What came: the numbers, and how many bytes from each place.
+    """The received numbers (`told`) and the bytes received by place (`taken`).
 
-    `put_in_force` writes what was staged.
+    `activate` writes the staged tensors.
     """
 
     told: training_state.Numbers
@@ -164,7 +162,7 @@ class Exchanged(NamedTuple):
 
 
 class Offer(Struct, frozen=True, array_like=True):
-    """What a member has, of which step, and what it wants: pieces, encoded."""
+    """A member's step version, and the encoded shards that it has and wants."""
 
     step_version: int
     have: bytes
@@ -173,57 +171,56 @@ class Offer(Struct, frozen=True, array_like=True):
 
 
 class _Memory(NamedTuple):
-    """Pieces, and the tensor of each."""
+    """Shards, and the tensor of each."""
 
     pieces: Sequence[Piece]
     tensors: Sequence[Tensor]
 
-    def part(self, index: int, box: Box) -> Tensor:
-        """`box` of the piece at this index, live."""
-        return cut(self.tensors[index], self.pieces[index].box, box)
+    def part(self, index: int, region: Box) -> Tensor:
+        """The live view of `region` in the shard at this index."""
+        return cut(self.tensors[index], self.pieces[index].box, region)
 
 
 class _Side(NamedTuple):
-    """What one member gives and takes, by place, and what waits to be in force: where, and what."""
+    """What one member sends and receives, by place, and the staged tensors: active and new one."""
 
     give: dict[int, list[Tensor]]
     take: dict[int, list[Tensor]]
     staged: list[tuple[Tensor, Tensor]]
 
 
-def exchange(have: State, want: State, told: training_state.Numbers | None, *, step_version: int,
-             holders: Collection[int], nodes: Sequence[str], staged: bool,
+def exchange(have: State, want: State, numbers: training_state.Numbers | None, *,
+             step_version: int, holders: Collection[int], nodes: Sequence[str], staged: bool,
              note: Note = lambda event: None, goes_on: Callable[[], bool] = lambda: True
              ) -> Exchanged:
-    """Fill `want` with the state after `step_version` steps, which those at `holders` have.
+    """Fill `want` with the state after `step_version` steps from the members at `holders`.
 
-    Every member of the world calls it, with the pieces that it has and its own numbers (`told`;
-    None: none of its state counts). `nodes` by place. `staged`: `want` is in force, and stays what
-    it is until `put_in_force`, at the cost of as much memory as comes; else it is written at once.
-    `goes_on` says whether this exchange still matters: it is asked after each wait, before anything
-    is written. Raises boxes.Missing, on all members, where the holders have not all of it, and
-    RuntimeError.
+    Every member of the world calls it, with its shards and its `numbers` (None: it has no
+    valid state). `nodes` is by place. With `staged`, `want` is active: it does not change before
+    `activate`, and the received data needs additional memory. Otherwise `want` is written directly.
+    `goes_on` returns False if the exchange is obsolete; it is called after each wait, before a
+    write. Raises RuntimeError, and on all members resharding.Missing if the holders lack a part.
     """
     me = dist.get_rank()
-    numbers = b"" if told is None else training_state.encode(told)
-    offers = _meet(Offer(
-        step_version=NO_STATE if told is None else told.step_version, have=_encoded(have),
+    encoded = b"" if numbers is None else training_state.encode(numbers)
+    offers = _gather_offers(Offer(
+        step_version=NO_STATE if numbers is None else numbers.step_version, have=_encoded(have),
         want=_encoded(() if want is have else want),
-        numbers_bytes=len(numbers)))
+        numbers_bytes=len(encoded)))
     held = [_decoded(offer.have) for offer in offers]
     wanted = [_decoded(offer.want) for offer in offers]
     targets = [] if want is have else list(want.values())
-    givers = _givers(offers, held, wanted, step_version, holders)
-    wanted = [pieces if offer.step_version == step_version else (*pieces, NUMBERS)
-              for offer, pieces in zip(offers, wanted, strict=True)]
-    refused: set[int] = set()
+    senders = _senders(offers, held, wanted, step_version, holders)
+    wanted = [shards if offer.step_version == step_version else (*shards, NUMBERS)
+              for offer, shards in zip(offers, wanted, strict=True)]
+    excluded: set[int] = set()
     while True:
-        has = [(*pieces, NUMBERS) if place in givers - refused else ()
-               for place, pieces in enumerate(held)]
-        moves = _plan(has, wanted, nodes, refused)
-        letter = _room(moves, offers, wanted, me)
-        side = _side(me, moves, _Memory(has[me], [*have.values(), _tensor(numbers)]),
-                     _Memory(wanted[me], [*targets, letter]), staged=staged)
+        has = [(*shards, NUMBERS) if place in senders - excluded else ()
+               for place, shards in enumerate(held)]
+        moves = _plan(has, wanted, nodes, excluded)
+        new_numbers = _numbers_buffer(moves, offers, wanted, me)
+        side = _side(me, moves, _Memory(has[me], [*have.values(), _tensor(encoded)]),
+                     _Memory(wanted[me], [*targets, new_numbers]), staged=staged)
         if side.give:
             note("give")
         if side.take:
@@ -231,49 +228,49 @@ def exchange(have: State, want: State, told: training_state.Numbers | None, *, s
         bad = _agree(transfer(side.give, side.take, goes_on), len(offers))
         if not bad:
             break
-        log.warning("what members gave is refused", places=sorted(bad),
-                    why="it does not come to its checksum")
-        refused |= bad
+        log.warning("senders of state are excluded", places=sorted(bad), why="wrong checksum")
+        excluded |= bad
 
-    def put_in_force() -> None:
+    def activate() -> None:
         for live, new in side.staged:
             live.copy_(new)
 
-    if told is None or told.step_version != step_version:
-        told = _read(letter)
-    return Exchanged(told, put_in_force, {
-        place: sum(tensor.nbytes for tensor in tensors if tensor is not letter)
+    if numbers is None or numbers.step_version != step_version:
+        numbers = _read(new_numbers)
+    return Exchanged(numbers, activate, {
+        place: sum(tensor.nbytes for tensor in tensors if tensor is not new_numbers)
         for place, tensors in sorted(side.take.items())})
 
 
-def _meet(mine: Offer) -> list[Offer]:
-    """What every member brings, by place."""
+def _gather_offers(mine: Offer) -> list[Offer]:
+    """The offers of all members, by place."""
     data = _tensor(msgspec.msgpack.encode(mine)).to(wire())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=wire()) for _ in range(dist.get_world_size())]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=wire())
+             for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=wire()))
     largest = max(int(size.item()) for size in sizes)
-    rooms = [torch.empty(largest, dtype=torch.uint8, device=wire()) for _ in sizes]
-    dist.all_gather(rooms, torch.cat([data, data.new_zeros(largest - data.numel())]))
-    return [msgspec.msgpack.decode(room[:int(size.item())].cpu().numpy().data, type=Offer)
-            for room, size in zip(rooms, sizes, strict=True)]
+    buffers = [torch.empty(largest, dtype=torch.uint8, device=wire()) for _ in sizes]
+    dist.all_gather(buffers, torch.cat([data, data.new_zeros(largest - data.numel())]))
+    return [msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data, type=Offer)
+            for buffer, size in zip(buffers, sizes, strict=True)]
 
 
 def _agree(bad: Collection[int], num_members: int) -> set[int]:
-    """The places that any member refuses. Whoever has this answer knows that all have theirs."""
+    """The places that any member excludes. When it returns, all members have their data."""
     flags = torch.tensor([int(place in bad) for place in range(num_members)], device=wire())
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return {place for place, flag in enumerate(flags.tolist()) if flag}
 
 
-def _givers(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
-            wanted: Sequence[Sequence[Piece]], step_version: int, holders: Collection[int]
-            ) -> set[int]:
-    """Those of the holders that are of this step, and of the model that is wanted."""
-    kinds = {piece.key: piece.kind for pieces in reversed(wanted) for piece in pieces}
+def _senders(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
+             wanted: Sequence[Sequence[Piece]], step_version: int, holders: Collection[int]
+             ) -> set[int]:
+    """The holders with the right step version and the right model."""
+    kinds = {shard.key: shard.kind for shards in reversed(wanted) for shard in shards}
     found: set[int] = set()
     for place in sorted(holders):
-        odd = next((piece for piece in held[place]
-                    if kinds.get(piece.key, piece.kind) != piece.kind), None)
+        odd = next((shard for shard in held[place]
+                    if kinds.get(shard.key, shard.kind) != shard.kind), None)
         if offers[place].step_version != step_version:
             why = f"it is of step {offers[place].step_version}, not {step_version}"
         elif odd is not None:
@@ -281,66 +278,66 @@ def _givers(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
         else:
             found.add(place)
             continue
-        log.warning("what a member has is refused", place=place, why=why)
+        log.warning("a holder of state is excluded", place=place, why=why)
     return found
 
 
 def _plan(has: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]], nodes: Sequence[str],
-          refused: Collection[int]) -> list[Move]:
+          excluded: Collection[int]) -> list[Move]:
     try:
         return plan(has, wanted, nodes, LARGEST_NUM)
     except Missing as missing:
-        if not refused:
+        if not excluded:
             raise
-        # What is altered on its way is not lost: the next meeting asks for it again.
-        why = f"{missing}, without those at {sorted(refused)}"
+        # State that was altered in transit is not lost: the next generation exchanges it again.
+        why = f"{missing}, without those at {sorted(excluded)}"
     raise RuntimeError(why)
 
 
-def _room(moves: Sequence[Move], offers: Sequence[Offer], wanted: Sequence[Sequence[Piece]],
-          me: int) -> Tensor:
-    """Where this member takes the numbers, if it lacks them."""
+def _numbers_buffer(moves: Sequence[Move], offers: Sequence[Offer],
+                    wanted: Sequence[Sequence[Piece]], me: int) -> Tensor:
+    """The buffer for the numbers; empty if this member has them."""
     return torch.empty(sum(offers[move.source].numbers_bytes for move in moves
                            if move.target == me and wanted[me][move.wanted] == NUMBERS),
                        dtype=torch.uint8)
 
 
 def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, staged: bool) -> _Side:
-    """The part of the plan that is this member's; what it has itself is in its place at once."""
+    """This member's part of the plan; data that it has itself is copied immediately."""
     side = _Side({}, {}, [])
-    for box, source, given, target, wanted in moves:
+    for region, source, given, target, wanted in moves:
         if source == me != target:
-            side.give.setdefault(target, []).append(mine.part(given, box))
+            side.give.setdefault(target, []).append(mine.part(given, region))
         if target != me:
             continue
-        place = theirs.part(wanted, box)
+        place = theirs.part(wanted, region)
         new = place
         if staged and theirs.pieces[wanted] != NUMBERS:
             new = torch.empty_like(place)
             side.staged.append((place, new))
         if source == me:
-            new.copy_(mine.part(given, box))
+            new.copy_(mine.part(given, region))
         else:
             side.take.setdefault(source, []).append(new)
     return side
 
 
-def _read(letter: Tensor) -> training_state.Numbers:
+def _read(encoded: Tensor) -> training_state.Numbers:
     try:
-        return training_state.decode(letter.numpy().tobytes())
+        return training_state.decode(encoded.numpy().tobytes())
     except msgspec.MsgspecError as error:
-        raise RuntimeError(f"numbers are not understood: {error}") from None
+        raise RuntimeError(f"the numbers cannot be decoded: {error}") from None
 
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
 
 
-def _encoded(pieces: Iterable[Piece]) -> bytes:
-    return msgspec.msgpack.encode(tuple(pieces))
+def _encoded(shards: Iterable[Piece]) -> bytes:
+    return msgspec.msgpack.encode(tuple(shards))
 
 
 @lru_cache(maxsize=64)
 def _decoded(data: bytes) -> tuple[Piece, ...]:
-    """Many members have the same pieces, and the same as last time."""
+    """Cached, because many members have equal shards, and keep them between generations."""
     return msgspec.msgpack.decode(data, type=tuple[Piece, ...])

@@ -1,8 +1,8 @@
-"""The state as pieces: every tensor of it, live, by which box of which whole tensor it is.
+"""Lists the state as shards: each live tensor with its region of a tensor of the whole model.
 
-The boxes are Megatron's own sharded metadata, which it writes its checkpoints by. A parameter's
-master and moments have its box, or boxes where Megatron's distributed optimizer has a flat range of
-it. Names are those of a whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
+The regions come from Megatron's sharded metadata for checkpoints. A parameter's master and moments
+have its region, or several if Megatron's distributed optimizer has a flat range of it. Names are
+those of the whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ..model.training_state import MOMENTS
 from .resharding import Box, Dims, Piece, flat_range, intersection
 
 State = dict[Piece, Tensor]
-"""Pieces, and the live memory of each."""
+"""Shards, and the live memory of each."""
 
 
-class _Region(NamedTuple):
-    """A block of a local tensor: that of the whole tensor `key` which is further by `shift`."""
+class _Mapped(NamedTuple):
+    """A region of a local tensor; shifted by `shift`, it is a region of the whole tensor `key`."""
 
     key: str
     shape: Dims
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     inner: Box
     shift: Dims
 
 
 class _Local(NamedTuple):
-    """A local tensor: its shape, with as many dims as the whole one has, and what it is made of."""
+    """A local tensor: its shape, with as many dims as the whole tensor, and its mapped regions."""
 
     shape: Dims
-    regions: list[_Region]
+    mapped: list[_Mapped]
 
 
 def of(trainee: Trainee) -> State:
-    """Every piece of the state, in an order of its own. Once per trainee, while groups are up."""
+    """All shards of the state. Call it once per model, while the generation's groups exist."""
     found: State = {}
     locals_: dict[int, _Local] = {}
     for module in trainee.modules:
@@ -68,47 +68,48 @@ def of(trainee: Trainee) -> State:
 
 
 def stepped(trainee: Trainee) -> State:
-    """Of a trainee that is not gathered: what it has of the state after its step."""
+    """The valid shards of a model that has stepped but not gathered its parameters."""
     found: State = {}
     params: dict[str, list[Piece]] = {}
-    for piece, tensor in trainee.pieces.items():
-        kind, _, key = piece.key.partition(".")
+    for shard, tensor in trainee.pieces.items():
+        kind, _, key = shard.key.partition(".")
         if kind == "model":
-            params.setdefault(key, []).append(piece)
+            params.setdefault(key, []).append(shard)
         else:
-            found[piece] = tensor
+            found[shard] = tensor
     moment = f"optimizer.{MOMENTS[0]}."
-    for own in [piece for piece in found if piece.key.startswith(moment)]:
+    for own in [shard for shard in found if shard.key.startswith(moment)]:
         for param in params[own.key.removeprefix(moment)]:
-            if (box := intersection(param.box, own.box)) is not None:
-                found[param._replace(box=box)] = cut(trainee.pieces[param], param.box, box)
+            if (region := intersection(param.box, own.box)) is not None:
+                whole = trainee.pieces[param]
+                found[param._replace(box=region)] = cut(whole, param.box, region)
     return found
 
 
 def fill(into: State, whole: State) -> None:
-    """Copy pieces out of a whole state. Raises ValueError where that has not all of them."""
+    """Copy the shards from a whole state. Raises ValueError if that lacks some of them."""
     by_key: dict[tuple[str, str], list[Piece]] = {}
-    for piece in whole:
-        by_key.setdefault((piece.key, piece.kind), []).append(piece)
-    for piece, tensor in into.items():
-        num_missing = piece.box.num_elements
-        for source in by_key.get((piece.key, piece.kind), ()):
-            if (box := intersection(piece.box, source.box)) is not None:
-                cut(tensor, piece.box, box).copy_(cut(whole[source], source.box, box))
-                num_missing -= box.num_elements
+    for shard in whole:
+        by_key.setdefault((shard.key, shard.kind), []).append(shard)
+    for shard, tensor in into.items():
+        num_missing = shard.box.num_elements
+        for source in by_key.get((shard.key, shard.kind), ()):
+            if (region := intersection(shard.box, source.box)) is not None:
+                cut(tensor, shard.box, region).copy_(cut(whole[source], source.box, region))
+                num_missing -= region.num_elements
         if num_missing:
-            raise ValueError(f"the whole model lacks {piece}")
+            raise ValueError(f"the whole model lacks {shard}")
 
 
 def kind_of(tensor: Tensor, shape: Dims) -> str:
-    """What a tensor of this shape, of the type of `tensor`, is: `float32 6x64`."""
+    """The kind of a tensor with this shape and the dtype of `tensor`: `float32 6x64`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
 
 
 def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
-    """Each tensor that a chunk of the model keeps, and what it is of the whole."""
-    # Layers by their number in the whole model; every group that is up will do, since it is used
-    # for nothing but to say who of several holders writes.
+    """Each tensor of a model chunk, with its mapping to the whole model."""
+    # Number the layers as in the whole model. Any existing group will do: Megatron uses it only to
+    # choose the writer among several holders.
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": dist.group.WORLD}
     for name, sharded in module.sharded_state_dict(metadata=metadata).items():
         match sharded:
@@ -119,18 +120,18 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
             case ShardedObject(data=None):
                 continue
             case _:
-                raise ValueError(f"state that is no tensor is not carried: {sharded}")
+                raise ValueError(f"state that is not a tensor is not supported: {sharded}")
         tensor: Any = sharded.data
         ahead = (1,) * made[0].prepend_axis_num
-        # Megatron's own key may be that of another layer specification; but where it makes one
-        # tensor of all layers, that is its name.
+        # Megatron's key may be that of another layer specification. If Megatron stacks all layers
+        # into one tensor, use its key.
         key = made[0].key if ahead else global_name(module, name)
         yield tensor, _Local((*ahead, *tensor.shape),
-                             [_region(key, part, tensor) for part in made])
+                             [_map(key, part, tensor) for part in made])
 
 
-def _region(key: str, part: ShardedTensor, tensor: Tensor) -> _Region:
-    """`part` is a view of `tensor`, or `tensor` itself; a dim that is only the whole one's is 1."""
+def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
+    """`part` is `tensor` or a view of it; dims that only the whole tensor has are 1."""
     view = part.data
     assert view is not None
     assert tensor.is_contiguous()
@@ -141,39 +142,40 @@ def _region(key: str, part: ShardedTensor, tensor: Tensor) -> _Region:
         index, begin = divmod(begin, step)
         offset.append(index)
     ahead = (1,) * part.prepend_axis_num
-    return _Region(key, tuple(part.global_shape),
+    return _Mapped(key, tuple(part.global_shape),
                    Box(tuple(offset), (*ahead, *view.shape)),
                    tuple(a - b for a, b in zip(part.global_offset, offset, strict=True)))
 
 
 def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> None:
-    """Add `tensor`, which is the elements from `begin` on of a local tensor, or another's of it."""
+    """Add `tensor`: the elements of a local tensor from `begin`, or its optimizer state for them.
+    """
     flat = tensor.view(-1)
     for held in flat_range(local.shape, begin, begin + flat.numel()):
         block, flat = flat[:held.num_elements].view(held.shape), flat[held.num_elements:]
-        for key, shape, inner, shift in local.regions:
+        for key, shape, inner, shift in local.mapped:
             part = intersection(held, inner)
             if part is None:
                 continue
-            piece = Piece(f"{kind}.{key}", kind_of(tensor, shape),
+            shard = Piece(f"{kind}.{key}", kind_of(tensor, shape),
                           Box(tuple(map(add, part.offset, shift)), part.shape))
-            assert piece not in found, f"{piece} twice in one place"
-            found[piece] = cut(block, held, part)
+            assert shard not in found, f"{shard} twice in one model"
+            found[shard] = cut(block, held, part)
 
 
-def cut(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """`box` of a tensor that is `held`, as a view."""
-    if box == held:
+def cut(tensor: Tensor, held: Box, region: Box) -> Tensor:
+    """The view of `region` in a tensor that contains the region `held`."""
+    if region == held:
         return tensor
-    for dim, (begin, size) in enumerate(zip(*box, strict=True)):
+    for dim, (begin, size) in enumerate(zip(*region, strict=True)):
         tensor = tensor.narrow(dim, begin - held.offset[dim], size)
     return tensor
 
 
 def _optimized(trainee: Trainee, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
-    """Each parameter that is stepped here, from which of its elements on, as what tensor of the
-    optimizer, and with what moments."""
+    """Each parameter of this optimizer: its first stepped element, the optimizer's tensor for it,
+    and the moments."""
     states = {id(main): found for part in parts(optimizer)
               for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)

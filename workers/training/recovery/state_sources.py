@@ -1,7 +1,7 @@
-"""Who holds the state: the step from which a new generation goes on, and who gives it to whom.
+"""Finds the state from which a new generation continues, and assigns senders to receivers.
 
-Pure: what the members claim is all that counts. The rules are those of docs/ARCHITECTURE.md,
-"Settlement".
+Pure: the result depends only on the members' claims. docs/ARCHITECTURE.md, "Settlement", has the
+rules.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Kept, coordinates, covers, place_of, shape
 
 NO_STATE = -1
-"""Step version of a member that has only what it built from the seed."""
+"""Step version of a member that has only its initial state."""
 MANY = -2
-"""Source of a member whose state is put together from what several hold."""
+"""Source of a member whose state is assembled from several holders."""
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """Of which part of the model a member holds the state: that of a place in a layout.
+    """The part of the model whose state a member holds, given as a position in a layout.
 
-    `optimizer` is as in a spec's `train.parallel`. Where it is mirrored, the member also has the
-    shard of the data-parallel rank before its own.
+    `optimizer` is as in a spec's `train.parallel`. With "mirrored", the member also has the shard
+    of the previous data-parallel rank.
     """
 
     axes: Axes = Axes()
@@ -34,28 +34,28 @@ class Held(Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Members of one shape at the same place of a replica have the same part of the model."""
+        """The model split. In one shape, equal (tp, pp) ranks have equal parts of the model."""
         return shape(self.axes)
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of the model: its tensor- and pipeline-parallel ranks."""
+        """The part of the model: its tensor- and pipeline-parallel ranks."""
         at = coordinates(self.axes, self.place)
         return at.tp, at.pp
 
     @property
     def part_of_model(self) -> tuple[int, ...]:
-        """Gradients of members for whom this is the same add up."""
+        """The gradients of members with equal values are for the same parameters."""
         return (*self.shape, *self.part)
 
     @property
     def dp_of_shards(self) -> int:
-        """Into how many shards the optimizer of a part is split; 0: it is not."""
+        """The number of optimizer shards of a part; 0: the optimizer is not sharded."""
         return 0 if self.optimizer == "whole" else self.axes.dp
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Members for whom this is the same have the same pieces of the state."""
+        """Members with equal values have the same shards of the state."""
         dp = coordinates(self.axes, self.place).dp if self.dp_of_shards else 0
         return (*self.part_of_model, self.dp_of_shards, dp)
 
@@ -63,17 +63,17 @@ class Held(Struct, frozen=True, kw_only=True):
 class Claim(Struct, frozen=True, kw_only=True):
     """What a member brings into a new generation.
 
-    `step_version` counts its optimizer steps (NO_STATE: none of its state counts). Of that
-    iteration, `kept` are the micro-batches whole in its sum and `owned` those that it was last
-    dealt, in generation `dealt_in`; `begun` says whether it has begun the iteration at all.
-    `trained_in` is the generation in which it last trained.
+    `step_version` counts its optimizer steps (NO_STATE: it has no valid state). In that iteration,
+    `kept` are the micro-batches in its partial sum and `owned` those that it was last assigned, in
+    generation `assigned_in`; `begun`: it has begun the iteration. `trained_in` is the generation in
+    which it last trained.
 
-    `held` is what its state and its sum are of (None: of the whole model). `staged` is the same
-    state at another place, whole too, but perhaps not on all members, received in generation
-    `staged_in`. `ready`: it has the reduced sum of all and entered the gate of this step, and did
-    not see whether all had. `gate` is what the gate told those who passed it, until they train on
-    or take another's state. `stale`: it has stepped its shard of the optimizer, but
-    its parameters are not gathered from those who stepped the others.
+    `held` is the part of its state and its sum (None: the whole model). `staged` is the part of the
+    same state at another position, complete on this member but perhaps not on all, received in
+    generation `staged_in`. `ready`: it has the reduced sum and has entered the step barrier, but
+    does not know whether all members have. `gate` is the barrier's result on a member that passed
+    it, until it trains on or receives another state. `stale`: it has stepped its shard of the
+    optimizer, but has not gathered the parameters of the other shards.
     """
 
     step_version: int = NO_STATE
@@ -91,26 +91,27 @@ class Claim(Struct, frozen=True, kw_only=True):
 
 
 class Holder(NamedTuple):
-    """What a member has of the state that goes on."""
+    """A member's part of the state that continues."""
 
     held: Held
     steps: bool
-    """Once it has taken the step for which it is ready."""
+    """True if it has the state only after the step for which it is ready."""
     staged: bool
-    """In what it staged."""
+    """True if it is the member's staged state."""
 
 
 class _Layout(NamedTuple):
-    """What states of members have to have in common to be put together."""
+    """What the states of members must have in common to be combined."""
 
     shape: tuple[int, int, int]
     dp: int
     staged_in: int
-    """Who staged something in that generation counts with it, else with what is in force."""
+    """A member that staged in this generation counts with its staged state, else with its active
+    one."""
 
 
 class Holding(NamedTuple):
-    """The state that goes on, and by place who has some of it."""
+    """The state that continues, and its holders by place."""
 
     step_version: int
     holders: dict[int, Holder]
@@ -122,34 +123,35 @@ NOBODY = Holding(NO_STATE, {}, ())
 
 
 def find(claims: Sequence[Claim], axes: Axes) -> Holding:
-    """The highest step version whose state the members have whole, in one layout.
+    """The highest step version whose whole state the members have in one layout.
 
-    Of several layouts that of `axes` goes first, since then nothing has to move; else the one that
-    most hold. O(members x step versions).
+    Among several layouts, prefer that of `axes`, which needs no transfer, then the one with the
+    most holders. O(members x step versions).
     """
     versions = {claim.step_version for claim in claims if claim.step_version != NO_STATE}
     for version in sorted(versions, reverse=True):
-        found, gate = _holders(claims, version)
-        whole = [layout for layout, holders in found.items() if _is_whole(holders)]
+        layouts, gate = _holders(claims, version)
+        whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
         if whole:
-            holders = found[min(whole, key=lambda each: (
-                each.shape != shape(axes), each.dp not in (0, axes.dp), -len(found[each]), each))]
+            holders = layouts[min(whole, key=lambda each: (
+                each.shape != shape(axes), each.dp not in (0, axes.dp), -len(layouts[each]), each))]
             return Holding(version, holders, gate)
     return NOBODY
 
 
 def _holders(claims: Sequence[Claim], version: int
              ) -> tuple[dict[_Layout, dict[int, Holder]], tuple[float, ...]]:
-    """Who has some of the state of that step, by its layout; what the gate said before it.
+    """The holders of the state after that step, by layout; the result of its step barrier.
 
-    The gate tells nobody before all have entered it: where one has stepped, all may, and have to.
+    The barrier returns only after all members have entered it: if one member has stepped, all
+    members may step, and must.
     """
-    told = {claim.trained_in: claim.gate for claim in reversed(claims)
-            if claim.gate and claim.step_version == version}
+    results = {claim.trained_in: claim.gate for claim in reversed(claims)
+               if claim.gate and claim.step_version == version}
     ready = [claim.trained_in for claim in claims
-             if claim.ready and claim.step_version == version - 1 and claim.trained_in in told]
-    passed = max(ready, default=None)  # of two that took this step, the later generation
-    found: dict[_Layout, dict[int, Holder]] = {}
+             if claim.ready and claim.step_version == version - 1 and claim.trained_in in results]
+    passed = max(ready, default=None)  # if two generations took this step, the later one
+    layouts: dict[_Layout, dict[int, Holder]] = {}
     for place, claim in enumerate(claims):
         steps = (claim.ready and claim.step_version == version - 1
                  and claim.trained_in == passed)
@@ -158,58 +160,59 @@ def _holders(claims: Sequence[Claim], version: int
         has = [Holder(claim.held or WHOLE, steps=steps, staged=False)]
         if claim.staged is not None and not steps:
             has.append(Holder(claim.staged, steps=False, staged=True))
-        # Both may be of one layout, of other places: what was staged together goes together.
+        # The active and the staged state may have the same layout, but different positions: states
+        # staged in the same generation are combined.
         for staged_in in sorted({0, *(claim.staged_in for claim in claims)}):
             for holder in has if staged_in != claim.staged_in else reversed(has):
                 layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
-                found.setdefault(layout, {}).setdefault(place, holder)
-    return found, () if passed is None else told[passed]
+                layouts.setdefault(layout, {}).setdefault(place, holder)
+    return layouts, () if passed is None else results[passed]
 
 
 def _is_whole(holders: dict[int, Holder]) -> bool:
-    """Whether these have all of the state; where it is not split by dp, their dp may differ."""
+    """True if these have the whole state. If it is not sharded over dp, their dp may differ."""
     held = [holder.held for holder in holders.values()]
     axes, optimizer = held[0].axes, held[0].optimizer
     if optimizer != "whole":
-        return covers(axes, optimizer, [one.place for one in held])
+        return covers(axes, optimizer, [part.place for part in held])
     one_replica = replace(axes, dp=1)
     return covers(one_replica, optimizer, [
-        place_of(one_replica, coordinates(one.axes, one.place)._replace(dp=0)) for one in held])
+        place_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0)) for part in held])
 
 
 def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> list[int]:
-    """For the member at each place, that of the nearest one that has all that it is to have.
+    """By place: the place of the nearest member that has all of the receiver's new state.
 
-    Itself before one on its own node, before any other; equal ones by turns, so that no one feeds
-    them all. Who is beside the layout takes nothing. `nodes` are those of the members; empty names
-    are of nodes that nobody knows.
+    The member itself is nearest, then members of its node, then others; equally near senders take
+    turns. A standby member receives nothing. `nodes` are the members' nodes; an empty name is an
+    unknown node.
     """
     if not holders:
         return [NO_STATE] * len(nodes)
-    found = list(range(len(nodes)))
-    num_takers = dict.fromkeys(holders, 0)
-    behind = [(place, _givers(holders, axes, place))
-              for place in range(axes.tp * axes.pp * axes.dp)]
-    behind = [(place, givers) for place, givers in behind if place not in givers]
-    # Who has a giver on its own node first: the others then go to those who give less.
-    for near in (True, False):
-        for place, givers in behind:
-            beside = [giver for giver in givers if nodes[place] and nodes[giver] == nodes[place]]
-            if bool(beside) != near:
+    source_of = list(range(len(nodes)))
+    num_receivers = dict.fromkeys(holders, 0)
+    receivers = [(place, _senders(holders, axes, place))
+                 for place in range(axes.tp * axes.pp * axes.dp)]
+    receivers = [(place, senders) for place, senders in receivers if place not in senders]
+    # Receivers with a sender on their node first, so that the others use the less loaded senders.
+    for local in (True, False):
+        for place, senders in receivers:
+            near = [sender for sender in senders if nodes[place] and nodes[sender] == nodes[place]]
+            if bool(near) != local:
                 continue
-            if not givers:
-                found[place] = MANY
+            if not senders:
+                source_of[place] = MANY
                 continue
-            giver = min(beside or givers, key=lambda giver: (num_takers[giver], giver))
-            found[place] = giver
-            num_takers[giver] += 1
-    return found
+            sender = min(near or senders, key=lambda sender: (num_receivers[sender], sender))
+            source_of[place] = sender
+            num_receivers[sender] += 1
+    return source_of
 
 
-def _givers(holders: dict[int, Holder], axes: Axes, place: int) -> list[int]:
-    """Who has all that the member at `place` is to have."""
+def _senders(holders: dict[int, Holder], axes: Axes, place: int) -> list[int]:
+    """The holders that have all of the state of position `place`."""
     at = coordinates(axes, place)
-    return [giver for giver, holder in holders.items()
+    return [sender for sender, holder in holders.items()
             if holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
             and (not holder.held.dp_of_shards
                  or (holder.held.dp_of_shards, holder.held.place) == (axes.dp, place))]
