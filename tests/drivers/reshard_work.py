@@ -21,7 +21,7 @@ from unicron.events.spec.job import Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel, num_places
 from unicron.workers.training import rank
-from unicron.workers.training.model import cpu_device, random_draws
+from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
     from unicron.workers.training.communicators import process_groups
@@ -210,8 +210,8 @@ def gated(number: int, train: Train, path: Sequence[Stop]) -> None:
         return made
 
     model._config = config
-    random_draws.undrawn = nullcontext  # and Megatron's own draw counts: ours knows no two halves
-    random_draws.draw = lambda *given, **named: None
+    model.undrawn = nullcontext  # and Megatron's own draw counts: ours knows no two halves
+    model.draw_weights = lambda *given, **named: None
     walk(number, train, path)
 
 
