@@ -1,7 +1,7 @@
-"""What must hold of every state: fields that repeat others are counted anew, and invariants.
+"""Invariants of the state: derived fields equal a fresh count, references resolve.
 
-Tests and seeded simulations ask it after every record, long runs after every thousandth. A run that
-is timed never does: it is linear in the whole state.
+Tests and seeded simulations check after every record, long runs after every thousandth. Timed runs
+never check: the cost is linear in the whole state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .edits import task_of_deadline
 
 
 def check(state: ClusterState) -> list[str]:
-    """What does not hold, in words; empty where the state is sound."""
+    """Describe each violated invariant; empty if the state is consistent."""
     wrong = [*_counts(state), *_limits(state)]
     for task in state.tasks.values():
         wrong += [f"task {task.id}: {what}" for what in _task(state, task)]
@@ -27,16 +27,16 @@ def check(state: ClusterState) -> list[str]:
 
 
 def _counts(state: ClusterState) -> Iterator[str]:
-    """Fields that repeat others."""
+    """Fields that are derived from others."""
     running = sum(len(task.ranks) for task in state.tasks.values())
     if state.num_running != running:
         yield f"num_running is {state.num_running}, {running} processes run"
-    silent = sorted(node.name for node in state.nodes.values() if node.silent)
-    if state.silent != silent:
-        yield f"silent is {state.silent}, {silent} are"
+    unreachable = sorted(node.name for node in state.nodes.values() if node.silent)
+    if state.silent != unreachable:
+        yield f"silent is {state.silent}, {unreachable} are unreachable"
     open_ = [name for name in sorted(set(state.ailing)) if is_open(state, state.nodes[name])]
     if state.ailing != open_:
-        yield f"ailing is {state.ailing}, of {open_} something is to be decided"
+        yield f"ailing is {state.ailing}, decisions are pending on {open_}"
     slots = sum(node.num_slots for node in state.nodes.values() if node.health == "healthy")
     if state.num_slots_max < slots:
         yield f"num_slots_max is {state.num_slots_max}, {slots} are there"
@@ -51,10 +51,10 @@ def _limits(state: ClusterState) -> Iterator[str]:
         yield f"{len(closed)} closed incidents are kept"
     for record in open_orders(state):
         if getattr(record.body, "task", 0) and getattr(record.body, "task", 0) not in state.tasks:
-            yield f"order {record.seq} is of no task"
+            yield f"order {record.seq} has no task"
     for name in state.deadlines:
         if (number := task_of_deadline(name)) and number not in state.tasks:
-            yield f"deadline {name} is of no task"
+            yield f"deadline {name} has no task"
     for one in state.incidents.values():
         if one.task and not one.outcome and (
                 one.task not in state.tasks or state.tasks[one.task].incident != one.id):
@@ -67,7 +67,7 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
         yield f"num_outstanding is {task.num_outstanding}, {expected} answers are awaited"
     incident = state.incidents.get(task.incident)
     if task.incident and (incident is None or incident.task != task.id):
-        yield f"its incident {task.incident} is not of it"
+        yield f"its incident {task.incident} belongs to another task"
     for number, rank in task.ranks.items():
         if number != rank.rank or task.attempts.get(number, 0) < rank.attempt:
             yield f"rank {number} is {rank.rank}, attempt {rank.attempt} of {task.attempts}"

@@ -1,4 +1,4 @@
-"""The fold of what is kept of a task's state: checkpoints, and copies in memory."""
+"""The fold of a task's stored state: checkpoints on disk and in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..state.task import Checkpoint, Task
 from .edits import close_orders, keep_on, kept_no_more
 
 
-# --- checkpoints --------------------------------------------------------------------------------
+# --- checkpoints on disk ---
 def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
@@ -26,7 +26,7 @@ def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSav
     ways = [task.saved, task.checkpoint, *task.publishing.values()]
     if any(way is not None and way.generation == body.generation
            and way.step_version > body.step_version for way in ways):
-        return  # who was told to save was relieved, and had begun: another has saved more
+        return  # another rank took over the save and has saved a newer state
     output = task.spec.training.output if task.spec.training is not None else ""
     task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
                             path=body.path.removeprefix(output).lstrip("/"), final=body.final)
@@ -59,25 +59,26 @@ def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> 
     state.orders[record.seq] = encode_record(record)
 
 
-# --- copies in memory ---------------------------------------------------------------------------
-def _copy_kept(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Of the current generation alone: what a member of an old one has, nobody asks for.
+# --- in-memory checkpoints ---
+def _checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
+    """Record an in-memory checkpoint of the current generation; older ones are not used.
 
-    The rank's agent tells it, and the keeper's agent tells of its end: either may come first.
+    The rank's agent reports it; the store's agent reports the end of the store. Either report may
+    come first.
     """
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
-    start = body.keeper_start or node.keeper_start  # 0: of an older agent
+    start = body.keeper_start or node.keeper_start  # 0: reported by an older agent
     if start < node.keeper_start:
         return
-    if task.phase == "ended":  # by one that was given up, and lives: to be dropped, once more
+    if task.phase == "ended":  # stored by an orphaned process: order the drop again
         close_orders(state, [task.drop_order])
         task.kept_on, task.drop_order = sorted({*task.kept_on, node.name}), 0
     if task.phase == "ended" or body.generation != task.generation:
         return
     if start > node.keeper_start:
-        _keeper_ended(state, node, start)
+        _store_ended(state, node, start)
     copy = t.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
                   generation=body.generation, step_version=body.step_version,
                   copy_bytes=body.copy_bytes, checksum=body.checksum)
@@ -85,7 +86,7 @@ def _copy_kept(state: ClusterState, record: Record, body: r.MemoryCheckpointStor
     task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
 
 
-def _copies_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
+def _checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
@@ -98,23 +99,23 @@ def _copies_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsL
     if start < node.keeper_start:
         return
     if not body.task:
-        _keeper_ended(state, node, start + 1)
+        _store_ended(state, node, start + 1)
     elif task is not None:
-        _forget_copies(task, node)
+        _remove_checkpoints(task, node)
 
 
-def _keeper_ended(state: ClusterState, node: Node, start: int) -> None:
-    """What keepers before this one had is gone."""
+def _store_ended(state: ClusterState, node: Node, start: int) -> None:
+    """In-memory checkpoints of earlier stores of this node are lost."""
     node.keeper_start = start
     for task in state.tasks.values():
-        _forget_copies(task, node)
+        _remove_checkpoints(task, node)
 
 
-def _forget_copies(task: Task, node: Node) -> None:
+def _remove_checkpoints(task: Task, node: Node) -> None:
     task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
-def _keep_copies(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
+def _set_stores(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
@@ -124,7 +125,7 @@ def _keep_copies(state: ClusterState, record: Record, body: o.SetCheckpointStore
     keep_on(task, body.keepers)
 
 
-def _drop_copies(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
+def _drop_checkpoints(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase == "ended":
         close_orders(state, [task.drop_order])
@@ -134,7 +135,7 @@ def _drop_copies(state: ClusterState, record: Record, body: o.DropMemoryCheckpoi
 
 COPIES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.CheckpointSaved: _checkpoint_saved, r.CheckpointPublished: _checkpoint_published,
-    o.PublishCheckpoint: _publish, r.MemoryCheckpointStored: _copy_kept,
-    r.MemoryCheckpointsLost: _copies_lost, o.SetCheckpointStores: _keep_copies,
-    o.DropMemoryCheckpoints: _drop_copies,
+    o.PublishCheckpoint: _publish, r.MemoryCheckpointStored: _checkpoint_stored,
+    r.MemoryCheckpointsLost: _checkpoints_lost, o.SetCheckpointStores: _set_stores,
+    o.DropMemoryCheckpoints: _drop_checkpoints,
 }

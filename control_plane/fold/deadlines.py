@@ -1,4 +1,4 @@
-"""The fold of deadlines: what came too late leaves its mark."""
+"""The fold of deadlines: mark what timed out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ranks import declined, unproved
 
 
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank did not start, did not end after its error, or was not reaped."""
+    """A rank did not start or get ready in time."""
     rank = find(task, rest[0], rest[1])
     if rank is not None and unproved(task):
         declined(state, record, task, f"no process has adopted Unicron within "
@@ -35,20 +35,21 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 
 
 def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank stands still, as told. On a silent node nobody knows: it counts when it is heard."""
+    """A rank is stopped for too long. On an unreachable node this is unconfirmed and waits until
+    the node is reachable."""
     rank = find(task, rest[0], rest[1])
     node = state.nodes.get(rank.slot.node) if rank is not None else None
     if rank is None or rank.overdue or task.ending or node is None or node.silent:
         return
     rank.overdue = STOPPED
-    if rank.state != "finished" and not rank.error_seq:  # else it has nothing to do but to end
+    if rank.state != "finished" and not rank.error_seq:  # else only its exit is missing
         fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
               evidence=(rank.suspended_seq,), since_s=rank.suspended_s)
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = _unheard(record, task)
-    waited = task.mode == "now" or not late  # at a boundary, for those who never came to it
+    late = _time_out_unanswered(record, task)
+    waited = task.mode == "now" or not late  # at a boundary, only those that never reached it count
     if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
         task.save_late = task.generation
 
@@ -57,11 +58,11 @@ def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int
     if task.phase == "reconfiguring":
         _late_reconfigure(state, record, task, rest)
     else:
-        _unheard(record, task)
+        _time_out_unanswered(record, task)
 
 
-def _unheard(record: Record, task: Task) -> list[Rank]:
-    """Those who have not said that they left the generation are too late; who they are."""
+def _time_out_unanswered(record: Record, task: Task) -> list[Rank]:
+    """Mark members that have not reported leaving the generation, and return them."""
     late = [rank for rank in mute(task) if not rank.stopping]
     for rank in late:
         rank.overdue = "did not quiesce in time"
@@ -77,12 +78,12 @@ def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: lis
 
 
 def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    told = [rank for rank in task.living_members() if rank.failed == task.generation]
-    if told and not task.faults and len(task.living_members()) == len(task.members):
+    failed = [rank for rank in task.living_members() if rank.failed == task.generation]
+    if failed and not task.faults and len(task.living_members()) == len(task.members):
         task.evidence_over = task.generation
-        fault(task, record, told, told[0].failed_status,
-              f"a collective failed under {_names(told)}, no root cause in "
-              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in told),
+        fault(task, record, failed, failed[0].failed_status,
+              f"a collective failed under {_names(failed)}, no root cause in "
+              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in failed),
               second_hand=True)
 
 
@@ -106,7 +107,7 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
 
 
 def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
-    """Mark what a deadline of the state was for; a stale or early one is nothing."""
+    """Handle a deadline of the state. A stale or early report has no effect."""
     deadline = state.deadlines.get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
         return

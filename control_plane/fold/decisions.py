@@ -1,4 +1,4 @@
-"""The fold of decisions and orders: what was decided becomes what is so."""
+"""The fold of decisions and orders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .node_health import blame, take_evidence, take_out
 from .stragglers import degraded_priced
 
 
-# --- incidents ----------------------------------------------------------------------------------
+# --- incidents ---
 def _incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened) -> None:
     task = state.tasks.get(body.task)
     state.incidents[record.seq] = incident = Incident(
@@ -48,18 +48,18 @@ def _incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened
         status=body.status, ranks=sorted(body.ranks), why=body.why,
         evidence=list(body.evidence), opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.heals_in_memory else 0)
-    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    blame(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     take_evidence(state, incident, body)
     if task is not None:
         task.incident = record.seq
         state.num_faults += is_fault(state, task, incident)
         settle_mtbf(state)
-        _hear(incident, task, opened=True)
-        _take_in(state, task, incident, body)
+        _update_evidence(incident, task, opened=True)
+        _settle_faults(state, task, incident, body)
 
 
-def _on_purpose(state: ClusterState, task: Task | None, name: str) -> bool:
-    """Whether somebody asked for what is decided upon now."""
+def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
+    """Whether the fault that is decided upon was injected."""
     node = state.nodes.get(name)
     ranks = task.ranks.values() if task is not None else ()
     harmed = [rank.harmed_s for rank in ranks] + ([node.harmed_s] if node is not None else [])
@@ -67,10 +67,10 @@ def _on_purpose(state: ClusterState, task: Task | None, name: str) -> bool:
         task is not None and any(fault.on_purpose for fault in task.faults))
 
 
-def _hear(incident: Incident, task: Task, *, opened: bool) -> None:
-    """Whose words the incident rests on, and which ranks it has struck."""
-    hearsay = bool(task.faults) and all(fault.second_hand for fault in task.faults)
-    incident.second_hand = hearsay and (opened or incident.second_hand)
+def _update_evidence(incident: Incident, task: Task, *, opened: bool) -> None:
+    """Update whether the incident rests on indirect evidence, and its failure locations."""
+    indirect = bool(task.faults) and all(fault.second_hand for fault in task.faults)
+    incident.second_hand = indirect and (opened or incident.second_hand)
     strikes = [strike for fault in task.faults for strike in fault.strikes]
     incident.strikes = [*incident.strikes, *strikes][-NUM_STRIKES_MAX:]
 
@@ -80,38 +80,39 @@ def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsc
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None:
         return
-    blame(state, incident, body, on_purpose=_on_purpose(state, task, body.node))
+    blame(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     take_evidence(state, incident, body)
     known = incident.ranks
     if body.root or worse(incident.severity, body.severity) != incident.severity:
         if (body.root or incident.severity == "SEV3") and body.ranks:
-            known = []  # they saw what came of it: here is why
+            known = []  # they reported consequences; this is the cause
         incident.severity, incident.why = body.severity, body.why
         incident.status = body.status or incident.status
         incident.node = body.node or incident.node
     incident.ranks = sorted({*known, *body.ranks})
     incident.evidence += [x for x in body.evidence if x not in incident.evidence]
     if task is not None:
-        _hear(incident, task, opened=False)
-        _take_in(state, task, incident, body)
+        _update_evidence(incident, task, opened=False)
+        _settle_faults(state, task, incident, body)
 
 
-def _stood_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
-    """Since when the task stands for these: of a silent node, since the others wait for it."""
+def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
+    """When the downtime of these ranks began: on an unreachable node, when the others started
+    waiting."""
     if any(rank.rank in ranks and rank.overdue == WAITED_FOR for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
     return state.at_s
 
 
-def _take_in(state: ClusterState, task: Task, incident: Incident,
+def _settle_faults(state: ClusterState, task: Task, incident: Incident,
              body: d.IncidentOpened | d.IncidentEscalated) -> None:
-    """The task's faults are decided upon; SEV1 takes out what the ranks ran on."""
+    """Clear the decided faults. SEV1 disables the slots that the ranks ran on."""
     severity, ranks = body.severity, body.ranks
     down_s = [fault.at_s for fault in task.faults if fault.hurts]
     if task.failed_s >= 0:
         down_s.append(task.failed_s)
     if severity == "SEV1" and any(task.member(number) is not None for number in ranks):
-        down_s.append(_stood_s(state, task, ranks))
+        down_s.append(_down_since_s(state, task, ranks))
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []
@@ -123,11 +124,11 @@ def _take_in(state: ClusterState, task: Task, incident: Incident,
         _restart(task, ranks)
     if severity == "SEV1":
         for number in ranks:
-            _take_out(state, task, number, f"{task.spec.name}, {body.why}")
+            _disable(state, task, number, f"{task.spec.name}, {body.why}")
 
 
 def _restart(task: Task, ranks: tuple[int, ...]) -> None:
-    """Reattempts in place did not help: these processes are to be started again."""
+    """Reattempts in place did not help: the processes are to be restarted."""
     task.reattempts = 0
     for number in ranks:
         rank = task.member(number)
@@ -136,8 +137,8 @@ def _restart(task: Task, ranks: tuple[int, ...]) -> None:
             task.restarts[number] = task.restarts.get(number, 0) + 1
 
 
-def _take_out(state: ClusterState, task: Task, number: int, why: str) -> None:
-    """The node if it cannot be reached, else the slot alone."""
+def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
+    """Remove the node if it is unreachable, else disable the slot."""
     rank = task.ranks.get(number)
     slots = [seat.slot for seat in task.target if seat.rank == number]
     slot = rank.slot if rank is not None else (slots[0] if slots else None)
@@ -152,7 +153,7 @@ def _take_out(state: ClusterState, task: Task, number: int, why: str) -> None:
         take_out(node, (slot.index,), why)
         task.restarts.pop(number, None)
         proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
-        if not proved and (rank is None or not rank.stopping):  # one that cannot be ended holds it
+        if not proved and (rank is None or not rank.stopping):  # a stuck process occupies it
             task.blamed[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
@@ -180,7 +181,7 @@ def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed
         del state.incidents[key]
 
 
-# --- the plan -----------------------------------------------------------------------------------
+# --- the plan ---
 def _throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
@@ -188,8 +189,8 @@ def _throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) 
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
-    # Also where it changes no counts, what the plan earns is to be told anew. Not of a task that
-    # the plan leaves alone now: when that ends, a plan is made anyway.
+    # Replan also if no count changes: the plan's WAF has changed. A pinned task needs none: a plan
+    # follows when its pin ends.
     if not is_pinned(state, task):
         state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
@@ -217,7 +218,7 @@ def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> N
         task.why = body.why
 
 
-def _order_withheld(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
+def _order_suppressed(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
         task.withheld = body.what
@@ -232,7 +233,7 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
                          task.keep_order, *task.publishing])
     task.copies, task.keepers = [], ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
-    if body.outcome != "finished":  # nothing has shown that it was the slots
+    if body.outcome != "finished":  # the slots are not confirmed as the cause
         for slot in task.blamed.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
@@ -245,7 +246,7 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     state.replan = f"task {task.spec.name} {body.outcome}"
 
 
-# --- orders -------------------------------------------------------------------------------------
+# --- orders ---
 def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
     task, node = state.tasks.get(body.task), state.nodes.get(body.slot.node)
     if task is None or node is None:
@@ -346,7 +347,7 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     d.IncidentOpened: _incident_opened, d.IncidentEscalated: _incident_escalated,
     d.IncidentClosed: _incident_closed, d.ThroughputSet: _throughput_set,
     d.PlanChosen: _plan_chosen, d.TaskPlaced: _task_placed, d.TaskWaiting: _task_waiting,
-    d.TaskEnded: _task_ended, d.OrderSuppressed: _order_withheld,
+    d.TaskEnded: _task_ended, d.OrderSuppressed: _order_suppressed,
     o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
     StragglerCostEstimated: degraded_priced,

@@ -1,4 +1,4 @@
-"""Edits of the state that several kinds of record make."""
+"""State changes that several record handlers share."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..state.task import Phase, Rank, Task
 from ..throughput.transition_cost import halts, stands, stood_to_leave, was_harmed
 
 STOPPED = "is stopped (SIGSTOP)"
-"""Why a rank that stood still for too long is overdue."""
+"""Timeout reason of a rank whose process is stopped for too long."""
 EARLY_S = 1e-3
-"""A deadline may be so early: sums of seconds since 1970 are not exact."""
+"""Tolerance of deadlines: sums of seconds since 1970 are not exact."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
-"""A degraded node is priced at most once in so long."""
+"""Minimum time between two cost estimates of a degraded node."""
 
 
 def task_of_deadline(name: str) -> int:
-    """The task that a deadline is of; 0: it is a node's, or none that the state ever held."""
+    """The task of a deadline; 0: it belongs to a node, or the name is unknown."""
     what, _, rest = name.partition("/")
     number = rest.partition("/")[0]
     return int(number) if what not in _NODE_DEADLINES and number.isdecimal() else 0
 
 
 def arm(state: ClusterState, deadline: str, length_s: float) -> None:
-    """Hold a deadline, due `length_s` from now."""
+    """Set a deadline, due `length_s` from now."""
     state.deadlines[deadline] = Deadline(state.at_s + length_s, length_s)
 
 
@@ -43,7 +43,7 @@ def disarm(state: ClusterState, deadline: str) -> None:
 
 
 def disarm_phase(state: ClusterState, task: Task) -> None:
-    """Forget what the current generation was to do in time."""
+    """Clear the deadlines of the current generation."""
     for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
         disarm(state, f"{what}/{task.id}/{task.generation}")
 
@@ -55,26 +55,26 @@ def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
 
 
 def set_health(state: ClusterState, node: Node, health: Health) -> None:
-    """Whether the node is heard, from now on."""
+    """Set the node's health, and update the list of unreachable nodes."""
     node.health, node.since_s = health, state.at_s
     list_silent(state, node)
 
 
 def list_silent(state: ClusterState, node: Node) -> None:
-    """Whether the node is heard may have changed."""
+    """Update the list of unreachable nodes after a change of the node's health."""
     if node.silent != (node.name in state.silent):
         others = [name for name in state.silent if name != node.name]
         state.silent = sorted([*others, node.name]) if node.silent else others
 
 
 def find(task: Task | None, number: int, attempt: int) -> Rank | None:
-    """The process of this attempt, if it is still one of the task's."""
+    """The process of this attempt, if it belongs to the task."""
     rank = task.ranks.get(number) if task is not None else None
     return rank if rank is not None and rank.attempt == attempt else None
 
 
 def find_ghost(task: Task, number: int, attempt: int) -> Rank | None:
-    """The process of this attempt, if it was given up and may still live."""
+    """The orphaned process of this attempt, if there is one."""
     for ghost in task.ghosts:
         if ghost.rank == number and ghost.attempt == attempt:
             return ghost
@@ -82,21 +82,21 @@ def find_ghost(task: Task, number: int, attempt: int) -> Rank | None:
 
 
 def close_orders(state: ClusterState, orders: list[int]) -> None:
-    """Nobody has to carry these out any more."""
+    """Remove the orders: agents need not execute them any more."""
     for order in orders:
         state.orders.pop(order, None)
 
 
 def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
-    """Its deadlines, its orders: all but its slot."""
+    """Clear the process's deadlines and orders, but keep its slot."""
     for what in ("start", "stop", "error", "stopped", "printed"):
         disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
     close_orders(state, [rank.start_order, *rank.stop_orders])
 
 
 def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
-    """It is none of the task's any more: it holds up nobody. The next process of the rank is held
-    to what this one could do."""
+    """Remove the process from stall and straggler detection. Its step time stays as a reference for
+    the next process of the rank."""
     task.stalls.pop(rank.rank, None)
     task.crawls.pop(rank.rank, None)
     pace = task.paces.get(rank.rank)
@@ -107,8 +107,8 @@ def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def price_anew(state: ClusterState, name: str) -> None:
-    """What is wrong with the node has changed: it is priced, but not more often than once in
-    PRICE_S; nothing is left to price where nothing is wrong any more."""
+    """Schedule a cost estimate of the node after its health changed, at most once in PRICE_S. Drop
+    the estimate if the node is not degraded any more."""
     priced = state.degraded.get(name)
     was = priced is not None or name in state.to_price
     state.to_price = [other for other in state.to_price if other != name]
@@ -124,7 +124,7 @@ def price_anew(state: ClusterState, name: str) -> None:
 
 
 def is_degraded(state: ClusterState, name: str) -> bool:
-    """Whether a check of the node says so, or it holds a rank that holds up others."""
+    """Whether a check reports the node as degraded, or a straggler runs on it."""
     node = state.nodes.get(name)
     if node is not None and any(check.health == "degraded" for check in node.checks):
         return True
@@ -134,7 +134,7 @@ def is_degraded(state: ClusterState, name: str) -> bool:
 
 
 def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
-    """The process is gone and reaped: its slot is free."""
+    """Remove a process that has exited, and free its slot."""
     forget_rank(state, task, rank)
     node = state.nodes.get(rank.slot.node)
     if node is not None:
@@ -154,7 +154,8 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
-    """Give the process up without proof of its end: its slot stays taken."""
+    """Orphan a process: remove it from the task without proof of its end. Its slot stays
+    occupied."""
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
     state.num_running -= 1
@@ -167,7 +168,7 @@ def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
 
 
 def settle_phase(state: ClusterState, task: Task) -> None:
-    """When nobody is left that has state, the task starts anew, or waits."""
+    """Restart the task, or make it idle, if no process with its state is left."""
     if task.phase == "ended":
         return
     if not task.heals_in_memory:
@@ -190,11 +191,11 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def await_silent(state: ClusterState, task: Task) -> None:
-    """Hold a deadline for members on silent nodes while they alone keep the others waiting.
+    """Set or clear the deadline for members on unreachable nodes.
 
-    The others have left the generation, or cannot build the next one without them: nobody steps.
-    They have the state, so nothing is lost without the silent. Theirs is the time of any
-    second source.
+    It runs while only these keep the task waiting: the others have left the generation, or cannot
+    build the next one without them, and hold the complete state. Its length is that of waiting for
+    a second source.
     """
     name = f"silent/{task.id}/{task.generation}"
     if not state.silent or not _silent_alone(state, task) or not covered(task, [
@@ -206,41 +207,42 @@ def await_silent(state: ClusterState, task: Task) -> None:
 
 
 def _silent_alone(state: ClusterState, task: Task) -> bool:
-    """Whether all that the others wait for are members on silent nodes; while they come up in a
-    generation, whether some of these are."""
-    unheard = [rank for name in state.silent for one in state.nodes[name].occupants.values()
+    """Whether the task waits only for members on unreachable nodes; while reconfiguring, whether it
+    waits for any of these."""
+    unreachable = [rank for name in state.silent for one in state.nodes[name].occupants.values()
                if one.task == task.id
                and (rank := find(task, one.rank, one.attempt)) is not None]
     if task.phase == "quiescing":
-        if task.num_outstanding > len(unheard):
-            return False  # so it is with most answers: no look at all members
+        if task.num_outstanding > len(unreachable):
+            return False  # the usual case: avoids a scan of all members
         waits = mute(task)
         return bool(waits) and all(is_silent(state, rank) for rank in waits)
     return task.phase == "reconfiguring" and any(
-        not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unheard)
+        not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unreachable)
 
 
-def await_hang(state: ClusterState, task: Task, *, anew: bool = False) -> None:
-    """Hold a deadline for a task that stands. `anew`: who stands, or where, is told otherwise."""
+def await_hang(state: ClusterState, task: Task, *, restart: bool = False) -> None:
+    """Set or clear the hang deadline of a stalled task. `restart`: the set of stalled ranks, or
+    where they stall, has changed, so the deadline starts again."""
     name = f"hang/{task.id}/{task.generation}"
     if not task.stalls and name not in state.deadlines:
         return
     hang = located(state, task)
-    if hang is None or anew:
+    if hang is None or restart:
         disarm(state, name)
     if hang is not None and hang.is_sure and name not in state.deadlines:
         arm(state, name, max(hang.due_s - state.at_s, 0.0))
 
 
 def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
-    """Hold a deadline for a training rank whose process is stopped; not for one that is to end."""
+    """Set a deadline for a stopped training rank to resume; not for one that is to end."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.overdue:
         arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
 
 
 def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
-    """All processes of this incarnation are dead, its keeper too; a fault of their tasks if `why`
-    says so, as old as its first sign."""
+    """Remove all processes and in-memory checkpoints of this incarnation of the node. A non-empty
+    `why` makes it a fault of the affected tasks, dated at its first sign."""
     there = {one.task for one in node.occupants.values()}
     for number in sorted(state.tasks):
         task = state.tasks[number]
@@ -267,9 +269,8 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
 
 
 def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tuple[int, ...]]:
-    """Since when the task stands that had members on the node, whose successor speaks only now; and
-    the records that showed it: collectives that failed, silence. Where all were there, nobody
-    could tell: then since the next iteration was due."""
+    """When the task stopped because of this node, and the seqs that show it (failed collectives,
+    missed heartbeats). If there is no such record, the time at which the next iteration was due."""
     failed = sorted(rank.failed_seq for rank in task.living_members()
                     if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
     since_s = task.failed_s if failed else state.at_s
@@ -285,9 +286,10 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Leave a fault for the next decision. `hurts` None: if it took a member, or nobody trains.
+    """Record a fault for the next decision. `hurts` None: true if it ended a member, or no member
+    runs.
 
-    `since_s`: when it struck; below 0: with this record.
+    `since_s`: when it occurred; below 0: at this record.
     """
     if hurts is None:
         living = task.living_members()
@@ -298,20 +300,20 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
     else:
         for rank in ranks:
             task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
-    asked_for = any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)
-    if ended and not second_hand and not asked_for and task.furthest:
-        _count_again(task, status)
+    injected = any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)
+    if ended and not second_hand and not injected and task.furthest:
+        _count_repeated(task, status)
     node = ranks[0].slot.node if ranks else ""
     strikes = tuple(Strike(rank.rank, rank.slot, record.at_s) for rank in ranks)
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
         evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
         hurts=hurts, ended=ended, second_hand=second_hand, strikes=strikes,
-        on_purpose=asked_for))
+        on_purpose=injected))
 
 
-def _count_again(task: Task, status: str) -> None:
-    """A fault that ended a process, where no step was made since the last such one."""
+def _count_repeated(task: Task, status: str) -> None:
+    """Count a repeated failure: one that ended a process without a new step since the last one."""
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.series
     if series is None or (series.status, series.iteration) != (status, task.furthest):
@@ -321,7 +323,8 @@ def _count_again(task: Task, status: str) -> None:
 
 
 def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
-    """The generation did not come up: once is enough."""
+    """Record that the generation did not come up; further reports of the same generation are
+    ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
     for rank in ranks:
@@ -330,14 +333,14 @@ def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str)
 
 
 def add_evidence(incident: Incident | None, record: Record) -> None:
-    """What is told of an incident that is decided upon already."""
+    """Append a record to the evidence of an incident that is already open."""
     if incident is not None and len(incident.evidence) < NUM_EVIDENCE_MAX:
         incident.evidence.append(record.seq)
 
 
 def stepped(state: ClusterState, task: Task) -> None:
-    """The task steps again: the interruption is over, where it was one, and what it goes on with
-    has come to something."""
+    """The task steps again: end the incident's pause, and save the values to restore if the next
+    attempt fails."""
     incident = state.incidents.get(task.incident)
     if incident is not None:
         if incident.down_since_s >= 0:
@@ -348,13 +351,14 @@ def stepped(state: ClusterState, task: Task) -> None:
 
 
 def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
-    """From now on these take the task's copies; those that did still have theirs."""
+    """Set the task's checkpoint stores. Former stores still hold their in-memory checkpoints."""
     task.keepers = keepers
     task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
 
 
 def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
-    """The node's keeper has nothing of the task; when none has, nobody has to drop anything."""
+    """The node's store holds nothing of the task any more. Close the drop order after the last
+    one."""
     task.kept_on = [name for name in task.kept_on if name != node]
     if task.drop_order and not task.kept_on:
         close_orders(state, [task.drop_order])
@@ -362,9 +366,9 @@ def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
 
 
 def leave_behind(task: Task) -> None:
-    """The task goes on from `settled`: copies of steps beyond it are of a branch that was left.
+    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there.
 
-    Also those that nobody told of: a keeper may have newer ones of that generation.
+    This also limits unreported ones: a store may have newer ones of that generation.
     """
     for place, copy in enumerate(task.copies):
         most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
@@ -373,13 +377,14 @@ def leave_behind(task: Task) -> None:
 
 
 def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
-    """What an incident says of where state came from: the farthest of all, and all bytes.
+    """Update the source of state in the incident: the farthest of all members, and the sum of
+    bytes.
 
-    Where nobody had state, what a try before this one had found has come to nothing. `checkpoint`
-    is the path that the order named, `node` the member's own.
+    If no member had state, the sources of an earlier attempt do not count. `checkpoint` is the path
+    in the order, `node` the member's node.
     """
     origin = body.origin
-    if not origin and body.source == -1 and body.step_version > 0:  # told by an older rank
+    if not origin and body.source == -1 and body.step_version > 0:  # reported by an older rank
         origin = "checkpoint"
     received_bytes = max(body.received_bytes, 0)
     incident.received_bytes += received_bytes
@@ -398,7 +403,8 @@ def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: s
 
 
 def earned(state: ClusterState, task: Task, iteration: int) -> None:
-    """The task told that it got to `iteration`: work that was never done before counts."""
+    """The task reached `iteration`: add iterations finished for the first time to the achieved
+    work."""
     work = max(iteration - task.furthest, 0) * task.iteration_flops * task.weight
     span = int(state.at_s // EARNED_S)
     state.earned[span] = state.earned.get(span, 0.0) + work

@@ -1,8 +1,8 @@
-"""The fold: one record changes the state, whatever it says and whenever it comes.
+"""The fold: apply one record to the state.
 
-Total: a report about an unknown task or rank, of an old attempt or an old generation, is recorded
-and has no consequence. It never plans and never orders; what needs a decision it leaves as a level
-(a fault, a rank that is overdue, a plan that is out of date) for `decide` to find.
+Total: a report about an unknown task or rank, or of an old attempt or generation, changes nothing.
+The fold never plans or orders. It leaves conditions (a fault, a timed-out rank, an outdated plan)
+that `decide` acts upon.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from .stragglers import PACES, too_slow
 
 _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
                "quotas", "floor", "alpha", "hot_spare", "repair_s")
-"""Of the policy: what a plan follows from."""
+"""Policy fields that a plan depends on."""
 
 
 def fold(state: ClusterState, record: Record) -> None:
-    """Change `state` in place by one record. Never raises."""
+    """Apply one record to `state` in place. Never raises."""
     _observe_time(state, record)
     _remember_source(state, record)
     HANDLERS[type(record.body)](state, record, record.body)
@@ -70,7 +70,7 @@ def _observe_time(state: ClusterState, record: Record) -> None:
 
 
 def _remember_source(state: ClusterState, record: Record) -> None:
-    """The last report of the source: a repetition is recognised by it."""
+    """Remember the last report of the source, to recognise repetitions."""
     last = state.sources.get(record.source, 0)
     if record.source_seq > last:
         state.sources[record.source] = record.source_seq
@@ -79,14 +79,14 @@ def _remember_source(state: ClusterState, record: Record) -> None:
 
 
 def _recorded(state: ClusterState, record: Record, body: t.Body) -> None:
-    """The log holds it; nothing of the state changes."""
+    """No effect on the state."""
 
 
-# --- said by the leader -------------------------------------------------------------------------
+# --- reports of the leader ---
 def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
     state.nonce, state.heart = body.nonce, body.heart
     for name, deadline in state.deadlines.items():
-        if not name.startswith("quarantine/"):  # a time of its own: no leader has to be there
+        if not name.startswith("quarantine/"):  # it also runs while no leader is active
             deadline.due_s = record.at_s + deadline.length_s
     for source in list(state.sources):
         if source.startswith("leader/") and source != record.source:
@@ -100,14 +100,14 @@ def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
                                  for name in _PLANNED_BY):
         state.replan = "the policy was set"
-    state.mtbf_gpu_s = 0.0  # the prior may be another
+    state.mtbf_gpu_s = 0.0  # the prior may have changed
     settle_mtbf(state)
     if held and not state.held:
         acts_again(state)
     void_standings(state)
 
 
-def _node_silenced(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
+def _node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
@@ -118,7 +118,7 @@ def _node_silenced(state: ClusterState, record: Record, body: r.NodeUnreachable)
         await_silent(state, task)
 
 
-def _node_heard(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
+def _node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
@@ -134,7 +134,7 @@ def _node_heard(state: ClusterState, record: Record, body: r.NodeReachable) -> N
         state.replan = f"node {node.name} is back"
 
 
-# --- said by an agent about its node ------------------------------------------------------------
+# --- reports of an agent about its node ---
 def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None:
     old = state.nodes.get(body.node)
     if old is not None and body.incarnation <= old.incarnation:
@@ -164,7 +164,8 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
-    """What an agent's predecessor spooled may still come; what was before that may not."""
+    """Drop sources of incarnations older than `oldest`: only the previous one may still have
+    spooled reports."""
     own = f"{name}/"
     for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
         node, _, incarnation = source.rpartition("/")
@@ -197,7 +198,7 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
                 return
         for rank in [*task.ranks.values(), *task.ghosts]:
             if body.order in rank.stop_orders:
-                # There is no such process: its StartRank never reached the node.
+                # No such process: its StartRank never reached the node.
                 drop_rank(state, task, rank)
                 return
         refused = task.publishing.pop(body.order, None)
@@ -209,7 +210,7 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
             return
 
 
-# --- said by a rank about its generation ---------------------------------------------------------
+# --- reports of a rank about its generation ---
 def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
@@ -225,17 +226,17 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
                           else network_status(body.error))
     add_evidence(state.incidents.get(task.incident), record)
     if own:
-        _broken_inside(task, record, rank, body.error)
+        _device_failed(task, record, rank, body.error)
     if task.failed_s < 0:
         task.failed_s = record.at_s
         if len(task.living_members()) == len(task.members):
             arm(state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max)
 
 
-def _broken_inside(task: Task, record: Record, rank: Rank, error: str) -> None:
-    """What failed under the collective is the rank's own: its process is to be started again.
+def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
+    """A device error inside a collective is the rank's own fault: its process is to be restarted.
 
-    Not where others do not have the whole state: then it is tried in place first.
+    If the others do not hold the complete state, decide first reattempts in place.
     """
     fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
     if covered(task, [other for other in task.living_members() if other.sound and (
@@ -273,8 +274,8 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     may_be_read = body.origin in ("", "checkpoint")
     order = state.orders.get(task.reconfigure_order) if may_be_read else None
-    told = decode_record(order).body if order is not None else None
-    take_origin(incident, body, told.checkpoint if isinstance(told, Reconfigure) else "",
+    rebuild = decode_record(order).body if order is not None else None
+    take_origin(incident, body, rebuild.checkpoint if isinstance(rebuild, Reconfigure) else "",
                 rank.slot.node)
     if incident.down_since_s >= 0 and speaks(task, rank):
         incident.kept += len(body.kept_micro_batches)
@@ -305,7 +306,7 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
 
 
 def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite) -> None:
-    """The iteration was done, whatever came of it."""
+    """The iteration counts as finished, although its loss is not finite."""
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
@@ -328,10 +329,10 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
             if was is not None and was != rank.slot:
                 prove(state, task, was, rank.rank)
             task.reattempts = 0
-    # What is told late, of iterations before the fault, does not end the interruption.
+    # A late report of iterations before the fault does not end the interruption.
     whole = len(living) == len(task.members) and not any(
         rank.error_seq or rank.overdue for rank in living)
-    # One of a generation that is to end at this boundary, for a newcomer, does.
+    # An iteration counts while the generation quiesces at its boundary for a new member.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
         task.stepped = task.generation
@@ -354,7 +355,7 @@ def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) ->
 
 
 def _of_generation(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
-    """The living member of the task's current generation, else None: what it says is stale."""
+    """The running member of the current generation; None if the report is stale."""
     if task is None or generation != task.generation or task.phase == "ended":
         return None
     rank = task.member(number)
@@ -363,8 +364,8 @@ def _of_generation(task: Task | None, number: int, attempt: int, generation: int
 
 HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set,
-    r.DeadlineReached: deadline_reached, r.NodeUnreachable: _node_silenced,
-    r.NodeReachable: _node_heard, r.NodeJoined: _node_joined,
+    r.DeadlineReached: deadline_reached, r.NodeUnreachable: _node_unreachable,
+    r.NodeReachable: _node_reachable, r.NodeJoined: _node_joined,
     r.NodeLeft: _node_left, r.ReportsLost: _reports_lost, r.OrderRefused: _order_refused,
     r.CollectiveFailed: _collective_failed, r.Quiesced: _quiesced,
     r.Reconfigured: _reconfigured, r.ReconfigureFailed: _reconfigure_failed,

@@ -1,4 +1,4 @@
-"""The fold of stalls: who stands, who went on, and what becomes of a task that stands for good."""
+"""The fold of stalls: stalled ranks, ranks that continue, and hangs that time out."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from ..state.cluster import ClusterState
 from ..state.task import Crawl, Rank, Stall, Task
 from .edits import EARLY_S, arm, await_hang, disarm, fault, find
 
-# --- The fold of a command's silence: it has printed no line of progress for too long. ---
-#
-# What it does between two lines nobody sees, and there is no second source: a slow store, a long
-# evaluation and a hang look alike. So it is told, and no more; unless the job spec says after how
-# long (`hang_after_s`) it is to start again.
+# --- commands that log no progress ---
+# A slow store, a long evaluation and a hang look the same, and there is no second source. So the
+# stall is only shown, unless the job spec sets a time limit (`hang_after_s`) for a restart.
 
 UNPRINTED = "has printed no line of progress"
-"""Why the process that prints is overdue."""
+"""Timeout reason of the process that logs progress."""
 
 
 def unprinted(state: ClusterState, task: Task) -> tuple[str, float]:
-    """Why a command is held to stand, and since when; "" where it is not."""
-    told = _stands(task)
-    if told is None:
+    """Why a command counts as stalled, and since when; ("", 0) if it does not."""
+    stalled = _stalled(task)
+    if stalled is None:
         return "", 0.0
-    rank, stall = told
+    rank, stall = stalled
     act_s = task.spec.hang_after_s
     then = (f"all start again after {act_s:g} s of that (hang_after_s)" if act_s is not None else
             "nothing is done about that: its job spec has no hang_after_s")
@@ -38,7 +36,7 @@ def unprinted(state: ClusterState, task: Task) -> tuple[str, float]:
 
 def prints_no_more(state: ClusterState, task: Task, number: int, attempt: int,
                    stall: Stall) -> None:
-    """An agent tells so of the process whose lines count; what others print says nothing."""
+    """Record a stall of the process whose log counts; other processes are ignored."""
     rank, logged = find(task, number, attempt), task.logged
     if rank is None or logged is None or task.phase != "training" or rank.stopping:
         return
@@ -51,7 +49,7 @@ def prints_no_more(state: ClusterState, task: Task, number: int, attempt: int,
 
 
 def prints_again(state: ClusterState, task: Task, number: int, attempt: int) -> None:
-    """Where healing was held meanwhile, there is nothing left to end it for."""
+    """Clear the stall; cancel a timeout that is still pending because healing was paused."""
     rank = find(task, number, attempt)
     if rank is None:
         return
@@ -62,15 +60,15 @@ def prints_again(state: ClusterState, task: Task, number: int, attempt: int) -> 
 
 
 def late_printed(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """It has stood for as long as its spec allows: the round starts again.
+    """The stall exceeds the spec's limit: restart all processes.
 
-    Not while its node is silent or only just back, for of that nobody knows, nor while one of its
-    processes is stopped: whoever stopped it wants that.
+    Not while its node is unreachable or only just back, since the log may be delayed. Not while one
+    of its processes is stopped: the person who stopped it intends that.
     """
-    told, after_s = _stands(task), task.spec.hang_after_s
-    if told is None or after_s is None or [told[0].rank, told[0].attempt] != rest:
+    stalled, after_s = _stalled(task), task.spec.hang_after_s
+    if stalled is None or after_s is None or [stalled[0].rank, stalled[0].attempt] != rest:
         return
-    rank, stall = told
+    rank, stall = stalled
     node = state.nodes.get(rank.slot.node)
     if node is None or task.ending or rank.stopping or rank.overdue:
         return
@@ -84,7 +82,7 @@ def late_printed(state: ClusterState, record: Record, task: Task, rest: list[int
           since_s=stall.since_s)
 
 
-def _stands(task: Task) -> tuple[Rank, Stall] | None:
+def _stalled(task: Task) -> tuple[Rank, Stall] | None:
     logged = task.logged
     prints = logged is not None and not task.heals_in_memory
     stall = task.stalls.get(logged.rank) if logged is not None and prints else None
@@ -103,7 +101,7 @@ def _deadline(task: Task, rank: Rank) -> str:
     return f"printed/{task.id}/{rank.rank}/{rank.attempt}"
 
 NORMAL_S_MAX = 1e6
-"""Of an iteration; more is absurd."""
+"""Limit of a reported iteration time."""
 
 
 def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
@@ -121,12 +119,12 @@ def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> N
         return
     task.stalls[rank.rank] = stall
     if stall.where == "collective":
-        task.crawls.pop(rank.rank, None)  # its own work did end
-    await_hang(state, task, anew=True)
+        task.crawls.pop(rank.rank, None)  # its own work has ended
+    await_hang(state, task, restart=True)
 
 
 def crawls(state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged) -> None:
-    """A member's one iteration lasts too long by its own work, and it has not ended."""
+    """Record a slow iteration: a member's own work takes too long and has not ended."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
     task.crawls[body.rank] = Crawl(
@@ -134,11 +132,11 @@ def crawls(state: ClusterState, record: Record, task: Task, body: r.StepTimeChan
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
         since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s), told_s=record.at_s,
         seq=record.seq)
-    await_hang(state, task, anew=True)
+    await_hang(state, task, restart=True)
 
 
-def _rank_went_on(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
-    """Where healing was held meanwhile, there is nothing left to end it for."""
+def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
+    """Clear the stall; cancel a timeout that is still pending because healing was paused."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
         prints_again(state, task, body.rank, body.attempt)
@@ -149,7 +147,7 @@ def _rank_went_on(state: ClusterState, record: Record, body: r.RankUnstalled) ->
     task.stalls.pop(rank.rank, None)
     if rank.overdue == STANDS and not rank.stopping:
         rank.overdue = ""
-    await_hang(state, task, anew=True)
+    await_hang(state, task, restart=True)
 
 
 def _member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
@@ -160,31 +158,32 @@ def _member(task: Task | None, number: int, attempt: int, generation: int) -> Ra
 
 
 def passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """So many iterations are finished, for who told so.
+    """Clear the stalls that a finished iteration disproves.
 
-    Another may still stand at the end of the last of these: its collectives have ended for some
-    and not for all, or it hangs in a step of its own. That is told once and holds until the rank
-    says that it went on. In those before nobody stands: all have entered the next.
+    A member may still be stalled at the end of the last iteration: a collective can end for some
+    members only, or the member hangs in its own work after it. That stall is reported once and
+    holds until RankUnstalled. No member is stalled in earlier iterations: all have entered the
+    next.
     """
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
-        await_hang(state, task, anew=True)
+        await_hang(state, task, restart=True)
     for number in [one for one, crawl in task.crawls.items() if crawl.iteration < iteration]:
         del task.crawls[number]
         rank = task.member(number)
         if rank is not None and rank.overdue == WORKS_ON and not rank.stopping:
-            rank.overdue = ""  # held, it came to its end
-        await_hang(state, task, anew=True)
+            rank.overdue = ""  # it ended while healing was paused
+        await_hang(state, task, restart=True)
     if task.evidence_over == task.generation and not task.stalls and not any(
             rank.failed == task.generation for rank in task.living_members()):
-        task.evidence_over, task.failed_s = 0, -1.0  # held, it went on by itself
+        task.evidence_over, task.failed_s = 0, -1.0  # it continued while healing was paused
 
 
 def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """The task has stood for long enough; who is to blame is started again.
+    """The hang deadline has passed: record a fault of the ranks that caused it.
 
-    Where nobody is, its collective failed, though nobody said so: a reattempt in place.
+    If no rank caused it, treat it as a failed collective: reattempt in place.
     """
     hang = located(state, task)
     if hang is None or not hang.is_sure or rest[0] != task.generation:
@@ -194,7 +193,7 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
         return
     ranks = [task.ranks[number] for number in hang.ranks]
     if hang.kind == "silent":
-        for rank in ranks:  # the silence of their node opens the incident
+        for rank in ranks:  # the unreachable node opens the incident
             rank.overdue = rank.overdue or WAITED_FOR
         return
     if hang.kind == "network":
@@ -207,5 +206,5 @@ def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) 
 
 
 STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.RankStalled: _rank_stalled, r.RankUnstalled: _rank_went_on,
+    r.RankStalled: _rank_stalled, r.RankUnstalled: _rank_unstalled,
 }

@@ -1,4 +1,4 @@
-"""The fold of what nodes tell of their own health: evidence, kept for a time."""
+"""The fold of node health: checks, device errors, quarantine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from .edits import EARLY_S, add_evidence, arm, disarm, price_anew
 
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
-"""So long no check calls a slot ill before it is used again: flapping moves a task once."""
+"""Time without an unhealthy check before a slot is used again, so that flapping moves a task
+once."""
 UNSURE = "; now it cannot say: "
 
 
-# --- said by agents -----------------------------------------------------------------------------
+# --- reports of agents ---
 def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
     node = _node(state, body)
     if node is None:
@@ -48,8 +49,8 @@ def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> Non
 
 
 def _health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
-    """The check's last word. What a driver calls unhealthy by a row of the table is evidence too.
-    """
+    """Store the check's last result. An unhealthy result of a driver with a row of the severity
+    table is evidence too."""
     node = _node(state, body)
     if node is None:
         return
@@ -80,15 +81,15 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
 
 
 def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Whether the check speaks again of what it has said this of."""
+    """Whether the new result replaces this one: same check, overlapping devices."""
     return one.check == body.check and not (
         devices and one.devices and not set(devices) & set(one.devices))
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """What it called unhealthy stays so, until it says something else: it may hang of the same.
+    """Keep an unhealthy result if the check cannot run now: both may have the same cause.
 
-    False where it called nothing so.
+    False if the check had reported nothing unhealthy.
     """
     held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
     for one in held:
@@ -98,14 +99,14 @@ def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bo
 
 
 def _node(state: ClusterState, body: DeviceErred | HealthChanged) -> Node | None:
-    """The node in this incarnation; what an older one told is stale."""
+    """The node if it is in this incarnation; reports of older ones are stale."""
     node = state.nodes.get(body.node)
     return node if node is not None and node.incarnation == body.incarnation else None
 
 
-def _devices(state: ClusterState, node: Node, told: tuple[int, ...], pid: int) -> tuple[int, ...]:
-    """The slots that are meant: those that are named, else the one whose process is named."""
-    devices = tuple(sorted({index for index in told if 0 <= index < node.num_slots}))
+def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) -> tuple[int, ...]:
+    """The affected slots: those named, else the slot of the named process."""
+    devices = tuple(sorted({index for index in named if 0 <= index < node.num_slots}))
     if devices or not pid:
         return devices
     for index, occupant in sorted(node.occupants.items()):
@@ -117,9 +118,10 @@ def _devices(state: ClusterState, node: Node, told: tuple[int, ...], pid: int) -
 
 
 def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> None:
-    """Keep it. The same again, or of slots that are out for another, belongs to that incident."""
+    """Store the error. A repetition, or an error of slots already disabled for another one, belongs
+    to that incident."""
     for other in reversed(node.erred):
-        if other.incident and ((_goes_on(state, other) and other.is_like(erred))
+        if other.incident and ((_is_open(state, other) and other.is_like(erred))
                                or _is_out_for(node, other, erred)):
             erred.incident = other.incident
             add_evidence(state.incidents.get(other.incident), record)
@@ -131,31 +133,32 @@ def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> 
         arm(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
 
 
-def _goes_on(state: ClusterState, erred: Erred) -> bool:
+def _is_open(state: ClusterState, erred: Erred) -> bool:
     incident = state.incidents.get(erred.incident)
     return incident is not None and not incident.outcome
 
 
 def _is_out_for(node: Node, other: Erred, erred: Erred) -> bool:
-    """Whether all that it names, or could mean, is out already, for one like it among others."""
+    """Whether all slots that it can affect are already disabled for a related error."""
     slots = erred.devices or tuple(range(node.num_slots))
     return (all(index in node.slots_out for index in slots)
             and (not other.devices or bool(set(slots) & set(other.devices))))
 
 
-# --- which slots a check takes out ----------------------------------------------------------------
+# --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
-    """Whether a driver says so, by a row of the table; a command of a site may be wrong itself."""
+    """Whether a driver reports it with a SEV1 row of the table. A site's own command may be
+    wrong."""
     return (check.health == "unhealthy" and not check.is_site
             and TABLE.get(check.status) == "SEV1")
 
 
 def settle_sick(state: ClusterState) -> None:
-    """Fold: what checks call unhealthy now. What none does any more comes back after a time.
+    """Fold: update the slots that checks disable; slots that recovered are enabled after a time.
 
-    Of nodes with nothing but unconfirmed checks, the first few: where many fail, the check does.
-    One that was believed stays so, and counts until its slots are used again: a check that ends
-    on one node after the other shall not take them out in turn.
+    Of nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
+    suspect. A node that counts stays so until its slots are used again. Otherwise a check that
+    recovers on one node after the other would disable them all in turn.
     """
     if not any(node.checks or node.slots_sick or node.slots_well or node.sick_why
                for node in state.nodes.values()):
@@ -178,20 +181,20 @@ def settle_sick(state: ClusterState) -> None:
             why = (f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so"
                    f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
                    + "; ".join(f"{x.check}: {x.why}" for x in found))
-        _take(state, node, slots, why)
+        _set_sick(state, node, slots, why)
 
 
 def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
-    """Who counts though no check of it says so any more."""
+    """Name the nodes that count although none of their checks fails any more."""
     names = [name for name in sorted(believed) if not unhealthy[name]]
     if not names:
         return ""
-    told = " ".join(names[:NUM_NAMED_MAX]) + (
+    some = " ".join(names[:NUM_NAMED_MAX]) + (
         f" and {len(names) - NUM_NAMED_MAX} more" * (len(names) > NUM_NAMED_MAX))
-    return (f", slots of {told} are still out (used again {RECOVERED_S:g} s after it says healthy)")
+    return (f", slots of {some} are still out (used again {RECOVERED_S:g} s after it says healthy)")
 
 
-def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
+def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
     name = f"recovered/{node.name}"
     if set(slots) - set(node.slots_sick):
         state.replan = f"{node.name} is unhealthy: {why}"
@@ -199,7 +202,7 @@ def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
                        for index in node.slots_sick if index not in slots}
     if node.slots_well:
         due, due_s = state.deadlines.get(name), min(node.slots_well.values()) + RECOVERED_S
-        if due is None or due.due_s < due_s:  # a new leader's may be later
+        if due is None or due.due_s < due_s:  # a new leader may have set it later
             arm(state, name, max(due_s - state.at_s, 0.0))
         why = why or node.sick_why
     else:
@@ -208,8 +211,7 @@ def _take(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
 
 
 def _recovered(state: ClusterState, node: Node) -> None:
-    """Slots are used again that no check has called unhealthy for long enough; the others wait on.
-    """
+    """Enable slots that were healthy for RECOVERED_S; the others keep waiting."""
     well = sorted(index for index, since_s in node.slots_well.items()
                   if state.at_s >= since_s + RECOVERED_S - EARLY_S)
     node.slots_sick = [index for index in node.slots_sick if index not in well]
@@ -220,9 +222,9 @@ def _recovered(state: ClusterState, node: Node) -> None:
         state.replan = f"{which}{node.name} is healthy again"
 
 
-# --- deadlines ----------------------------------------------------------------------------------
+# --- deadlines ---
 def late_of_node(state: ClusterState, what: str, rest: str) -> None:
-    """A deadline of a node is over: an error stands alone, a check holds, a quarantine ends."""
+    """Handle a node deadline: an error counts alone, slots recover, or a quarantine ends."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
     if node is None:
@@ -238,12 +240,12 @@ def late_of_node(state: ClusterState, what: str, rest: str) -> None:
         state.replan = f"the quarantine of {node.name} is over"
 
 
-# --- decided --------------------------------------------------------------------------------------
+# --- decisions ---
 def take_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
-    """What nodes told is now this incident's. At SEV1 the slots that it names are out.
+    """Assign device errors to the incident. At SEV1, disable the slots that they name.
 
-    What a check says takes them out by itself, for as long as it says so.
+    A check disables slots on its own, while it fails.
     """
     for node in _named(state, body):
         for erred in node.erred:
@@ -253,7 +255,7 @@ def take_evidence(state: ClusterState, incident: Incident,
             disarm(state, f"device/{node.name}/{erred.seq}")
             if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
                     erred.origin != "check") and (erred.devices or not incident.task):
-                _erred_out(state, node, erred)
+                _disable(state, node, erred)
     if not incident.task and body.node in state.nodes:
         state.nodes[body.node].incident = incident.id
         ail(state, body.node)
@@ -266,25 +268,24 @@ def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> lis
 
 
 def take_out(node: Node, slots: tuple[int, ...], why: str) -> None:
-    """Fold: nothing is started on these slots until the agent joins again; the first reason stands.
-    """
+    """Fold: disable the slots until the agent joins again; the first reason is kept."""
     for index in slots:
         if index not in node.slots_out:
             node.out_why[index] = why[:TEXT_CHARS_MAX]
     node.slots_out = sorted({*node.slots_out, *slots})
 
 
-def _erred_out(state: ClusterState, node: Node, erred: Erred) -> None:
+def _disable(state: ClusterState, node: Node, erred: Erred) -> None:
     slots = erred.devices or tuple(range(node.num_slots))
     if set(slots) - set(node.slots_out):
         take_out(node, slots, f"{erred.status} ({erred.rule}): {erred.text}")
-        told = " ".join(map(str, slots))
-        state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{told} erred"
+        named = " ".join(map(str, slots))
+        state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{named} erred"
 
 
 def blame(state: ClusterState, incident: Incident, body: IncidentOpened | IncidentEscalated, *,
           on_purpose: bool) -> None:
-    """At SEV1 the node that is named has failed, unless somebody asked for it."""
+    """Count a fault against the node that a SEV1 incident names, unless it was injected."""
     if body.severity == "SEV1" and body.node and not on_purpose and offend(
             state, incident=incident.id, node=body.node, status=body.status,
             why=body.why[:TEXT_CHARS_MAX]):
@@ -292,7 +293,8 @@ def blame(state: ClusterState, incident: Incident, body: IncidentOpened | Incide
 
 
 def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
-    """A rank that failed again and again goes on elsewhere: it was the slot."""
+    """Count a fault against a slot: its rank failed repeatedly there and makes progress
+    elsewhere."""
     at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
     why = f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again"
     if offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
@@ -326,7 +328,8 @@ def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLift
 
 
 def carry_over(state: ClusterState, old: Node, new: Node) -> None:
-    """What stays with a node when its agent joins again: what it did, and what follows from it."""
+    """Copy from the previous incarnation what a restart of the agent does not change: faults and
+    quarantine."""
     new.quarantine = replace(old.quarantine) if old.quarantine is not None else None
     new.offences = old.offences
     new.incident = old.incident

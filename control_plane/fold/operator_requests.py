@@ -1,4 +1,4 @@
-"""The fold of operators' requests: what a person asked for."""
+"""The fold of operator requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..throughput.transition_cost import void_standings
 
 
 def forget_requests(state: ClusterState) -> None:
-    """Whose repetition is not recognised any more: all but the newest."""
+    """Drop all but the newest requests: repetitions of older ones are not recognised."""
     requests = [source for source in state.sources if source.startswith("operator/")]
     for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
         del state.sources[source]
@@ -31,14 +31,14 @@ def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) 
 
 
 def _flops(spec: JobSpec) -> float:
-    """Of one iteration, where the spec says so: training ranks tell it themselves."""
+    """FLOP of one iteration by the spec; training ranks report their own (RankReady)."""
     return iteration_flops(spec.model) if spec.model is not None else 0.0
 
 
 def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase != "ended" and (
-            not task.ending or (state.held and task.ending == "failed")):  # held, it waits
+            not task.ending or (state.held and task.ending == "failed")):  # paused, it waits
         before = f"; it had failed: {task.why}" if task.ending else ""
         task.ending, task.withheld = "cancelled", ""
         task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
@@ -65,14 +65,14 @@ def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed
 
 
 def acts_again(state: ClusterState) -> None:
-    """Nothing is withheld any more: what was only planned is to be planned anew."""
+    """Healing is active again: replan, and clear suppressed orders."""
     for task in state.tasks.values():
         task.withheld = ""
     state.replan = "healing resumed"
 
 
 def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
-    """What comes of it says nothing of how often things break."""
+    """Mark the target, so that the fault does not count for the MTBF."""
     order = inject_fault(state, body)
     if order is not None:
         node, task = state.nodes[order.nodes[0]], state.tasks.get(order.task)

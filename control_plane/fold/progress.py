@@ -1,4 +1,4 @@
-"""The fold of what a command's own log tells: how far it is, and how long its iterations take."""
+"""The fold of a command's log: its iterations and their times."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .edits import earned, find
 from .hangs import prints_again
 
 ITERATIONS_MAX = 10**12
-"""More is absurd."""
+"""Limit of a reported iteration."""
 
 
 def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Of a round of processes whoever tells first is believed, and nobody else.
+    """Record progress of a command. The first rank of a round that logs progress is the only one
+    counted.
 
-    A command counts its iterations itself. After a restart it goes back to its own checkpoint; what
-    it did before it was first heard of is not counted as work. Earlier restarts are forgiven when
-    it is that much further than ever before.
+    A command counts its own iterations. After a restart it continues from its own checkpoint. Work
+    before its first report does not count. Restarts are forgiven after `restart_iterations` new
+    iterations.
     """
     task = state.tasks.get(body.task)
     rank = find(task, body.rank, body.attempt)
@@ -35,7 +36,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
         return
     logged = task.logged
     if logged is None or logged.round != task.rounds:
-        _begins_again(state, task, body.iteration)
+        _round_begins(state, task, body.iteration)
         task.logged = logged = Logged(round=task.rounds, rank=body.rank, first=body.iteration,
                                       iterations=0, size=num_slots(task),
                                       furthest=task.furthest or body.iteration)
@@ -49,15 +50,16 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     logged.global_batch = body.global_batch
     keep_logged(state, task, body)
     logged.disturbed = any(one.suspended for one in task.ranks.values())
-    _tell(state, task, body)
+    _apply_progress(state, task, body)
     if body.iteration - logged.furthest >= state.policy.restart_iterations:
         task.restarts.clear()
 
 
-def _begins_again(state: ClusterState, task: Task, iteration: int) -> None:
-    """A new round prints its first line: what earlier ones had printed beyond it is done again.
+def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
+    """A new round logs its first line: count iterations that are repeated.
 
-    Its newest incident is told, unless that knows what it cost: then a plan has moved the task.
+    They are charged to the newest incident, unless its loss is already known: then a plan moved the
+    task.
     """
     lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
     task.iterations_lost += lost
@@ -72,7 +74,7 @@ def _begins_again(state: ClusterState, task: Task, iteration: int) -> None:
         return
 
 
-def _tell(state: ClusterState, task: Task, body: IterationsLogged) -> None:
+def _apply_progress(state: ClusterState, task: Task, body: IterationsLogged) -> None:
     counts = batch_counts(task)
     new = min(body.iteration - task.furthest, body.num_iterations)
     earned(state, task, task.furthest + (new if counts else 0))

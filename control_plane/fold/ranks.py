@@ -1,4 +1,4 @@
-"""The fold of what becomes of one process: it starts, is ready, stands still, errs, ends."""
+"""The fold of one process: start, ready, stop, error, exit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> N
 
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
-    """Command tier: it runs when every seat has a process."""
+    """Command tier: the task trains when every seat has a process."""
     if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
         set_phase(state, task, "training")
         stepped(state, task)
@@ -77,13 +77,14 @@ def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
 
 
 def unproved(task: Task) -> bool:
-    """A command that is to heal in memory, and nothing has shown yet that it can."""
+    """Whether a command is to recover in memory, but no process has reported that it can."""
     return bool(task.spec.command) and task.heals_in_memory and task.generation == 0 and not any(
         rank.state == "ready" for rank in task.ranks.values())
 
 
 def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
-    """It is a command as any other: its processes train on as they are, and restart together."""
+    """Disable in-memory recovery: the processes continue as a plain command and restart
+    together."""
     task.declined, task.rounds = why, 1
     count_outstanding(task)
     for rank in task.ranks.values():
@@ -92,8 +93,8 @@ def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
     _round_started(state, record, task)
 
 
-def _healing_declined(state: ClusterState, record: Record, body: InMemoryRecoveryDeclined) -> None:
-    """Said at the start, by each of its processes; the first is heard."""
+def _recovery_declined(state: ClusterState, record: Record, body: InMemoryRecoveryDeclined) -> None:
+    """Each process reports it at its start; the first report counts."""
     task = state.tasks.get(body.task)
     if find(task, body.rank, body.attempt) is not None and task is not None and unproved(task):
         declined(state, record, task, body.why)
@@ -138,7 +139,7 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
     if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
         return
     if rank.error_seq:
-        if rank.second_hand and body.status and not body.second_hand:  # here is why
+        if rank.second_hand and body.status and not body.second_hand:  # this is the cause
             _ended(task, record, rank, body, hurts=member or None)
         else:
             add_evidence(state.incidents.get(task.incident), record)
@@ -154,7 +155,7 @@ def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
 
 
 def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
-    """Its peers wait for it, so it is given a time. Command tier: whoever stopped it wants that."""
+    """Set a deadline: the peers wait for the process. Command tier: none, a person stopped it."""
     task = state.tasks.get(body.task)
     rank = find(task, body.rank, body.attempt)
     if task is None or rank is None or rank.suspended:
@@ -163,11 +164,11 @@ def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) 
     if task.logged is not None:
         task.logged.disturbed = True
     await_continued(state, task, rank)
-    await_hang(state, task, anew=True)
+    await_hang(state, task, restart=True)
 
 
 def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
-    """Where healing was held meanwhile, there is nothing left to end it for."""
+    """Cancel a pending timeout if healing was paused: the process need not be ended any more."""
     task = state.tasks.get(body.task)
     rank = find(task, body.rank, body.attempt)
     if task is None or rank is None or not rank.suspended:
@@ -177,11 +178,11 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
     if rank.overdue == STOPPED and not rank.stopping:
         rank.overdue = ""
         count_outstanding(task)
-    await_hang(state, task, anew=True)
+    await_hang(state, task, restart=True)
 
 
 PROCESSES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
     r.RankExited: _rank_exited, r.RankSuspended: _rank_suspended,
-    r.RankContinued: _rank_continued, InMemoryRecoveryDeclined: _healing_declined,
+    r.RankContinued: _rank_continued, InMemoryRecoveryDeclined: _recovery_declined,
 }

@@ -1,4 +1,4 @@
-"""The fold of paces: who holds up the others, and whoever does so beyond measure."""
+"""The fold of step times: stragglers, and those slow enough to be a fault."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .edits import fault, price_anew
 from .hangs import crawls
 
 SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
-"""Why a rank that is slow for good is overdue."""
+"""Timeout reason of a persistent straggler."""
 NUM_ITERATIONS_MIN = 5
-"""Of which a pace is told, before it is one."""
+"""Iterations that a step time must cover to count."""
 CHANGED_RATIO = 1.05
-"""A slow rank is priced anew where it has become so much slower, or faster."""
+"""Relative change of a straggler's delay that triggers a new cost estimate."""
 
 
 def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
@@ -38,7 +38,7 @@ def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) ->
     if body.num_iterations == 1:
         crawls(state, record, task, body)
     if body.num_iterations < NUM_ITERATIONS_MIN:
-        return  # a single one that lasted long: it says nothing of the next
+        return  # one slow iteration is no step time
     task.paces[body.rank] = _pace(task, record.seq, body, task.paces.get(body.rank))
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
@@ -49,15 +49,15 @@ def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) ->
     if task.slow and not before:
         forget_times(state, task, body.num_iterations)
     if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
-        task.slowed.pop(_place(rank.slot.node, rank.slot.index), None)
+        task.slowed.pop(_slot_key(rank.slot.node, rank.slot.index), None)
         if rank.overdue == SLOWED and not rank.stopping:
-            rank.overdue = ""  # healing was held meanwhile
+            rank.overdue = ""  # it was set while healing was paused
     too_slow(state, record, task)
 
 
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: Pace | None) -> Pace:
-    """The first one, or one that was never so fast, says what is normal; so does that of an earlier
-    generation which gave it as many micro-batches."""
+    """Compute the new step time. The reference is the first or the fastest one, also of an earlier
+    generation with as many micro-batches."""
     num = _num_micro_batches(task, body.rank)
     new = Pace(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
@@ -69,37 +69,37 @@ def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: Pace | None) -> Pa
 
 
 def _num_micro_batches(task: Task, number: int) -> int:
-    """The member's part of an iteration, as its generation deals it."""
+    """The member's micro-batches of an iteration, as its generation assigns them."""
     train = task.spec.training
-    place = next(i for i, member in enumerate(task.members) if member.rank == number)
+    position = next(i for i, member in enumerate(task.members) if member.rank == number)
     if train is None:
         return 0
     if task.axes is None:
-        return len(range(place, train.num_micro_batches, len(task.members)))
-    if place >= num_places(task.axes):
+        return len(range(position, train.num_micro_batches, len(task.members)))
+    if position >= num_places(task.axes):
         return 0
-    return len(range(coordinates(task.axes, place).dp, train.num_micro_batches, task.axes.dp))
+    return len(range(coordinates(task.axes, position).dp, train.num_micro_batches, task.axes.dp))
 
 
 def too_slow(state: ClusterState, record: Record, task: Task) -> None:
-    """Whoever is slow for good and beyond measure starts again, at once: the others finish the
-    iteration. On the same slot again and again, it is the slot that is taken out: iterations are
-    no progress here, so they forgive nothing."""
+    """Restart persistent stragglers immediately; the others finish the iteration. If it repeats on
+    the same slot, the slot is disabled. Iterations do not reset this count, since a straggler makes
+    progress too."""
     if not task.slow or task.phase != "training" or task.incident or task.ending or (
             len(task.living_members()) < len(task.members)):
         return
     for rank in at_fault(task):
         pace, slow = task.paces[rank.rank], task.slow[rank.rank]
-        place = _place(rank.slot.node, rank.slot.index)
-        task.slowed[place] = task.slowed.get(place, 0) + 1
+        key = _slot_key(rank.slot.node, rank.slot.index)
+        task.slowed[key] = task.slowed.get(key, 0) + 1
         rank.overdue = SLOWED
         fault(task, record, [rank], TASK_HANG,
               f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
               f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
-        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[place])
+        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[key])
 
 
-def _place(node: str, index: int) -> str:
+def _slot_key(node: str, index: int) -> str:
     return f"{node}/{index}"
 
 

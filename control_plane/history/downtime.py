@@ -1,4 +1,4 @@
-"""How many slots of a task step, by the state; an incident counts those that do not."""
+"""Number of slots of a task that step, by the state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ..state.task import Task
 
 
 def num_stepping(state: ClusterState, task: Task) -> int:
-    """Slots of the task that step now: none from a fault, or from the first member that leaves its
-    generation, to the first iteration of the next one."""
+    """Slots of the task that step now: none from a fault, or from the first member that leaves the
+    generation, until the first iteration of the next one."""
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         return 0

@@ -1,7 +1,7 @@
-"""What a log says of tasks and incidents, in one pass: the real fold, with times and curves beside.
+"""Tasks and incidents of a log, in one pass of the fold, with times and curves.
 
-Times are the leader's stamps (`at_s`), except that a fault's own time is the reporter's
-(`occurred_s` of its first evidence); a hang's, when it began.
+Times are the leader's (`at_s`). A fault's own time is the reporter's (`occurred_s` of its first
+evidence); a hang's is when it began.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PROGRESS = (TaskProgressed, IterationsLogged)
 
 
 class IncidentHistory(Struct, kw_only=True):
-    """One incident and when it reached each phase; None for a phase not reached. Times in s."""
+    """One incident and when it reached each phase; None: phase not reached. Times in s."""
 
     incident: Incident
-    """As the state has it; also when the state has forgotten it."""
+    """The state's incident; kept after the state dropped it."""
     evidence: list[int]
-    """Seqs that were decided upon; `incident.evidence` also has what was reported later."""
+    """Seqs of the evidence at the decision; `incident.evidence` also has later evidence."""
     fault_s: float
     detected_s: float
     """The first evidence is in the log."""
@@ -68,22 +68,22 @@ class IncidentHistory(Struct, kw_only=True):
     iteration: int | None = None
     """The iteration that was interrupted."""
     first_seq: int
-    """The first sign of it: evidence, or a peer's collective that failed before."""
+    """The first sign: evidence, or an earlier failed collective of a peer."""
     layouts: list[str] = field(default_factory=list[str])
-    """That the task was in, one after the other, from the one that it had when it struck."""
+    """The task's layouts, starting with the one at the fault."""
     order: Reconfigure | None = None
-    """Of the generation in which it struck."""
+    """The Reconfigure of the generation at the fault."""
     alive: set[tuple[int, int]] | None = None
-    """Rank and attempt of those who went on."""
+    """Rank and attempt of the survivors."""
     optimizer: Kept = "whole"
     logs: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Node and log of each rank of the task when it was decided upon."""
+    """Node and log of each rank of the task at the decision."""
     num_slots: int = 0
-    """What the task had when it struck."""
+    """Slots of the task at the fault."""
     num_stepping: int = 0
-    """How many of these step now."""
+    """Number of these that step now."""
     slot_s: float = 0.0
-    """Slots of these that did not step, times how long, until the last record."""
+    """Slot seconds without progress, until the last record."""
 
     @property
     def id(self) -> int:
@@ -105,23 +105,23 @@ class IncidentHistory(Struct, kw_only=True):
 
 
 class TaskHistory(Struct, kw_only=True):
-    """One task: what the state knows of it, and its losses and paces by iteration."""
+    """One task: its state, losses and iteration times."""
 
     task: Task
     order: Reconfigure | None = None
-    """Of the newest generation."""
+    """The newest Reconfigure."""
     failed: Record | None = None
     """The first CollectiveFailed since the last Resume."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
-    """As they are now: what was lost is not among them."""
+    """Current losses; those of lost iterations are removed."""
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    """Number of members, of a command slots -> how long each iteration took."""
+    """By number of members (of a command: slots): iteration times."""
     skipped: int = 0
     """Iterations that took no step, as last reported."""
     logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
-    """Rank -> node and log of its last process, also of one that has ended."""
+    """Rank -> node and log of its last process, also after its exit."""
     micro_batches: set[int] = field(default_factory=set[int])
-    """Sizes of the batch that were reported."""
+    """Reported batch sizes."""
     transitions: TaskTransitions = field(default_factory=TaskTransitions)
 
     @property
@@ -144,7 +144,7 @@ class History(Struct):
     """Incidents that are not closed."""
     stamps: dict[int, tuple[float, float]] = field(
         default_factory=dict[int, tuple[float, float]])
-    """(at_s, occurred_s) of what may be evidence, by seq."""
+    """(at_s, occurred_s) by seq of records that may be evidence."""
     transitions: list[Transition] = field(default_factory=list[Transition])
     work: list[Work] = field(default_factory=list[Work])
     plans: list[Planned] = field(default_factory=list[Planned])
@@ -152,12 +152,12 @@ class History(Struct):
 
     @property
     def seq(self) -> int:
-        """The last record that was read."""
+        """Seq of the last record."""
         return self.state.seq
 
     @property
     def at_s(self) -> float:
-        """When that was."""
+        """Time of the last record."""
         return self.state.at_s
 
     def add(self, record: Record) -> None:
@@ -190,7 +190,7 @@ class History(Struct):
         self.injected.add(record)
 
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:
-        """Slots that did not step, times how long; of one that is open, until `at_s`."""
+        """Slot seconds without progress; of an open incident, until `at_s`."""
         if one.incident.outcome:
             return one.slot_s
         return one.slot_s + max(one.num_slots - one.num_stepping, 0) * max(at_s - self.at_s, 0.0)
@@ -222,7 +222,7 @@ class History(Struct):
         one.fault_s, one.first_seq = min(fault_s), min(first_seq)
 
     def _incidents(self, record: Record, before_s: float) -> None:
-        """Follow the open ones: their phases, and their slots that do not step."""
+        """Update phases and slot seconds of the open incidents."""
         number = getattr(record.body, "task", 0)
         for one in self.open.values():
             one.slot_s += max(one.num_slots - one.num_stepping, 0) * (record.at_s - before_s)
@@ -230,7 +230,7 @@ class History(Struct):
             if task is None or number not in (0, task.id):
                 continue
             stepping, since_s = num_stepping(self.state, task), one.incident.down_since_s
-            if not stepping and 0 <= since_s < record.at_s:  # it stood before anybody reported it
+            if not stepping and 0 <= since_s < record.at_s:  # it stalled before the first report
                 one.slot_s += one.num_stepping * (record.at_s - since_s)
             one.num_stepping = stepping
             if number == task.id:
@@ -239,7 +239,7 @@ class History(Struct):
     # --- tasks ----------------------------------------------------------------------------------
     def _task(self, past: TaskHistory, record: Record, furthest: int,
               logged: Logged | None) -> None:
-        """A record of the task. `furthest`, `logged`: as they were before it."""
+        """Update the task; `furthest`, `logged`: values before the record."""
         task, body = past.task, record.body
         made = past.transitions.add(record)
         if made is not None:
@@ -271,7 +271,7 @@ class History(Struct):
             self._worked(task, record, new, new * body.step_s)
             if body.num_iterations:
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
-            if task.furthest > furthest:  # else it is done again
+            if task.furthest > furthest:  # else the iterations are repeated
                 past.skipped += body.skipped
             if logged is not None and task.logged is not logged:  # back at its own checkpoint
                 last = body.iteration - body.num_iterations
@@ -280,7 +280,7 @@ class History(Struct):
                 past.losses[body.iteration] = body.loss
 
     def _worked(self, task: Task, record: Record, new: int, took_s: float) -> None:
-        """So many iterations were finished for the first time, and took so long until now."""
+        """Add the work of `new` iterations finished for the first time, which took `took_s`."""
         if new > 0:
             self.work.append(Work(record.at_s - took_s, record.at_s,
                                   new * task.iteration_flops * task.weight))
@@ -320,7 +320,7 @@ def layout(order: Reconfigure) -> str:
 
 
 def _believed(task: Task, body: IterationsLogged) -> bool:
-    """Whether the state took it in: of a round of processes whoever prints first is believed."""
+    """Whether the fold counted the report: only the first rank of a round counts."""
     return (task.logged is not None and task.logged.rank == body.rank
             and task.attempts.get(body.rank) == body.attempt)
 

@@ -1,7 +1,7 @@
-"""Which records of a log belong to an incident, also of tasks that it did not hurt.
+"""The records of a log that belong to an incident, also of unaffected tasks that it moved.
 
-A record carries the incident of the hurt task alone. A plan that follows from the same cause, and
-what it makes another task do until that one steps again, are found by cause and by placement.
+A record names the incident of the affected task only. A plan with the same cause, and the moves of
+other tasks until they step again, are found by cause and by placement.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ..state.cluster import ClusterState
 from .history import PROGRESS, IncidentHistory
 
 Other = Literal["moves", "leaves", "done"]
-"""An unhurt task on its way to other seats, or to none; done: it steps again, or is over."""
+"""An unaffected task on its way to other seats, or to none; done: it steps again or has ended."""
 AFTER_RECORDS_MAX = 10_000
-"""How far behind the incident's end other tasks are followed."""
+"""Records after the incident's end in which other tasks are followed."""
 
 
 class IncidentRecords(Struct, kw_only=True):
-    """Records by seq, as they are added; `others` are the unhurt tasks that it touched."""
+    """Records by seq, as they are added; `others` are the unaffected tasks that it moved."""
 
     incident: IncidentHistory
     later: frozenset[int]
-    """Seqs of evidence that came after it was decided upon, or even after it was closed."""
+    """Seqs of evidence that came after the decision, or even after the end."""
     state: ClusterState = field(default_factory=ClusterState)
     records: list[Record] = field(default_factory=list[Record])
     others: dict[int, Other] = field(default_factory=dict[int, Other])
     causes: set[int] = field(default_factory=set[int])
     kept: dict[tuple[str, int], Record] = field(default_factory=dict[tuple[str, int], Record])
-    """Its copies by node and step: the last MemoryCheckpointStored of each."""
+    """In-memory checkpoints by node and step: the last MemoryCheckpointStored of each."""
     lost: dict[str, Record] = field(default_factory=dict[str, Record])
-    """By node: what ended the copies that were there, and none came after it."""
+    """By node: the record that ended its in-memory checkpoints, if none was stored after it."""
     plan: Record | None = None
-    """The last plan that was read, as long as nothing made it part of the incident."""
+    """The last plan, until a placement makes it part of the incident."""
 
     def add(self, record: Record) -> None:
         """Read the next record of the log."""
@@ -79,14 +79,14 @@ class IncidentRecords(Struct, kw_only=True):
             self.records.append(record)
 
     def _rounds(self, number: int) -> tuple[int, int]:
-        """Changes with the task's first progress after it was started or regrouped."""
+        """A value that changes with the task's first progress after a start or a new generation."""
         task = self.state.tasks.get(number)
         if task is None:
             return 0, 0
         return task.stepped, task.logged.round if task.logged is not None else 0
 
-    def _is_of_copies(self, record: Record) -> bool:
-        """Follow where copies of its state are; none of these is news by itself."""
+    def _is_of_checkpoints(self, record: Record) -> bool:
+        """Follow the task's in-memory checkpoints; True: the record is of no other interest."""
         body, own = record.body, self.incident.task
         before_end = not self.incident.closed_seq or record.seq <= self.incident.closed_seq
         if isinstance(body, MemoryCheckpointStored):
@@ -102,13 +102,13 @@ class IncidentRecords(Struct, kw_only=True):
 
     @property
     def gone(self) -> list[Record]:
-        """What had ended the copies, where a farther source had to serve."""
+        """Records that ended the in-memory checkpoints, if a farther source was used."""
         origin = self.incident.incident.source.origin
         return (sorted(self.lost.values(), key=_seq) if origin in ("checkpoint", "seed") else [])
 
     @property
     def no_copies(self) -> str:
-        """Why there was no copy at all, where a farther source had to serve."""
+        """Why there was no in-memory checkpoint, if a farther source was used."""
         if self.incident.incident.source.origin not in ("checkpoint", "seed") or self.kept:
             return ""
         training = self.state.tasks[self.incident.task].spec.training
@@ -118,7 +118,7 @@ class IncidentRecords(Struct, kw_only=True):
                 "none are kept: train.copy_every is 0")
 
     def settle(self) -> None:
-        """Take in what tells of the copy that served, or why none did."""
+        """Add the records of the in-memory checkpoint that was used, or of the loss of all."""
         source = self.incident.incident.source
         used = self.kept.get((source.node, source.step_version))
         decisive = [*self.gone, *([used] if used is not None and source.origin == "copy" else [])]
@@ -140,7 +140,7 @@ class IncidentRecords(Struct, kw_only=True):
         return other == "moves" or (other == "leaves" and (not end or record.seq <= end))
 
     def _keep_plan(self, record: Record) -> None:
-        """A plan comes before the placement that makes it part of the incident."""
+        """Add the plan that precedes a placement of the incident."""
         plan = self.plan
         if plan is not None and (record is plan or (
                 isinstance(record.body, TaskPlaced) and plan.cause == record.cause)):
@@ -148,7 +148,7 @@ class IncidentRecords(Struct, kw_only=True):
             self.plan = None
 
     def is_over(self, seq: int) -> bool:
-        """Whether nothing of a later seq can belong to it."""
+        """Whether no record after `seq` can belong to it."""
         end = self.incident.closed_seq
         return bool(end) and seq >= max(end, *self.later, 0) and (
             "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
@@ -159,7 +159,7 @@ def _seq(record: Record) -> int:
 
 
 def incident_records(one: IncidentHistory, records: Iterable[Record]) -> IncidentRecords:
-    """Read the log from its start, until the incident is over and all that came later is read."""
+    """Read the log from its start until the incident and its later evidence are complete."""
     later = frozenset(one.incident.evidence) - frozenset(one.evidence)
     found = IncidentRecords(incident=one, later=later)
     for record in records:

@@ -1,4 +1,4 @@
-"""Faults that were injected on purpose: requested, ordered, and which incidents they explain."""
+"""Injected faults: requested, ordered, and the incidents that they explain."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from ...events.records.reports import (
 
 
 class Injected(Struct, kw_only=True):
-    """One InjectFault. It breaks one life of a rank, or of a node's agent, and no later one."""
+    """One InjectFault. It affects one attempt of a rank, or one incarnation of an agent."""
 
     request: Record
     """The FaultRequested, or the order itself."""
     order: InjectFault
     at_s: float
     over_seq: int = 0
-    """What is reported from here on does not come from it; 0: it may still show."""
+    """Reports from here on are unrelated; 0: it may still have effects."""
 
     def is_over(self, record: Record) -> bool:
-        """Its rank has ended, or trains on; its node's next agent has joined."""
+        """Whether its effects are over: its rank ended or trains on, or its node's next agent
+        joined."""
         order, body = self.order, record.body
         if order.what == "node":
             return (isinstance(body, NodeJoined) and body.node in order.nodes
@@ -38,18 +39,18 @@ class Injected(Struct, kw_only=True):
             return False
         if isinstance(body, RankExited):
             return body.rank == order.rank and body.attempt >= order.attempt
-        if isinstance(body, TaskProgressed | IterationsLogged):  # a stopped rank goes on by itself
+        if isinstance(body, TaskProgressed | IterationsLogged):  # it continues on its own
             return (order.what == "stop" and order.stop_s > 0
                     and record.at_s > self.at_s + order.stop_s)
         return isinstance(body, TaskEnded)
 
 
 class InjectedFaults(Struct):
-    """All such faults of a log."""
+    """All injected faults of a log."""
 
     faults: list[Injected] = field(default_factory=list[Injected])
     request: Record | None = None
-    """The last one."""
+    """The last request."""
 
     def add(self, record: Record) -> None:
         """Read the next record."""
@@ -66,7 +67,8 @@ class InjectedFaults(Struct):
 
     def behind(self, *, task: int, ranks: Sequence[int], node: str, first_seq: int,
                last_seq: int) -> list[Injected]:
-        """Those that explain an incident whose signs came from `first_seq` to `last_seq`."""
+        """Injected faults that explain an incident whose signs came from `first_seq` to
+        `last_seq`."""
         return [one for one in self.faults
                 if one.request.seq < last_seq
                 and (not one.over_seq or one.over_seq >= first_seq)

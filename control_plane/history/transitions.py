@@ -1,6 +1,6 @@
-"""Transitions: how a task went from one generation to the next.
+"""Transitions of a task between generations.
 
-A task stands still from the moment its last member has left the old generation until Resume.
+A task is stopped from the moment its last member has left the old generation until Resume.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Transition(Struct, kw_only=True):
     """Members of the last generation that was resumed; 0: this is the task's first."""
     num_after: int
     iteration: int
-    """The iteration that the new generation goes on with."""
+    """The iteration that the new generation continues with."""
     still_s: float
-    stood_s: float
-    """When the last member had left."""
+    stopped_at_s: float
+    """When the last member left the old generation."""
     step_s: float | None = None
-    """From standing still to the first finished iteration; None: none is reported yet."""
+    """From `stopped_at_s` to the first finished iteration; None: not reported yet."""
     lost: int
-    """Iterations that a member had stepped and that are done again."""
+    """Iterations that a member had finished and that are repeated."""
     newcomers: tuple[Reconfigured, ...]
-    """Of each member that was not in the last generation that was resumed, its first Reconfigured
-    since, wherever its state came from; none in the task's first."""
+    """The first Reconfigured of each new member since the last Resume; none in the task's first
+    generation."""
 
 
 class TaskTransitions(Struct):
@@ -46,16 +46,16 @@ class TaskTransitions(Struct):
     order: Record | None = None
     """The newest Reconfigure."""
     members: tuple[Member, ...] = ()
-    """Of the last generation that was resumed, `generation`."""
+    """Members of the last resumed generation, `generation`."""
     generation: int = 0
     left: dict[int, Quiesced] = field(default_factory=dict[int, Quiesced])
-    """By rank: who has left it."""
+    """By rank: members that have left it."""
     left_s: float = -1.0
     up: list[Reconfigured] = field(default_factory=list[Reconfigured])
-    """Who has settled in the newest generation."""
+    """Members that came up in the newest generation."""
     first: dict[Process, Reconfigured] = field(default_factory=dict[Process, Reconfigured])
-    """The first Reconfigured of each process since the last Resume: what a process was given in a
-    generation that then failed, it keeps."""
+    """The first Reconfigured of each process since the last Resume: a process keeps state that it
+    received in a failed generation."""
     last: Transition | None = None
 
     def add(self, record: Record) -> Transition | None:
@@ -69,12 +69,12 @@ class TaskTransitions(Struct):
             if isinstance(order, Reconfigure) and body.generation == order.generation:
                 self.up.append(body)
         elif isinstance(body, Quiesced) and body.generation == self.generation:
-            if body.rank not in self.left:  # one that holds already repeats it when it is ordered
+            if body.rank not in self.left:  # a member that already left repeats it when ordered
                 self.left_s = max(self.left_s, record.occurred_s)
             self.left[body.rank] = body
         elif isinstance(body, TaskProgressed) and self.last is not None:
             if body.generation == self.last.generation and self.last.step_s is None:
-                self.last.step_s = max(record.at_s - self.last.stood_s, 0.0)
+                self.last.step_s = max(record.at_s - self.last.stopped_at_s, 0.0)
         elif isinstance(body, Resume) and self.order is not None and isinstance(
                 order, Reconfigure) and body.generation == order.generation and self.up:
             self.last = self._resumed(record, self.order.seq, order)
@@ -82,7 +82,7 @@ class TaskTransitions(Struct):
         return None
 
     def _resumed(self, record: Record, seq: int, order: Reconfigure) -> Transition:
-        stood_s = self.left_s if self.left else record.at_s
+        stopped_at_s = self.left_s if self.left else record.at_s
         settled = min(one.step_version for one in self.up)
         old = {(one.rank, one.attempt) for one in self.members}
         newcomers = [self.first[key] for one in self.up
@@ -90,7 +90,7 @@ class TaskTransitions(Struct):
         made = Transition(
             task=order.task, seq=seq, generation=order.generation,
             num_before=len(self.members), num_after=len(order.members), iteration=settled,
-            still_s=max(record.at_s - stood_s, 0.0), stood_s=stood_s,
+            still_s=max(record.at_s - stopped_at_s, 0.0), stopped_at_s=stopped_at_s,
             lost=max([one.step_version - settled for one in self.left.values()] + [0]),
             newcomers=tuple(newcomers) if self.members else ())
         self.generation, self.members = order.generation, order.members

@@ -1,4 +1,4 @@
-"""The WAF of a cluster over time: what was achieved, planned, and would have been ideal."""
+"""The WAF of a cluster over time: achieved, planned, ideal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Work(Struct, frozen=True):
 
 
 class Planned(Struct, frozen=True):
-    """What the cluster was to earn from `at_s` on, weighted FLOP/s: the plan, and the ideal one."""
+    """Planned WAF from `at_s` on, weighted FLOP/s, and the ideal."""
 
     seq: int
     at_s: float
     waf: float = 0.0
     ideal_waf: float = 0.0
     origins: tuple[str, ...] = ()
-    """Of the tables, as they were then, of the tasks that it gives slots, sorted."""
+    """Origins of the throughput tables of the tasks in the plan, sorted."""
 
 
 class Waf(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Waf(Struct, frozen=True, kw_only=True):
     planned: tuple[float, ...]
     ideal: tuple[float, ...]
     origins: tuple[str, ...]
-    """Of the tasks that the log's plans gave slots: declared, modelled, measured."""
+    """Origins of the throughput tables in the log's plans: declared, modelled, measured."""
 
 
 def over_time(work: Sequence[Work], plans: Sequence[Planned], *, from_s: float, to_s: float,

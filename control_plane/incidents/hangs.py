@@ -1,9 +1,8 @@
-"""Hangs, located: who keeps a task waiting that stands, and whether that is known.
+"""Hang localisation: which ranks stall a task, and how certain that is.
 
-A rank that stands in work of its own waits for nobody; its peers, which stand in a collective that
-it has not entered, are the second source. Where all are in collectives, the network is what stands;
-where most are in work of their own, they stand for a reason that they share: a file system, a
-machine. Nobody of them is to blame.
+A rank that stalls in its own work waits for no other. Its peers, stalled in a collective that it
+has not entered, are the second source. If all ranks are in collectives, the network stalls. If most
+are in their own work, they share a cause (a file system, a machine), and none of them is faulty.
 """
 
 from __future__ import annotations
@@ -16,45 +15,47 @@ from ..state.cluster import ClusterState
 from ..state.task import Crawl, Rank, Stall, Task
 
 STANDS = "stands still"
-"""Why a rank that was found to hang is overdue."""
+"""Timeout reason of a rank that hangs."""
 WORKS_ON = "works on and on"
-"""Why a rank is overdue that passes marks, and does not come to the end of its own work."""
+"""Timeout reason of a rank that passes progress marks but never ends its own work."""
 WAITED_FOR = "is waited for in a collective"
-"""Why a rank on a silent node is given up."""
+"""Timeout reason of a rank on an unreachable node."""
 STANDS_TIMES = 3.0
-"""Times the average iteration: the paper's line of a fault."""
+"""Times the average iteration: the Unicron paper's threshold of a fault."""
 CRAWLS_TIMES = 10.0
-"""Of a rank that passes marks: it may only be slow, for a moment."""
+"""Threshold for a rank that passes progress marks: it may be slow for a moment only."""
 NETWORK_TIMES = 2.0
-"""Where all wait in collectives: so many times as patient, nobody is behind."""
+"""Factor on the threshold if all ranks wait in collectives: no rank is behind."""
 UNKNOWN_TIMES = 30.0
 UNKNOWN_S_MIN = 1800.0
-"""Where most are in work of their own: as long as a collective's timeout gives them (NCCL's)."""
+"""Threshold if most ranks are in their own work: the timeout of a collective (NCCL)."""
 
 
 class Hang(Struct, frozen=True, kw_only=True):
-    """A task stands: all that can be asked say so."""
+    """A stalled task: all reachable ranks are stalled."""
 
     kind: Literal["rank", "slow", "silent", "network", "unknown"]
     ranks: tuple[int, ...]
-    """Who is to blame (`slow`: though it passes marks); `silent`: those of whom nobody knows;
-    `network`: all that stand; `unknown`: all in work of their own."""
+    """The cause (`slow`: it passes progress marks). `silent`: ranks on unreachable nodes;
+    `network`: all stalled ranks; `unknown`: all in their own work."""
     since_s: float
-    """When the first of these passed its last mark; `silent`: of those that wait for them."""
+    """When the first of these passed its last progress mark; `silent`: the first of those that wait
+    for them."""
     due_s: float
-    """When it has lasted so long that it is acted upon."""
+    """When the stall is long enough to act upon."""
     why: str
     evidence: tuple[int, ...]
     is_sure: bool = True
-    """False: it is only told, whenever."""
+    """False: it is shown, but never acted upon."""
 
 
 def located(state: ClusterState, task: Task) -> Hang | None:
-    """The hang of a task, None where somebody may still go on, or where another fault explains it.
+    """Locate the hang of a task; None if a rank may still progress or another fault explains the
+    stall.
 
-    Those that are stopped (SIGSTOP) have a deadline of their own, and of those on a silent node
-    nobody knows: neither is asked. While there are such, only a rank that waits for nobody is to
-    blame; where there is none, those on silent nodes are what the others wait for.
+    Stopped ranks (SIGSTOP) have a deadline of their own, and the state of ranks on unreachable
+    nodes is unknown: neither counts. While there are such ranks, only a rank that waits for no
+    other can be the cause. If there is none, the others wait for those on unreachable nodes.
     """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None
@@ -68,41 +69,42 @@ def located(state: ClusterState, task: Task) -> Hang | None:
     if len(living) < len(task.members) or any(
             not rank.sound or rank.quiesced == task.generation for rank in living):
         return None
-    asked = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
-    if not asked:
+    reachable = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
+    if not reachable:
         return None
-    if any(rank.rank not in task.stalls for rank in asked):
-        return _crawling(state, task, asked)
-    mute = tuple(rank.rank for rank in living if rank.slot.node in silent)
-    return _judged(state, task, asked, mute, all_asked=len(asked) == len(living))
+    if any(rank.rank not in task.stalls for rank in reachable):
+        return _slow_hang(state, task, reachable)
+    unreachable = tuple(rank.rank for rank in living if rank.slot.node in silent)
+    return _classify(state, task, reachable, unreachable,
+                     all_reachable=len(reachable) == len(living))
 
 
-def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int, ...], *,
-            all_asked: bool) -> Hang | None:
-    stalls = {rank.rank: task.stalls[rank.rank] for rank in asked}
-    own = [rank for rank in asked if stalls[rank.rank].where == "own"]
+def _classify(state: ClusterState, task: Task, reachable: list[Rank],
+              unreachable: tuple[int, ...], *, all_reachable: bool) -> Hang | None:
+    stalls = {rank.rank: task.stalls[rank.rank] for rank in reachable}
+    own = [rank for rank in reachable if stalls[rank.rank].where == "own"]
     limits_s = {number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
                 for number, stall in stalls.items()}
-    evidence = tuple(stalls[rank.rank].seq for rank in asked)
-    # A machine that was paused with its agent tells of stalls, and goes on at once.
+    evidence = tuple(stalls[rank.rank].seq for rank in reachable)
+    # A machine that was paused with its agent reports stalls and then continues.
     sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
-    num_waiting = len(asked) - len(own)
-    if own and num_waiting and 2 * len(own) <= len(asked):
+    num_waiting = len(reachable) - len(own)
+    if own and num_waiting and 2 * len(own) <= len(reachable):
         numbers = tuple(rank.rank for rank in own)
         return Hang(kind="rank", ranks=numbers, evidence=evidence,
                     since_s=min(stalls[number].since_s for number in numbers),
                     due_s=max(sure_s, *(stalls[number].since_s + limits_s[number]
                                         for number in numbers)),
                     why=_of_ranks(own, stalls, num_waiting))
-    if mute and not own:
-        # Their nodes' lease is one source, if it is not back at once; that all others wait is the
-        # second.
-        back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in mute)
+    if unreachable and not own:
+        # The expired lease is one source, unless the node is back immediately. The waiting of all
+        # others is the second.
+        back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in unreachable)
         due_s = max(stall.since_s + limits_s[number] for number, stall in stalls.items())
-        return Hang(kind="silent", ranks=mute, evidence=evidence, why=_of_network(stalls),
+        return Hang(kind="silent", ranks=unreachable, evidence=evidence, why=_of_network(stalls),
                     since_s=min(stall.since_s for stall in stalls.values()),
                     due_s=max(due_s, back_s + state.policy.evidence_s_max))
-    if not all_asked:
+    if not all_reachable:
         return None
     numbers = tuple(stalls)
     if not own:
@@ -119,25 +121,24 @@ def _judged(state: ClusterState, task: Task, asked: list[Rank], mute: tuple[int,
                 why=_of_own(stalls, len(own)))
 
 
-def _crawling(state: ClusterState, task: Task, asked: list[Rank]) -> Hang | None:
-    """Not all stand: whoever does not works on and on, in the very iteration that all others wait
-    for. None where less is known.
+def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
+    """The hang of a task whose other ranks all wait for slow iterations; None if less is known.
 
-    It is acted upon when its own work was told to have lasted so long: whoever came to its end
-    since does not count as slow for what followed.
+    It counts once the reported own work itself is long enough. So a rank that ended its work
+    meanwhile is not slow because of what followed.
     """
-    going = [rank for rank in asked if rank.rank not in task.stalls]
-    waiting = [task.stalls[rank.rank] for rank in asked if rank.rank in task.stalls]
-    if any(rank.rank not in task.crawls for rank in going) or 2 * len(going) > len(asked):
+    going = [rank for rank in reachable if rank.rank not in task.stalls]
+    waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
+    if any(rank.rank not in task.crawls for rank in going) or 2 * len(going) > len(reachable):
         return None
     crawls = {rank.rank: task.crawls[rank.rank] for rank in going}
     known: list[Stall | Crawl] = [*waiting, *crawls.values()]
     if any(stall.where == "own" for stall in waiting) or (
-            len({told.iteration for told in known}) > 1):
+            len({one.iteration for one in known}) > 1):
         return None
-    normal_s = max(told.normal_s for told in known)
+    normal_s = max(one.normal_s for one in known)
     least_s = max(CRAWLS_TIMES * normal_s, state.policy.hang_s_min)
-    sure_s = max(told.told_s for told in known) + normal_s
+    sure_s = max(one.told_s for one in known) + normal_s
     who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in going)
     verb = "works on and on" if len(going) == 1 else "work on and on"
     longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
@@ -149,7 +150,7 @@ def _crawling(state: ClusterState, task: Task, asked: list[Rank]) -> Hang | None
         due_s=max(sure_s, *(crawl.since_s + least_s for crawl in crawls.values())),
         why=f"{who} {verb} in iteration {longest.iteration}, for {longest.own_s:.3g} s, usual is "
             f"{longest.normal_s:.3g} s; {others}",
-        evidence=tuple(sorted(told.seq for told in known)))
+        evidence=tuple(sorted(one.seq for one in known)))
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:

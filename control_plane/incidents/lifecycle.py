@@ -1,4 +1,4 @@
-"""From faults to incidents: opened, escalated and closed, each with its reason."""
+"""The life cycle of incidents: opened, escalated, closed, each with a reason."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from .root_cause import root_cause
 from .severity import worse
 
 NUM_STOPS_MAX = 3
-"""StopRank orders for one process before it is given up."""
+"""StopRank orders for one process before it is orphaned."""
 
 
 def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Turn the task's faults, and what silence and patience prove, into incidents."""
+    """Open or escalate incidents for the task's faults, lost nodes and processes that cannot be
+    stopped."""
     if task.faults:
         yield from _from_faults(state, task)
-    yield from _lost(state, task)
+    yield from _lost_nodes(state, task)
     if not any(rank.overdue for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
-        told = len(rank.stop_orders) >= NUM_STOPS_MAX
-        if rank.overdue and told and not _armed(state, task, rank):
-            yield _tell(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
-                        f"rank {rank.rank} could not be ended in {NUM_STOPS_MAX} orders",
-                        tuple(rank.stop_orders[-1:]))
+        is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX
+        if rank.overdue and is_stuck and not _is_stop_pending(state, task, rank):
+            yield _open_or_escalate(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
+                                    f"rank {rank.rank} could not be ended in "
+                                    f"{NUM_STOPS_MAX} orders", tuple(rank.stop_orders[-1:]))
 
 
 def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -39,7 +40,8 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.reattempts > limit:
         ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
-    yield _tell(state, task, severity, status, cause.node, ranks, why, evidence, root=cause.root)
+    yield _open_or_escalate(state, task, severity, status, cause.node, ranks, why, evidence,
+                            root=cause.root)
     if not task.furthest and any(task.ranks[number].error == WRONG_INPUT
                                  for number in ranks if number in task.ranks):
         yield _close(state, task, "failed", f"it cannot start: {why}")
@@ -56,25 +58,26 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     followed = [number for number in spent if number in task.blamed]
     if left and task.heals_in_memory and not followed:
         names = " ".join(str(number) for number in spent)
-        spent_why = f"rank {names} {_again(state)}, its slot is taken out"
-        yield _tell(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
+        spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
+        yield _open_or_escalate(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
         return
     slot = task.blamed[followed[0]] if followed else None
     also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
-    last = f"{_again(state)}{also}: {why}"
-    yield _tell(state, task, "SEV1", status, "", (), last, evidence)
+    last = f"{_budget_spent(state)}{also}: {why}"
+    yield _open_or_escalate(state, task, "SEV1", status, "", (), last, evidence)
     yield _close(state, task, "failed", last)
 
 
-def _again(state: ClusterState) -> str:
-    """By which rule there are no more restarts: what lasts long enough is forgiven."""
+def _budget_spent(state: ClusterState) -> str:
+    """Explain why the restart budget is used up. Restarts followed by `restart_iterations`
+    iterations of progress are not counted."""
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
     return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
             "failed, and restarts_max is 0")
 
 
-def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Ranks on nodes that are silent count as lost when a second source says so."""
+def _lost_nodes(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Declare ranks on unreachable nodes lost if a second source confirms it."""
     if not state.silent:
         return
     silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
@@ -97,16 +100,14 @@ def _lost(state: ClusterState, task: Task) -> Iterator[Body]:
         else:
             continue
         evidence = tuple(sorted(x for x in (node.silenced_seq, seq) if x))
-        yield _tell(state, task, "SEV1", LOST_CONNECTION, name,
-                    tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
-                    evidence)
+        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, name,
+                                tuple(rank.rank for rank in there),
+                                f"node {name} is silent; {second}", evidence)
 
 
 def _replaced(state: ClusterState, task: Task) -> bool:
-    """Its members, or where it has none its processes, were silent for so long that others go on.
-
-    Newcomers elsewhere are no part of it: nobody is left who would let them in.
-    """
+    """Whether all its members (without any: its processes) are on nodes that are unreachable for so
+    long that the task is placed elsewhere."""
     nodes = [state.nodes.get(rank.slot.node)
              for rank in task.living_members() or task.ranks.values()]
     return all(node is not None and node.replace for node in nodes)
@@ -114,15 +115,17 @@ def _replaced(state: ClusterState, task: Task) -> bool:
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """A collective failed and nothing else did: SEV3, before the reattempt in place."""
-    told = [rank for rank in task.living_members() if rank.failed == task.generation]
-    if told and task.failed_s >= 0 and not task.incident:
-        yield _tell(state, task, "SEV3", told[0].failed_status, told[0].slot.node,
-                    tuple(rank.rank for rank in told), "a collective failed, no rank is lost",
-                    tuple(rank.failed_seq for rank in told))
+    failed = [rank for rank in task.living_members() if rank.failed == task.generation]
+    if failed and task.failed_s >= 0 and not task.incident:
+        yield _open_or_escalate(state, task, "SEV3", failed[0].failed_status,
+                                failed[0].slot.node, tuple(rank.rank for rank in failed),
+                                "a collective failed, no rank is lost",
+                                tuple(rank.failed_seq for rank in failed))
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The task steps with all that the plan gives it: healed, or set back where that cost steps."""
+    """Close the incident when the task steps with its whole target: healed, or set back if it lost
+    iterations."""
     incident = state.incidents.get(task.incident)
     if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
         return
@@ -139,22 +142,22 @@ def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
-    """The task is over, and with it what was wrong with it."""
+    """Close the incident of a task that has ended."""
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
         yield _close(state, task, "ended", why)
 
 
-def _armed(state: ClusterState, task: Task, rank: Rank) -> bool:
+def _is_stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
     return f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
 
 
-def _tell(state: ClusterState, task: Task, severity: Severity, status: str, node: str,
-          ranks: tuple[int, ...], why: str, evidence: tuple[int, ...], *,
-          root: bool = False) -> Body:
+def _open_or_escalate(state: ClusterState, task: Task, severity: Severity, status: str, node: str,
+                      ranks: tuple[int, ...], why: str, evidence: tuple[int, ...], *,
+                      root: bool = False) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
-        # The severity of what is told now: SEV1 takes slots out, and only those of these ranks.
+        # The severity of the new evidence: SEV1 disables slots, and only those of these ranks.
         return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
                                  evidence=evidence, status=status, node=node, root=root)
     return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,

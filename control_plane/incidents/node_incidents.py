@@ -1,4 +1,4 @@
-"""Incidents of a node alone: a device that erred while its rank went on, or while it was idle."""
+"""Incidents of a node alone: device errors that failed no rank."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from .severity import severity_of, worse
 
 
 def settle(state: ClusterState, record: Record) -> Iterator[Body]:
-    """What is to be decided of nodes that ail: each error joined, or told alone, or over."""
+    """Decide on nodes with pending decisions: join errors to incidents, open, close, quarantine."""
     for name in list(state.ailing):
         node = state.nodes[name]
         if isinstance(record.body, (DeviceErred, HealthChanged)):
             yield from _join(state, node)
-        yield from _alone(state, node)
+        yield from _open(state, node)
         yield from _close(state, node)
         yield from quarantine.judge(state, node)
 
 
 def ail(state: ClusterState, name: str) -> None:
-    """Fold: something of the node is still to be decided."""
+    """Fold: mark the node as having a pending decision."""
     if name not in state.ailing:
         state.ailing = sorted([*state.ailing, name])
 
 
 def settle_ailing(state: ClusterState) -> None:
-    """Fold: of some nodes nothing may be left to decide."""
+    """Fold: remove nodes that have no pending decision any more."""
     state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
 
 
 def is_open(state: ClusterState, node: Node) -> bool:
-    """Whether something of it is still to be decided."""
+    """Whether a decision about the node is pending."""
     return bool(node.incident) or quarantine.is_due(state, node) or any(
         not one.incident and (not one.due or _slots(state, node, one)) for one in node.erred)
 
 
 def _join(state: ClusterState, node: Node) -> Iterator[Body]:
-    """An error that came after what it did to a rank: it is the cause of that incident."""
+    """Escalate the task's incident if an error, reported later, is its cause."""
     for erred in [one for one in node.erred if not one.incident]:
         severity = severity_of(erred.status)
         for key in sorted(state.tasks):
@@ -64,17 +64,18 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
                     why=in_words(node.name, erred), evidence=(erred.seq,))
 
 
-def _alone(state: ClusterState, node: Node) -> Iterator[Body]:
-    """No rank failed of it in time: its slots are left in order, at an iteration's end."""
+def _open(state: ClusterState, node: Node) -> Iterator[Body]:
+    """Open or escalate an incident of the node if no rank failed of the error in time. Tasks leave
+    the slots at an iteration's end."""
     for erred in list(node.erred):
         if erred.incident or not erred.due or not _slots(state, node, erred):
             continue
-        told = [erred, *(x for x in node.erred if x is not erred and not x.incident
-                         and (x.is_like(erred) or _seconds(state, erred, x)))]
+        related = [erred, *(x for x in node.erred if x is not erred and not x.incident
+                         and (x.is_like(erred) or _confirms(state, erred, x)))]
         out = " ".join(map(str, erred.devices))
         what = f"slot{'s' * (len(erred.devices) > 1)} {out}" if erred.devices else "all its slots"
         why = f"{in_words(node.name, erred)}; no rank failed of it, {what} shall be left"
-        evidence = tuple(sorted(x.seq for x in told))
+        evidence = tuple(sorted(x.seq for x in related))
         if node.incident:
             yield IncidentEscalated(of=node.incident, severity="SEV1", ranks=(), why=why,
                                     evidence=evidence, status=erred.status, node=node.name)
@@ -84,28 +85,28 @@ def _alone(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _slots(state: ClusterState, node: Node, erred: Erred) -> list[int]:
-    """Slots that an error by itself takes out: what it names; all, where a second source agrees.
+    """Slots that an error alone disables: those it names; all, if a second source confirms it.
 
-    Only SEV1 does. Nothing is taken out of which nobody says which device it is, but for that.
+    Only SEV1 disables slots. Without a named device, a single source disables none.
     """
     if severity_of(erred.status) != "SEV1":
         return []
     if erred.devices:
         return [index for index in erred.devices if index not in node.slots_out]
-    second = any(_seconds(state, erred, other) for other in node.erred if other is not erred)
+    second = any(_confirms(state, erred, other) for other in node.erred if other is not erred)
     return [index for index in range(node.num_slots)
             if index not in node.slots_out] if second else []
 
 
-def _seconds(state: ClusterState, erred: Erred, other: Erred) -> bool:
-    """Whether another error of the whole node, of another source or kind, says the same."""
+def _confirms(state: ClusterState, erred: Erred, other: Erred) -> bool:
+    """Whether another error of the whole node, of another source or kind, confirms it."""
     return (not erred.devices and not other.devices and severity_of(other.status) == "SEV1"
             and is_near(state, erred, other.at_s)
             and (other.origin, other.rule) != (erred.origin, erred.rule))
 
 
 def _close(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Nothing runs any more where it erred."""
+    """Close the node's incident when no process runs on disabled slots."""
     if node.incident and not any(node.is_out(index) for index in node.occupants):
         yield IncidentClosed(of=node.incident, outcome="healed", pause_s=0.0, iterations_lost=0,
                              kept=0, dealt=0, ckpt_read=False,

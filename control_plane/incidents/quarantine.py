@@ -1,4 +1,4 @@
-"""Quarantine: a node that fails again and again gets no tasks for a time."""
+"""Quarantine: a node with repeated faults gets no tasks for a time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..state.node import NUM_OFFENCES_MAX, Node, Offence
 from .severity import TABLE
 
 OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG))
-"""Statuses that count against a node, where they were SEV1: of a device, a lost connection, and a
-process that nothing could end."""
+"""SEV1 statuses that count against a node: device errors, lost connection, and a process that could
+not be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
-"""Some node has so many faults by chance alone in fewer cases than this: Poisson's tail by the mean
-of the others, as often as there are nodes."""
+"""Significance level: by chance, some node has that many faults less often than this (Poisson tail
+at the mean of the other nodes, times the number of nodes)."""
 
 
 def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
-    """Fold: an incident names the node. Once for what one fault did to several tasks.
+    """Fold: count a fault against the node; one fault of several tasks counts once. True:
+    quarantine is due.
 
-    Not what was asked for, nor on a node that an operator has drained to work on it. An agent that
-    was started again and is lost once more is lost anew, however soon; what a device tells may be
-    told anew by the next agent. True: the node is to be quarantined for it.
+    Faults on a drained node do not count. Each loss of a restarted agent counts, however soon. A
+    device error may be repeated by the next agent and then counts once.
     """
     found = state.nodes.get(node)
     if found is None or status not in OFFENCES or found.drained:
@@ -44,34 +44,35 @@ def offend(state: ClusterState, *, incident: int, node: str, status: str, why: s
 
 
 def is_due(state: ClusterState, node: Node) -> bool:
-    """Whether it has failed so often that it is to be quarantined, the last time since it was."""
+    """Whether the node has enough faults for a quarantine, one of them after the last
+    quarantine."""
     if node.quarantine is not None or not any(one.fresh for one in node.offences):
         return False
     if len(node.offences) < state.policy.quarantine_faults:
-        return False  # whatever counts of these
+        return False  # a cheap upper bound
     num = len(counting(state, node))
     return num >= state.policy.quarantine_faults and _is_unusual(state, node, num)
 
 
 def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
-    """Whether, all failing alike, hardly ever one of the nodes would have so many faults.
+    """Whether the count is unlikely if all nodes fail equally often.
 
-    Where all fail often, to be without those that did would cost more than their next fault.
+    If all nodes fail often, removing one costs more than its next fault.
     """
-    mean = max(sum(_shown(state)) - num, 0) / max(len(state.nodes) - 1, 1)
+    mean = max(sum(_num_counting(state)) - num, 0) / max(len(state.nodes) - 1, 1)
     fewer = math.fsum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
     return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX
 
 
 def counting(state: ClusterState, node: Node) -> list[Offence]:
-    """What counts against it now. Many nodes that are silent at once are the network's fault."""
+    """Faults that count now. Many nodes lost at the same time are the network's fault."""
     since_s = state.at_s - state.policy.quarantine_window_s
     return [one for one in node.offences if one.at_s >= since_s
             and not (one.status == LOST_CONNECTION and _is_shared(state, one))]
 
 
-def _shown(state: ClusterState) -> Iterator[int]:
-    """Of each node what counts against it, in one look at them all."""
+def _num_counting(state: ClusterState) -> Iterator[int]:
+    """The number of counting faults of each node, in one pass."""
     since_s, near_s = (state.at_s - state.policy.quarantine_window_s,
                        state.policy.replace_after_s)
     most = num_unconfirmed_max(state)
@@ -85,20 +86,20 @@ def _shown(state: ClusterState) -> Iterator[int]:
 
 def _is_shared(state: ClusterState, offence: Offence) -> bool:
     near_s = state.policy.replace_after_s
-    alike = [node.name for node in state.nodes.values() if any(
+    similar = [node.name for node in state.nodes.values() if any(
         one.status == offence.status and abs(one.at_s - offence.at_s) <= near_s
         for one in node.offences)]
-    return len(alike) > num_unconfirmed_max(state)
+    return len(similar) > num_unconfirmed_max(state)
 
 
 def num_unconfirmed_max(state: ClusterState) -> int:
-    """Nodes that may be taken out by what no second source says."""
+    """Number of nodes that may be disabled without a second source."""
     num = sum(node.health != "left" for node in state.nodes.values())
     return max(int(state.policy.unconfirmed_share_max * num), 1)
 
 
 def judge(state: ClusterState, node: Node) -> Iterator[Body]:
-    """The decision, where it is due."""
+    """Quarantine the node if it is due."""
     if not is_due(state, node):
         return
     found = counting(state, node)

@@ -1,4 +1,4 @@
-"""The root cause: what all evidence of a task, joined, points to."""
+"""The root cause of a task's faults, from all evidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .severity import severity_of, worse
 
 
 class Cause(Struct, frozen=True, kw_only=True):
-    """What an incident is called, and by which evidence: first-hand before second-hand."""
+    """The cause of an incident; direct evidence precedes indirect evidence."""
 
     severity: Severity
     status: str
@@ -22,28 +22,28 @@ class Cause(Struct, frozen=True, kw_only=True):
     why: str
     evidence: tuple[int, ...]
     root: bool
-    """An open incident had no cause before."""
+    """It replaces the assumed cause of an open incident."""
     is_hearsay: bool
-    """Processes ended, and each by what another did: no reason to give up a slot."""
+    """Only indirect evidence: processes ended because others did. No reason to disable a slot."""
 
 
 def root_cause(state: ClusterState, task: Task) -> Cause:
-    """Of the task's faults, of which there is one at least, and of what their devices told.
+    """Find the root cause of the task's faults (at least one) and of device errors near them.
 
-    What tells of another's end is the cause only where there is nothing else. A device's own error
-    is nearer to the cause than what a rank on it says, unless that is graver.
+    Indirect evidence is the cause only if there is no other. A device error precedes the report of
+    its rank, unless that is more severe.
     """
     first = [fault for fault in task.faults if not fault.second_hand]
-    told = first or task.faults
-    severities: list[Severity] = [_severity(fault) for fault in told]
+    direct = first or task.faults
+    severities: list[Severity] = [_severity(fault) for fault in direct]
     severity = _worst(severities)
-    worst = told[severities.index(severity)]
-    # Where a process died or hangs, a collective that failed under others is what came of it.
-    causes = [fault for fault, own in zip(told, severities, strict=True)
+    worst = direct[severities.index(severity)]
+    # If a process died or hangs, failed collectives of others are consequences.
+    causes = [fault for fault, own in zip(direct, severities, strict=True)
               if own != "SEV3" or severity == "SEV3"]
     status, node = worst.status, worst.node
     ranks = sorted({number for fault in causes for number in fault.ranks})
-    whys = [fault.why for fault in told]
+    whys = [fault.why for fault in direct]
     pairs = [(erred, strike) for fault in causes for strike in fault.strikes
              for erred in _near(state, task, strike)]
     if pairs:
@@ -54,16 +54,16 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
             ranks = struck if gravest != severity else ranks
             severity, status, node = gravest, erred.status, strike.slot.node
         whys = [in_words(strike.slot.node, erred), *whys]
-    rest = [fault for fault in task.faults if fault not in told]
+    rest = [fault for fault in task.faults if fault not in direct]
     evidence = [erred.seq for erred, _ in pairs]
-    evidence += [seq for fault in (*told, *rest) for seq in fault.evidence]
+    evidence += [seq for fault in (*direct, *rest) for seq in fault.evidence]
     evidence += _seen_by_others(task)
     incident = state.incidents.get(task.incident)
     known = incident is not None and not incident.outcome
     return Cause(severity=severity, status=status, node=node,
                  ranks=tuple(ranks) if first or not known else (),
                  why="; ".join(dict.fromkeys(whys)), evidence=tuple(dict.fromkeys(evidence)),
-                 is_hearsay=not first and all(fault.ended for fault in told),
+                 is_hearsay=not first and all(fault.ended for fault in direct),
                  root=known and incident is not None and incident.second_hand and bool(first))
 
 
@@ -74,20 +74,19 @@ def in_words(node: str, erred: Erred) -> str:
 
 
 def matches(node: Node, erred: Erred, strike: Strike) -> bool:
-    """Whether what the node told of a device may be of this rank's."""
+    """Whether a device error may concern this rank's slot."""
     if strike.slot.node != node.name:
         return False
     return strike.slot.index in erred.devices if erred.devices else True
 
 
 def is_near(state: ClusterState, erred: Erred, at_s: float) -> bool:
-    """Whether it came within the time that evidence of one fault is joined in."""
+    """Whether it occurred within the time window for evidence of one fault."""
     return abs(erred.at_s - at_s) <= state.policy.evidence_s_max
 
 
 def _near(state: ClusterState, task: Task, strike: Strike) -> list[Erred]:
-    """What the rank's device told around then; or for what its slot is out, which it was to leave.
-    """
+    """Device errors near the failure, or those that its slot is disabled for."""
     node = state.nodes.get(strike.slot.node)
     return [erred for erred in node.erred if matches(node, erred, strike) and (
         is_near(state, erred, strike.at_s)
@@ -96,7 +95,7 @@ def _near(state: ClusterState, task: Task, strike: Strike) -> list[Erred]:
 
 
 def _seen_by_others(task: Task) -> list[int]:
-    """Collectives of this generation that failed: second-hand."""
+    """Failed collectives of this generation: indirect evidence."""
     return [rank.failed_seq for rank in task.living_members()
             if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0]
 

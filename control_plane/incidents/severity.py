@@ -1,4 +1,5 @@
-"""How bad an error status is, and what more of it becomes: our reading of the paper's table."""
+"""The severity of error statuses, and how each severity is handled (our reading of the Unicron
+paper's table)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ TABLE: dict[str, Severity] = {
 }
 OF_DEVICES = frozenset((ILLEGAL_MEMORY_ACCESS, ECC_ERRORS, INVALID_DMA_MAPPING, CUDA_ERRORS,
                         NVLINK_ERRORS, GPU_DRIVER_ERRORS))
-"""Rows that a rank can only tell of its own device: never another's end."""
+"""Rows that concern the reporting rank's own device: never indirect evidence."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV3": ("reattempt in place: the communicators are built again, every process lives",
              "restarts_max reattempts within restart_iterations iterations",
@@ -62,7 +63,7 @@ HANDLING: dict[Severity, tuple[str, str, str]] = {
              "quarantine_faults faults of one node within quarantine_window_s",
              "the node is quarantined for quarantine_s, until unicron lift"),
 }
-"""By severity: the first step, its budget (of the policy), and what follows when that is spent."""
+"""By severity: the first action, its budget (from the policy), and the next action."""
 _NETWORK = {
     CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
     CONNECTION_REFUSED: ("connection refused",),
@@ -72,49 +73,49 @@ SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6:
            7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
            13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ",
            31: "SIGSYS"}
-"""Linux's, as a process may end by: a log says the same wherever it is replayed."""
+"""Names of Linux signals. A fixed table: a log reads the same on every machine."""
 CAUSE_CHARS_MAX = 120
-"""Of a cause, in a sentence: the record has all of it."""
+"""Length of a cause in a sentence; the record has all of it."""
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
 
 
 def row_of(word: str) -> str:
-    """The row of the table that somebody wrote by hand: `Lost connection`, `ECC error`; empty for
+    """The row of the table for text written by hand (`Lost connection`, `ECC error`); empty:
     none."""
     plain = word.strip().lower().replace("_", " ")
-    if plain == "usageerror":  # what Python calls it, not the table
+    if plain == "usageerror":  # Python's name, not the table's
         return ""
     return _BY_WORD.get(plain) or _BY_WORD.get(f"{plain}s", "")
 
 
 def status_of(error: str) -> str:
-    """The row of the table that a reported error belongs to; a stranger is other software."""
+    """The row of the table for a reported error; unknown errors are other software."""
     return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
 
 
-def told_status(told: str, else_: str) -> str:
-    """What a worker's classifier called it, where that is a row of the table.
+def told_status(classified: str, else_: str) -> str:
+    """The status of a worker's classifier, if it is a row of the table.
 
-    What the job spec names wrongly is told by the rank alone.
+    The rank alone reports errors of the job spec.
     """
-    return told if told in TABLE and else_ != WRONG_INPUT else else_
+    return classified if classified in TABLE and else_ != WRONG_INPUT else else_
 
 
 def severity_of(status: str, *, process_ended: bool = False) -> Severity:
-    """The severity of a status. What ended a process needs a restart, so it is at least SEV2."""
+    """The severity of a status; at least SEV2 if a process ended, since it needs a restart."""
     severity = TABLE.get(status, "SEV2")
     return worse(severity, "SEV2") if process_ended else severity
 
 
 def worse(one: Severity, other: Severity) -> Severity:
-    """The graver of two: SEV1 before SEV2 before SEV3."""
+    """The more severe of two: SEV1, SEV2, SEV3."""
     return one if _ORDER[one] <= _ORDER[other] else other
 
 
 def network_status(error: str) -> str:
-    """Which network row a failed collective without root cause is, by what gloo, torch's store and
-    NCCL say; the name of an exception ("RuntimeError") is no word of theirs."""
+    """The network row of a failed collective without root cause, by the messages of gloo, torch's
+    store and NCCL. The name of an exception ("RuntimeError") is ignored."""
     said = error.lower()
     for status, words in _NETWORK.items():
         if any(word in said for word in words):
@@ -127,7 +128,7 @@ def exit_in_words(body: RankExited) -> str:
     killed from outside`, `exit code 0 before it had finished`."""
     if body.signal is not None:
         how = f"signal {body.signal}"
-        if body.cause and body.signal in SIGNALS:  # logs of older agents, without, say as they said
+        if body.cause and body.signal in SIGNALS:  # older agents report no cause
             how += f" ({SIGNALS[body.signal]})"
     elif body.exit_code == 0:
         how = "exit code 0 before it had finished"
@@ -142,6 +143,6 @@ def exit_in_words(body: RankExited) -> str:
 
 
 def last_line(text: str) -> str:
-    """Of a traceback, the line that says what it was."""
+    """The last line of a traceback: the error itself."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

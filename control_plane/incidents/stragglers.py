@@ -1,7 +1,7 @@
-"""The pace of ranks: who is slow, and holds up the others.
+"""Straggler detection from step times.
 
-A rank is compared with itself, and with those of its generation that have as many micro-batches:
-the remainder of a dealing makes nobody slow.
+A rank is compared with its own past, and with peers of its generation that have as many
+micro-batches. So an uneven assignment of micro-batches makes no straggler.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from statistics import median
 from ..state.task import Pace, Rank, Slow, Task
 
 SLOW_RATIO = 1.1
-"""Below it all is ordinary fluctuation, of own work and of iterations: the paper's line (our
-reading)."""
+"""Smaller ratios of own work or iteration time are normal variation: the Unicron paper's threshold
+(our reading)."""
 FAULT_RATIO = 3.0
-"""An iteration that takes longer for one rank is its fault."""
+"""A larger delay of iterations by one rank is a fault."""
 RATIO_MAX = 1e6
-"""More is absurd."""
+"""Limit of a reported ratio."""
 CONFIRMED_SHARE = 0.8
-"""Of the slow rank's iteration: so long at least that of another takes, if it waits."""
+"""Share of the straggler's iteration time that a peer's must reach to confirm it: the peer
+waits."""
 NUM_PEERS_MIN = 7
-"""With as many micro-batches, before they say what is usual, and how much they differ: the others
-of a node of eight."""
+"""Peers with as many micro-batches that a comparison needs: the others of an 8-slot node."""
 MOST_SHARE = 0.9
-"""Of the peers: slower than so many, or there is no one who holds up the others."""
+"""Share of the peers that a straggler must be slower than."""
 SPREAD_TIMES = 3.0
 LASTS_S = 60.0
-"""Before a rank has been slow for so long, nobody is advised to drain its node."""
+"""Time that a rank must be slow before draining its node is advised."""
 DEVIATION_TIMES = 1.4826
-"""From a median deviation to a standard deviation of a normal distribution."""
+"""Factor from median deviation to standard deviation (normal distribution)."""
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
-    """By rank: how many times slower, and how many times longer an iteration takes for it.
+    """Find the stragglers: by rank, the ratio of its own work and of the iteration time.
 
-    A rank whose own work has grown holds up nobody unless the iterations have grown with it: on a
-    machine that is shared, who computes longer may only have waited less. Where the others' work
-    has grown alike it holds up nobody either: the task is slower as a whole (`slower_alike`).
+    A rank with more own work is no straggler unless iterations are slower too: on a shared machine
+    it may have waited less instead. If the others' work has grown equally, the whole task is slower
+    (`slower_alike`).
     """
     if len(task.members) < 2:
         return {}
@@ -56,10 +56,10 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Of those found slow, whom all others wait for, by how many times longer iterations take.
+    """Of the slow ranks, those that arrive last, with the ratio of iteration times.
 
-    The one that works longest; those that are about as slow hold the others up together with it.
-    Who is slow too, and yet long there when the last arrives, holds up nobody now.
+    The rank with the longest work, and those about as slow. Other slow ranks arrive earlier and
+    delay nothing now.
     """
     late = sorted(found, key=lambda number: (-task.paces[number].own_s, number))
     for num in range(1, len(late)):
@@ -70,9 +70,9 @@ def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[i
 
 
 def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
-    """Its own work beside what it was at first, and how much longer iterations take for it.
+    """Own work and iteration time relative to the rank's past.
 
-    What the others' work has grown by too is none of its doing, and not counted.
+    Growth that the others share is not counted.
     """
     known = [_grown(other) for other in others if _is_comparable(other)]
     if not _may_be_slow(pace) or not known:
@@ -88,7 +88,7 @@ def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
 
 
 def _is_comparable(pace: Pace) -> bool:
-    """With what it was at first: it has as many micro-batches as then."""
+    """Whether it has as many micro-batches as its reference."""
     return pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
 
 
@@ -97,9 +97,9 @@ def _grown(pace: Pace) -> float:
 
 
 def slower_alike(task: Task) -> float:
-    """So many times longer an iteration takes where most members are slow and none stands out.
+    """Ratio of iteration times if most members are slower and there is no straggler; 1: not so.
 
-    1: it is not so. Whether machines, the network or the job are slower, ranks cannot tell.
+    The cause (machines, network or job) cannot be determined from the ranks.
     """
     if task.slow or len(task.members) < 2:
         return 1.0
@@ -115,40 +115,40 @@ def _may_be_slow(pace: Pace) -> bool:
 
 
 def _beside_peers(pace: Pace, others: list[Pace]) -> tuple[float, float]:
-    """Its own work beside that of its peers, where it lies far outside of how they differ."""
-    alike_s = [other.own_s for other in others
+    """Own work and iteration time relative to the peers, if outside their spread."""
+    peers_s = [other.own_s for other in others
                if other.num_micro_batches == pace.num_micro_batches]
-    if len(alike_s) < NUM_PEERS_MIN:
+    if len(peers_s) < NUM_PEERS_MIN:
         return 1.0, 1.0
-    usual_s = median(alike_s)
-    spread_s = DEVIATION_TIMES * median([abs(own_s - usual_s) for own_s in alike_s])
+    usual_s = median(peers_s)
+    spread_s = DEVIATION_TIMES * median([abs(own_s - usual_s) for own_s in peers_s])
     if pace.own_s < max(SLOW_RATIO * usual_s, usual_s + SPREAD_TIMES * spread_s):
         return 1.0, 1.0
-    most_s = sorted(alike_s)[int(MOST_SHARE * len(alike_s))]
+    most_s = sorted(peers_s)[int(MOST_SHARE * len(peers_s))]
     return pace.own_s / usual_s, _held_up(pace, min(most_s, pace.own_s))
 
 
 def _differs(paces: dict[int, Pace], pace: Pace) -> bool:
-    """Whether most others work less: a quick look, before all are compared."""
+    """Whether most others have less own work: a cheap check before the full comparison."""
     num = len([other for other in paces.values() if other.own_s * SLOW_RATIO <= pace.own_s])
     return 2 * num >= len(paces) - 1
 
 
 def _held_up(pace: Pace, usual_s: float) -> float:
-    """How many times longer an iteration takes than if its own work took `usual_s`."""
+    """Iteration time relative to one with own work of `usual_s`."""
     return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
 
 
 def slowdown(task: Task, *, without: str = "") -> float:
-    """So many times longer an iteration takes for its slow ranks; those on a node left out."""
+    """Ratio of iteration times caused by stragglers, leaving out those on node `without`."""
     return max((slow.holds_up for number, slow in task.slow.items()
                 if number in task.ranks and task.ranks[number].slot.node != without), default=1.0)
 
 
 def at_fault(task: Task) -> list[Rank]:
-    """Ranks that are slow beyond what is only told, where another process says so too.
+    """Stragglers slow enough to be a fault, if a peer confirms it.
 
-    Its peers wait for it: an iteration takes them about as long as it takes the slow one.
+    A peer confirms it if its iterations take about as long: it waits for the straggler.
     """
     if not any(slow.holds_up > FAULT_RATIO for slow in task.slow.values()):
         return []
@@ -160,7 +160,7 @@ def at_fault(task: Task) -> list[Rank]:
         least_s = CONFIRMED_SHARE * pace.iteration_s
         wait = any(other.iteration_s >= least_s for one, other in task.paces.items()
                    if one not in task.slow and other.generation == pace.generation)
-        told = task.members[0].rank not in task.slow and task.step_s >= least_s
-        if wait or told:
+        confirmed = task.members[0].rank not in task.slow and task.step_s >= least_s
+        if wait or confirmed:
             found.append(rank)
     return found

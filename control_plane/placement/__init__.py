@@ -1,6 +1,5 @@
 """From counts to slots: which ranks run on which nodes.
 
-Read `placement`, then `topology_spread` (no state on one node alone). Pure. Imports `throughput`
-and
-`state`.
+Read `placement`, then `topology_spread` (state on more than one node). Pure. Imports `throughput`
+and `state`.
 """

@@ -1,4 +1,4 @@
-"""Free slots by node, and where there is most room: while seats are dealt."""
+"""Free slots by node, rack and switch, during a placement."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ ANYWHERE = ""
 
 
 def domain(node: str, where: Mapping[str, Labels]) -> str:
-    """What fails as one: the node's rack; a node without that label stands for itself."""
+    """The failure domain of a node: its rack; without that label, the node itself."""
     rack = where.get(node, NOWHERE).rack
     return f"rack {rack}" if rack else f"node {node}"
 
 
 def switch(node: str, where: Mapping[str, Labels]) -> str:
-    """The node's switch; one without that label is alone on its own."""
+    """The node's switch; without that label, the node itself."""
     found = where.get(node, NOWHERE).switch
     return f"switch {found}" if found else f"node {node}"
 
 
 def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
         dict[str, None], dict[str, None]]:
-    """Their switches, and their racks; a node without a label is in no group."""
+    """The switches and racks of the nodes, for nodes with these labels."""
     return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
             dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
 
 
 class Room:
-    """Those of `slots` that nobody was given. A question costs the logarithm of the nodes."""
+    """The unassigned ones of `slots`. A query is logarithmic in the nodes."""
 
     def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
                  where: Mapping[str, Labels]) -> None:
@@ -42,10 +42,10 @@ class Room:
                 free.append(slot)
         self.usable, self.nodes = set(slots), sorted(self._free)
         self._groups: dict[str, list[str]] = {}
-        """Of a node: all nodes, those of its rack, those at its switch."""
+        """By node: its groups (all nodes, its rack, its switch)."""
         self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
-        """By group. Of a node whose room has changed the entry is out of date, and there is
-        another."""
+        """Heaps by group. Entries are out of date after a change of the node's free slots; a newer
+        entry follows."""
         for node, free in self._free.items():
             labels = where.get(node, NOWHERE)
             self._groups[node] = [
@@ -61,9 +61,9 @@ class Room:
 
     def roomiest(self, group: str = ANYWHERE,
                  but: Callable[[str], bool] | None = None) -> str | None:
-        """The node of a group with most room, the first of them by name, not `but`.
+        """The node of a group with most free slots, by name among equals; `but` excludes nodes.
 
-        None: none has any. Costs as many steps more as nodes that are `but` have more room.
+        None: no free slot. Excluded nodes with more free slots each cost one more step.
         """
         heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
@@ -81,7 +81,8 @@ class Room:
         return found
 
     def nearest(self, groups: Iterable[Iterable[str]], least: int = 1) -> str | None:
-        """The roomiest node of the first groups in which one has room for `least`, else of all."""
+        """The node with most free slots in the first groups that have one with `least` free, else
+        of all nodes."""
         for keys in (*groups, (ANYWHERE,)):
             found = [node for key in keys if (node := self.roomiest(key)) is not None
                      and self.on(node) >= least]
@@ -90,8 +91,7 @@ class Room:
         return None
 
     def take(self, node: str, num: int, wanted: Collection[Slot] = ()) -> list[Slot]:
-        """The first `num` free slots of a node that has so many, which are free no longer; those
-        that are `wanted` before all others."""
+        """Take `num` free slots of a node that has them, `wanted` ones first."""
         free = self._free[node]
         if wanted:
             free.sort(key=lambda slot: (slot not in wanted, slot), reverse=True)
@@ -107,7 +107,7 @@ class Room:
         return self._free.get(node, [])
 
     def exchange(self, taken: Slot, given: Slot) -> None:
-        """One slot is free no longer, another one is."""
+        """Take one slot and free another."""
         self._free[taken.node].remove(taken)
         self._free[given.node] = sorted([*self._free[given.node], given], reverse=True)
         for node in (taken.node, given.node):

@@ -1,14 +1,15 @@
-"""From counts to seats: which task sits where.
+"""From counts to seats: which task runs where.
 
-The hard rule (spread.py): a training task of two or more seats is on two nodes, and on two racks
-where nodes are labelled, so that all of its state has holders on both. It is kept wherever it can
-be without moving a seat of a task that stays as it is: a healthy task is not moved for the spread
-alone, its own or another's. One that is placed anew, grows, shrinks or lost a seat may have more of
-its seats moved, but only for that rule and as few as it takes. Apart from it every seat that can be
-kept is kept, new ones are as near to them as there is room (the same node, the same switch, the
-same rack, then anywhere), and few nodes are taken. Of two tasks the one with more state chooses
-first, and of as many seats those are moved that have least. A command whose model is spread by
-tensor parallelism has each of those groups on one node, if there is any way to (groups.py).
+The topology spread constraint (topology_spread.py): a training task of two or more seats is on two
+nodes, and on two racks if nodes are labelled, so that its state survives the loss of either. It
+holds wherever it needs no move of an unchanged task: a healthy task is never moved for the spread.
+A new task, or one that grows, shrinks or lost a seat, may have more seats moved for the constraint,
+as few as possible.
+
+Otherwise every possible seat is kept, and new ones are as near as possible (the same node, switch,
+rack, then anywhere) on few nodes. The task with more state chooses first; of equal numbers of
+seats, those with least state move. A tensor-parallel group of a command is on one node if possible
+(tensor_groups.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Where = Mapping[str, Labels]
 
 def place(tasks: Sequence[Task], counts: Sequence[int],
           slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
-    """By task: the seats of `counts[i]` slots for task i; the counts fit into `slots`."""
+    """The seats by task: `counts[i]` slots for task i. The counts must fit into `slots`."""
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
     taken = _claims(tasks, wanted, usable, where)
@@ -41,23 +42,23 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     given = {slot for own in taken.values() for slot in own}
     dealt, room = tensor_groups.deal(grouped, wanted, slots, given, where)
     taken |= dealt
-    for task in sorted(tasks, key=lambda task: (  # who has no state is near to nothing
+    for task in sorted(tasks, key=lambda task: (  # a task without state is near to no node
             not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
     spread([task for task in movable if task.id not in dealt], taken, room, where)
-    if dealt:  # a group is torn for the hard rule alone, where nothing else would do
+    if dealt:  # a group is split only if the constraint cannot hold otherwise
         spread(movable, taken, room, where)
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
 
-# --- what is kept -------------------------------------------------------------------------------
+# --- kept slots ---
 def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
             where: Where) -> Taken:
-    """What each keeps: first seats with a process, then processes that were to leave, then
-    seats that are still empty. So two tasks never wait for each other's slots."""
+    """The slots that each task keeps: first seats with a process, then processes that were to
+    leave, then empty seats. So two tasks never wait for each other's slots."""
     taken: Taken = {}
     for task in tasks:
         here = [seat for seat in task.target if seat.slot in usable and seat.rank in task.ranks]
@@ -74,7 +75,7 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
 
 
 def _processes(task: Task) -> list[Slot]:
-    """Where members are that may stay."""
+    """Slots of members that may stay."""
     return sorted(rank.slot for rank in task.living_members() if rank.sound)
 
 
@@ -83,10 +84,10 @@ def _empty(task: Task) -> list[Slot]:
 
 
 def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
-    """Drop seats until `count` are left, so that two racks stay and few nodes.
+    """Drop seats until `count` are left, keeping two racks and few nodes.
 
-    Of two racks from the fuller one, else from the emptiest; there from the emptiest node, of the
-    last two nodes from the fuller one. Among equals the highest rank goes.
+    With two racks, drop from the fuller one, else from the emptiest; there from the emptiest node,
+    of the last two nodes from the fuller one. Among equals, drop the highest rank.
     """
     racks: dict[str, list[Seat]] = {}
     for seat in sorted(seats):
@@ -97,7 +98,7 @@ def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
     heap = [(len(own), -own[-1].rank, rack) for rack, own in racks.items()]
     heapify(heap)
     while drop > 0 and (len(racks) != 2 or count < 2):
-        _, _, rack = heappop(heap)  # what is emptiest stays so until it is empty
+        _, _, rack = heappop(heap)  # the emptiest rack stays so until it is empty
         num = min(drop, len(racks[rack]))
         racks[rack] = _emptiest_first(racks[rack])[num:]
         drop -= num
@@ -112,7 +113,7 @@ def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
 
 
 def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
-    """Node by node, of equals those of the highest rank first; on a node the highest rank first."""
+    """Seats by node, emptiest node first, then highest rank; on a node the highest rank first."""
     on: dict[str, list[Seat]] = {}
     for seat in sorted(seats, reverse=True):
         on.setdefault(seat.slot.node, []).append(seat)
@@ -120,10 +121,10 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
             for seat in own]
 
 
-# --- what is new --------------------------------------------------------------------------------
+# --- new slots ---
 def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
-    """`count` slots: own nodes first, then the nearest, of these the emptiest; two racks, or two
-    nodes, where there are two."""
+    """Choose `count` slots: on own nodes first, then the nearest with most free slots; two racks,
+    or two nodes, if possible."""
     chosen: list[Slot] = []
     nodes = dict.fromkeys(sorted(slot.node for slot in own))
     racks = dict.fromkeys(domain(node, where) for node in nodes)
@@ -136,7 +137,7 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
             node = near[0][1] if near else room.nearest(near_by)
         if node is None:
             break
-        alone = len(near) <= 1 and left > 1  # the last seat may have to go elsewhere
+        alone = len(near) <= 1 and left > 1  # the last seat may need another node
         chosen += room.take(node, min(room.on(node), left - 1) if alone else 1)
         nodes[node] = racks[domain(node, where)] = None
         for known, new in zip(near_by, neighbours([node], where), strict=True):
@@ -150,7 +151,7 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
 
 def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
                where: Where) -> str | None:
-    """Where the last seat has to go, so that not all are on one rack, or on one node."""
+    """The node for the last seat, so that not all are on one rack or one node; None: any."""
     if len(racks) != 1:
         return None
     found = room.roomiest(but=lambda node: domain(node, where) in racks)
@@ -160,7 +161,7 @@ def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
 
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
-    """Numbers for the slots: a seat or a process that is there keeps its own."""
+    """Assign ranks to the slots: existing seats and processes keep theirs."""
     if not task.heals_in_memory:
         every = tensor_groups.ranked(slots, tensor_groups.size(task, len(slots)))
         if sorted(every) == sorted(seat.slot for seat in task.target):
@@ -175,17 +176,17 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
 
 
 def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
-    """What a person should know of this placement: what the loss of a node would cost, and why all
-    is on one node, or on one rack."""
+    """Explain the placement: the cost of losing a node, and why all seats are on one node or
+    rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
-        told = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+        text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
                 f"{tensor_groups.why_torn(task, seats, slots)}")
         if not task.heals_in_memory or len({domain(node, where) for node in nodes}) > 1:
-            return told
+            return text
         only = len({domain(slot.node, where) for slot in slots}) == 1
         why = "no slot is on another rack" if only else "no other rack has room"
-        return f"{told}, all on {domain(nodes[0], where)}: {why}"
+        return f"{text}, all on {domain(nodes[0], where)}: {why}"
     num, since = task.lost_with(nodes[0]), "checkpoint" if task.saved_iteration else "start"
     elsewhere = [copy for copy in task.copies if copy.node != nodes[0]]
     state = "no state elsewhere"

@@ -1,7 +1,7 @@
-"""Groups: ranks that follow one another and belong on one node (tensor parallel).
+"""Tensor-parallel groups: consecutive ranks that belong on one node.
 
-Every process of a command starts anew where a seat of it changes. So a command that is changed
-anyway takes whole groups first and keeps of its slots what it can; one that is not stays.
+A command restarts all its processes if a seat changes. So a changed command gets whole groups first
+and keeps what slots it can; an unchanged one stays.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .topology_spread import Taken, elsewhere
 
 
 def size(task: Task, count: int) -> int:
-    """So many ranks are a group where the task has `count` slots: TP of its layout on so many; of
-    training without TP a replica, so that another one can be elsewhere. 1: any node will do."""
+    """Ranks of a group at `count` slots: TP of the layout; for training without TP, the ranks of a
+    replica, so that another replica can be on another node. 1: no groups."""
     train = task.spec.training
     axes = table.axes(task.spec, task.modelled, count)
     if axes is None:
@@ -28,12 +28,12 @@ def size(task: Task, count: int) -> int:
 
 def deal(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
          given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, Room]:
-    """By task: the slots of its whole groups; and what room is left. `given`: to others.
+    """Assign slots to whole groups: slots by task, and the remaining free slots. `given`: assigned
+    to others.
 
-    The largest groups first. Where sizes divide one another, as powers of two do, all groups are
-    dealt if there is any way to: whichever nodes the larger ones take, the room for smaller ones is
-    the same. A task's groups that are on one node already stay, unless that leaves fewer seats in
-    groups.
+    The largest groups come first. If sizes divide one another, as powers of two do, all groups fit
+    whenever possible: the free slots for smaller groups do not depend on the nodes of larger ones.
+    Groups that are on one node stay, unless that leaves fewer seats in groups.
     """
     room = Room(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
@@ -49,41 +49,41 @@ def deal(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot]
 
 def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: Room,
           where: Mapping[str, Labels], *, stay: bool) -> Taken:
-    """`stay`: all tasks keep their whole groups before any is given another."""
-    hands = [_Hand(task, wanted[task.id], room, where) for task in tasks]
-    hands.sort(key=lambda hand: (-hand.each, -hand.heavy, hand.key))
-    for hand in hands if stay else ():
-        hand.keep()
-    for hand in hands:
-        hand.keep()
-        hand.fill()
-    return {hand.key: hand.taken for hand in hands}
+    """`stay`: all tasks keep their whole groups before any gets new ones."""
+    assignments = [_GroupAssignment(task, wanted[task.id], room, where) for task in tasks]
+    assignments.sort(key=lambda one: (-one.each, -one.num_bytes, one.key))
+    for assignment in assignments if stay else ():
+        assignment.keep()
+    for assignment in assignments:
+        assignment.keep()
+        assignment.fill()
+    return {assignment.key: assignment.taken for assignment in assignments}
 
 
-class _Hand:
-    """What one task is dealt, group by group."""
+class _GroupAssignment:
+    """The groups of one task during the assignment."""
 
     def __init__(self, task: Task, count: int, room: Room, where: Mapping[str, Labels]) -> None:
-        self.key, self.each, self.heavy = task.id, size(task, count), seat_bytes(task, count)
+        self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
         self._most = (count - away) // self.each if (away := elsewhere(task, count)) else count
-        """Groups on one node, as long as there is another."""
+        """Limit of groups on one node, while another node has free slots."""
         self._room, self._where = room, where
         self._own: dict[str, list[Slot]] = {}
-        """Its present slots by node."""
+        """Present slots by node."""
         for seat in task.target:
             self._own.setdefault(seat.slot.node, []).append(seat.slot)
 
     def keep(self) -> None:
-        """Whole groups where it has one."""
+        """Keep whole groups of present slots."""
         free = {node: self._free(node) for node in self._own}
         for node in sorted(free, key=lambda node: (-len(free[node]), node)):
             self._take(node, len(free[node]) // self.each)
 
     def fill(self) -> None:
-        """The others: where most of one is kept, then on its nodes, then as near as there is room;
-        at last on whichever node."""
+        """Assign the remaining groups: first where most present slots are, then on the task's
+        nodes, then on the nearest; finally on any node."""
         self._fill()
         self._most = self._left + len(self.taken)
         self._fill()
@@ -109,16 +109,16 @@ class _Hand:
         return self._room.roomiest(but=lambda node: not self._may(node))
 
     def _may(self, node: str) -> int:
-        """Groups that it may take there."""
+        """Number of groups that fit on the node."""
         there = sum(slot.node == node for slot in self.taken) // self.each
         return max(min(self._room.on(node) // self.each, self._most - there), 0)
 
     def _free(self, node: str) -> set[Slot]:
-        """Its present slots there that nobody was given."""
+        """Present slots on the node that are not assigned."""
         return set(self._room.slots(node)).intersection(self._own.get(node, ()))
 
     def _take(self, node: str, num: int) -> None:
-        """So many groups at most."""
+        """Take up to `num` groups on the node."""
         num = min(num, self._left, self._may(node))
         if num:
             self.taken += self._room.take(node, num * self.each, self._free(node))
@@ -126,8 +126,8 @@ class _Hand:
 
 
 def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
-    """In the order of ranks: node by node in groups of the first size, then what is left of nodes
-    in groups of the next, at the end the rest."""
+    """Slots in rank order: by node in groups of the first size, then the rest in groups of the next
+    size, then what remains."""
     on: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
         on.setdefault(slot.node, []).append(slot)
@@ -140,14 +140,15 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
 
 
 def torn(seats: Sequence[Seat], each: int) -> int:
-    """How many groups of `each` ranks are on more than one node; the last ranks may be no group."""
+    """Number of groups of `each` ranks that are split across nodes; incomplete groups do not
+    count."""
     nodes = [seat.slot.node for seat in sorted(seats)]
     return sum(len(set(nodes[at:at + each])) > 1
                for at in range(0, len(nodes) // each * each, each))
 
 
 def why_torn(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
-    """What a person should know of groups that are not on one node; empty where all are."""
+    """Explain why groups are split across nodes; empty if none is."""
     each = size(task, len(seats))
     if not (num := torn(seats, each)):
         return ""

@@ -1,9 +1,10 @@
-"""The hard rule: each piece of a task's state on two nodes, on two racks where they are labelled.
+"""The topology spread constraint: each part of a task's state on two nodes, and on two racks if
+labelled.
 
-Seats of movable tasks go from node to node until no node, and then no rack, holds all seats of a
-training task. A flow from tasks by racks to nodes, whose bound on each edge is one seat less than
-the task has: for each task that breaks the rule one cheapest augmenting path. As in any flow, where
-there is none the rule cannot be kept for more of them.
+Seats of movable tasks move between nodes until no node, and then no rack, holds all seats of a
+training task. This is a flow from tasks through racks to nodes. The bound on each edge is one seat
+less than the task has. Each task that violates the constraint needs one cheapest augmenting path;
+without a path, the constraint cannot hold for more tasks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from .free_slots import NOWHERE, Room, domain
 Taken = dict[int, list[Slot]]
 """Slots by task."""
 Move = tuple[int, str, str]
-"""One seat of a task from a node to another."""
+"""A move of one seat: (task, from node, to node)."""
 SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
-"""What a process that moves costs, by where its state is nearest."""
+"""Cost of moving a process, by its distance to the nearest state."""
 BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
-"""What a byte costs of a process that ends here and starts there: more than a path's distances; the
-process itself: more than all bytes of a path; and a task that is brought onto one rack: more than
-all moves of a path; and what is reached by no path."""
+"""Weights of a moved byte, of a moved process, and of a task brought onto one rack: each exceeds
+all lower terms of a path. FAR: unreachable."""
 
 
 def elsewhere(task: Task, count: int) -> int:
-    """So many seats of a training task belong on another node than the rest: those of one replica,
-    so that each part of the model is on two. 0: it has one replica, or it is no training."""
+    """Seats of a training task that belong on another node than the rest: those of one replica, so
+    that each part of the model is on two nodes. 0: one replica, or no training task."""
     train = task.spec.training
     axes = layout_within(train, count) if train is not None else None
     if train is None or count < 2:
@@ -46,7 +46,8 @@ def elsewhere(task: Task, count: int) -> int:
 
 def spread(movable: Sequence[Task], taken: Taken, room: Room,
            where: Mapping[str, Labels]) -> None:
-    """Change `taken` until the rule holds for as many movable tasks as it can, by few moves."""
+    """Change `taken` so that the constraint holds for as many movable tasks as possible, with few
+    moves."""
     one_rack = [task.id for task in movable if elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
@@ -61,12 +62,12 @@ def spread(movable: Sequence[Task], taken: Taken, room: Room,
 
 
 LOOK_NUM_MAX = 1024
-"""Nodes that a search looks at when it has a path: one that moves fewer is looked for no longer."""
+"""Nodes that a search visits after it has found a path; it then stops looking for a cheaper one."""
 
 
 class _Step(Struct, frozen=True, order=True):
-    """A node is reached: at which cost, by a seat of which task, from which node ("": the first).
-    """
+    """A step of a path: the cost to reach a node, the task whose seat moves, and from where ("":
+    the first)."""
 
     cost: int
     task: int
@@ -74,7 +75,7 @@ class _Step(Struct, frozen=True, order=True):
 
 
 class Board:
-    """Who sits where, by node and rack, while seats are moved."""
+    """The assignment by node and rack while seats are moved."""
 
     def __init__(self, movable: Sequence[Task], taken: Taken, room: Room,
                  where: Mapping[str, Labels]) -> None:
@@ -105,9 +106,9 @@ class Board:
         return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
 
     def mend(self, key: int, *, own: int) -> None:
-        """Move a seat of a task that breaks the rule, and others in its way, if that helps.
+        """Move a seat of a task that violates the constraint, and others if needed.
 
-        `own`: what it would cost that the task stays on its rack (0: then it is not to).
+        `own`: the cost of a task that stays on its rack (0: it must not).
         """
         path = self._direct(key) or Search(self, key, own).path()
         if path is not None:
@@ -115,22 +116,22 @@ class Board:
 
     # --- costs ----------------------------------------------------------------------------------
     def leaves(self, key: int, node: str) -> int:
-        """A seat leaves: nothing is won unless one of the task's seats here has no process."""
+        """The gain of a seat that leaves: 0 if all of the task's seats here have a process."""
         return -self.moved[key] if self.on[key][node] > self.mine[key][node] else 0
 
     def leaving(self, key: int) -> str:
-        """Where a seat is given up best: without a process, on the emptiest node."""
+        """The node where a seat is cheapest to give up: without a process, on the emptiest node."""
         on = self.on[key]
         return min(sorted(on), key=lambda node: (self.leaves(key, node), on[node]))
 
     def comes(self, key: int, node: str) -> int:
-        """A seat comes: free where a process of the task is, else the dearer the farther."""
+        """The cost of a new seat: 0 if a process of the task is there, else by distance."""
         if self.on[key][node] < self.mine[key][node]:
             return 0
         return self.moved[key] + self.distance(key, node)
 
     def distance(self, key: int, node: str) -> int:
-        """From the task's seats."""
+        """Distance of a node from the task's seats."""
         if self.on[key][node]:
             return SAME_NODE
         switch = self.where.get(node, NOWHERE).switch
@@ -139,16 +140,16 @@ class Board:
         return SAME_RACK if self.racks[key][self.rack[node]] else ANYWHERE
 
     def may_come(self, key: int, node: str) -> bool:
-        """Whether the task would not be on this node alone."""
+        """Whether another seat on this node leaves the task on two nodes."""
         return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
 
     def one_rack(self, key: int, rack: str) -> int:
-        """What it costs that one more seat of the task comes to a rack."""
+        """The cost of one more seat on a rack."""
         alone = self.ruled[key] and self.racks[key][rack] >= len(self.taken[key]) - 1
         return BROKEN if alone else 0
 
     def special(self, key: int) -> dict[str, None]:
-        """Nodes to which a seat of the task comes at another cost than to all others."""
+        """Nodes where a seat of the task costs less than elsewhere."""
         found = dict.fromkeys([*self.on[key], *self.mine[key]])
         for node in self.on[key]:
             for group in self._groups(node):
@@ -157,7 +158,7 @@ class Board:
 
     # --- moves ----------------------------------------------------------------------------------
     def _direct(self, key: int) -> list[Move] | None:
-        """One seat into a free slot on another rack, where no other way could move fewer."""
+        """A single move into a free slot on another rack, if no other path is cheaper."""
         home, old = self.racks[key], self.leaving(key)
         spare = [node for node in self.mine[key]
                  if self.rack[node] not in home and self.mine[key][node]]
@@ -172,8 +173,7 @@ class Board:
         return [(key, old, new)] if new is not None else None
 
     def _follow(self, path: Sequence[Move]) -> None:
-        """Carry out the moves from the last to the first, each into the slot that is free by then.
-        """
+        """Execute the moves from last to first, each into the slot freed before."""
         left = [max((slot not in self.at[key], slot in self.at[into], slot)
                     for slot in self.taken[key] if slot.node == node)[2]
                 for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)]
@@ -192,7 +192,8 @@ class Board:
             self._settle(key, node)
 
     def _settle(self, key: int, node: str) -> None:
-        """Let the task sit where its processes are on a node, if nobody else's are there."""
+        """Exchange slots on a node so that the task gets those of its own processes, if no other
+        task's process is there."""
         own = self.taken[key]
         for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
             spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])
@@ -218,7 +219,7 @@ class Board:
 
 
 def _kept(task: Task) -> Iterator[Slot]:
-    """Where processes are that may go on: those with a seat, and those that were to leave."""
+    """Slots of processes that may stay: with a seat, or healthy without one."""
     seats = set(task.target)
     for rank in task.ranks.values():
         if rank.sound or Seat(rank.rank, rank.slot) in seats:
@@ -226,10 +227,10 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 
 class Search:
-    """The cheapest path for one task, by Dijkstra's way over nodes.
+    """The cheapest path for one task: Dijkstra over nodes.
 
-    A seat in hand of one task is offered to all nodes at once: at one cost to most of them, so
-    that those which have it cheaper already need not be looked at again.
+    A seat of a task that has left its node is offered to all nodes together, at one cost for most.
+    Nodes with a cheaper offer are skipped.
     """
 
     def __init__(self, board: Board, first: int, own: int) -> None:
@@ -237,17 +238,17 @@ class Search:
         self._home = sorted(board.on[first])
         self._found: dict[str, _Step] = {}
         self._hand: dict[tuple[int, str], int] = {}
-        """By task, and by the rack that a seat of it does not leave ("": it leaves its rack)."""
+        """Cheapest cost by task and by the rack that its seat stays on ("": any rack)."""
         self._todo: list[tuple[int, str]] = []
         self._open: dict[int, list[str]] = {0: board.nodes}
-        """By the cost of an offer to all: nodes that were dearer still after it."""
+        """By cost of an offer to all: nodes that were more expensive after it."""
         self._leaving = board.leaving(first)
         self._best: tuple[int, str, str] | None = None
-        """The cheapest end so far: (cost, node, where the first seat leaves)."""
+        """The cheapest end so far: (cost, node, node that the first seat leaves)."""
         self._done: dict[str, None] = {}
 
     def path(self) -> list[Move] | None:
-        """None where no path keeps the rule for one task more."""
+        """The moves of the cheapest path; None if the constraint cannot hold for one more task."""
         board, first = self._board, self._first
         self._offer(first, "", 0)
         if self._own:
@@ -268,7 +269,7 @@ class Search:
         return self._moves(best[1], best[2])
 
     def _find(self, node: str, step: _Step) -> None:
-        """A node is reached at less cost than before; a path may end here."""
+        """A node is reached at a lower cost; the path may end here."""
         board, home = self._board, node in self._home
         self._found[node] = step
         heappush(self._todo, (step.cost, node))
@@ -279,7 +280,7 @@ class Search:
                 self._best = end
 
     def _expand(self, node: str, cost: int) -> None:
-        """Somebody leaves this node for the one that has come."""
+        """Offer the seats of other tasks on this node, in exchange for the one that comes."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
             if key == self._first:
@@ -294,7 +295,7 @@ class Search:
                         self._offer(key, node, hand)
 
     def _offer(self, key: int, node: str, hand: int) -> None:
-        """A seat of the task, which has left `node` and may leave its rack, comes to any node."""
+        """Offer a seat that left `node` and may leave its rack to all nodes."""
         board, special = self._board, self._board.special(key)
         for other in special:
             self._reach(other, key, node, hand + board.one_rack(key, board.rack[other]))

@@ -1,4 +1,4 @@
-"""The cluster as the log tells it: plain data, changed by the fold alone."""
+"""The cluster state: plain data, changed by the fold alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .task import Priced, Task
 
 SCHEMA = "unicron-state-7"
 NUM_REQUESTS_MAX = 1024
-"""Operators' requests whose repetition is still recognised; the oldest are forgotten first."""
+"""Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
 EARNED_S = 1800
@@ -30,18 +30,18 @@ NUM_EARNED_MAX = 48
 
 
 class Deadline(Struct):
-    """Due at `due_s`; a new epoch arms it again with its full length."""
+    """Due at `due_s`. A new epoch restarts it with its full length."""
 
     due_s: float
     length_s: float
 
 
 class ClusterState(Struct, kw_only=True):
-    """All that the heart knows: nothing but the fold of the log.
+    """The whole input of the decider, folded from the log.
 
-    It holds no caches. A few fields say what could be counted anew from the others, where that
-    would take too long (`num_running`, `silent`, `ailing`, `Task.num_outstanding`). They are
-    part of the state and of its hash, and state_check.py counts them anew in tests.
+    It holds no caches. A few fields could be counted from the others, but that would take too long
+    (`num_running`, `silent`, `ailing`, `Task.num_outstanding`). They are part of the state and of
+    its hash; tests compare them with a fresh count (check.py).
     """
 
     seq: int = 0
@@ -63,36 +63,36 @@ class ClusterState(Struct, kw_only=True):
     silent: list[str] = field(default_factory=list[str])
     """Nodes that are unreachable or lost, by name."""
     ailing: list[str] = field(default_factory=list[str])
-    """Nodes of which something is still to be decided, by name."""
+    """Nodes with pending decisions, by name."""
     replan: str = ""
-    """What made the last plan out of date; empty: it holds."""
+    """Why the last plan is out of date; empty: it is current."""
     frozen: str = ""
-    """Why an operator froze healing; empty: it is not frozen."""
+    """The operator's reason for freezing healing; empty: healing is not frozen."""
     earned: dict[int, float] = field(default_factory=dict[int, float])
-    """Weighted FLOP of iterations done for the first time, by span: at_s // EARNED_S."""
+    """Weighted FLOP of iterations finished for the first time, by span: at_s // EARNED_S."""
     slot_flops: float = 0.0
-    """What one slot achieves, as measured; 0: nothing was measured."""
+    """Measured FLOP/s of one slot; 0: not measured."""
     slot_flops_of: int = 0
-    """The task that tells so."""
+    """The task that `slot_flops` was measured on."""
     num_slots_max: int = 0
-    """The most slots ever seen at once."""
+    """The largest number of slots seen at the same time."""
     num_running: int = 0
-    """Processes of all tasks' ranks, those given up left out."""
+    """Processes of all tasks' ranks, without orphaned ones."""
     observed_slot_s: float = 0.0
-    """Their time, added up, while a leader watched."""
+    """Total slot time of these processes while a leader was active."""
     num_faults: int = 0
-    """Faults in that time (economics.py says what counts)."""
+    """Faults in that time (transition_cost.py defines which count)."""
     mtbf_gpu_s: float = 0.0
-    """Time between two faults of one slot, as plans take it."""
+    """Mean time between faults of one slot, as the planner uses it."""
     degraded: dict[str, Priced] = field(default_factory=dict[str, Priced])
-    """By node that is degraded: what it costs, as last priced."""
+    """By degraded node: its last cost estimate."""
     to_price: list[str] = field(default_factory=list[str])
-    """Nodes that are to be priced with the next decision."""
+    """Nodes whose cost is estimated with the next decision."""
     reports_lost: int = 0
 
     @property
     def held(self) -> str:
-        """Why nothing is acted upon: `observing`, `frozen: REASON`; empty when healing is on."""
+        """Why healing is paused: `observing`, `frozen: REASON`; empty when healing is active."""
         if self.policy.observe:
             return "observing"
         return f"frozen: {self.frozen}" if self.frozen else ""
@@ -104,22 +104,22 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 def encode_state(state: ClusterState) -> bytes:
     """The whole state as msgpack. Maps keep the order in which the log filled them, so one log has
-    one encoding, also when the fold went on from a snapshot."""
+    one encoding, also when the fold continues from a snapshot."""
     return _encoder.encode(state)
 
 
 def decode_state(data: bytes) -> ClusterState:
-    """The inverse of `encode_state`. Raises msgspec.MsgspecError on nonsense."""
+    """The inverse of `encode_state`. Raises msgspec.MsgspecError on invalid data."""
     return _decoder.decode(data)
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-7:` and 16 hex digits; two folds of one log have the same."""
+    """`unicron-state-7:` and 16 hex digits; two folds of one log have the same hash."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 
 def open_orders(state: ClusterState) -> list[Record]:
-    """Orders that somebody may still have to carry out, by seq: the orders streams hold them."""
+    """Orders that are not yet acknowledged, by seq. The order streams hold these."""
     return [decode_record(state.orders[seq]) for seq in sorted(state.orders)]
 
 
@@ -129,12 +129,12 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 
 def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
-    """Slots that a plan may give, by name of the node and index. Linear in the nodes' slots."""
+    """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
     return tuple(chain.from_iterable(state.nodes[name].usable() for name in sorted(state.nodes)))
 
 
 def may_hold(state: ClusterState, seats: Iterable[Seat]) -> bool:
-    """Whether a plan may give the slots of all of these seats."""
+    """Whether a plan may allocate the slots of all these seats."""
     nodes = state.nodes
     return all((node := nodes.get(seat.slot.node)) is not None and node.takes_tasks
                and seat.slot.index < node.num_slots and not node.is_out(seat.slot.index)

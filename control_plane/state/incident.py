@@ -1,4 +1,4 @@
-"""What goes wrong, as the state holds it: a fault that was noticed, the incident it becomes."""
+"""Faults and incidents in the state: a fault is observed, decide turns it into an incident."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from msgspec import Struct, field
 from ...events.records.types import Origin, Severity, Slot
 
 ORIGINS: tuple[Origin, ...] = ("", "own", "peer", "copy", "checkpoint", "seed")
-"""From the nearest to the farthest."""
+"""Where a rank's state comes from, nearest first."""
 FARTHER = ORIGINS[3:]
-"""Where state comes from that no member has any more."""
+"""Origins that are used only if no member has the state."""
 
 
 NUM_STRIKES_MAX = 64
 NUM_EVIDENCE_MAX = 256
-"""Of one incident, what is told when it was decided upon; the log has the rest."""
+"""Evidence kept per incident at the decision; the log has the rest."""
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """Whence state came: a member's, and for an incident the farthest of all of its members."""
+    """Where a member's state came from; for an incident, the farthest of all its members."""
 
     origin: Origin = ""
     node: str = ""
     step_version: int = 0
     path: str = ""
-    """Of a checkpoint, from the task's output folder."""
+    """Of a checkpoint, relative to the task's output folder."""
     num_bytes: int = 0
-    """What came from there, without what peers passed on of it."""
+    """Received from there, without what peers forwarded."""
 
 
 class Strike(Struct, frozen=True):
-    """A rank that failed, where and when: what its device tells around then belongs to it."""
+    """Where and when a rank failed. Device errors of this slot near this time belong to it."""
 
     rank: int
     slot: Slot
@@ -38,17 +38,17 @@ class Strike(Struct, frozen=True):
 
 
 class Series(Struct, kw_only=True):
-    """The same fault at the same iteration, again and again, in whichever rank."""
+    """A repeated failure: the same status at the same iteration, in any rank."""
 
     status: str
     iteration: int
     generation: int
-    """When it was counted last: what strikes several ranks at once is one."""
+    """When it was counted last: failures of several ranks in one generation count once."""
     num: int = 1
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """Something went wrong; not yet decided upon. The next decision turns it into an incident."""
+    """An observed fault. The next decision turns it into an incident."""
 
     ranks: tuple[int, ...]
     node: str
@@ -57,18 +57,19 @@ class Fault(Struct, frozen=True, kw_only=True):
     evidence: tuple[int, ...]
     at_s: float
     hurts: bool
-    """Training was interrupted by it."""
+    """It interrupted training."""
     ended: bool
-    """It took a process, so that a restart is due."""
+    """It ended a process, so a restart is due."""
     on_purpose: bool = False
-    """Somebody asked for it (FaultRequested)."""
+    """It was injected (FaultRequested)."""
     second_hand: bool = False
-    """It tells of another's end: never the cause where the evidence holds one."""
+    """Indirect evidence: it reports another process's end. It is no cause if the evidence holds
+    one."""
     strikes: tuple[Strike, ...] = ()
 
 
 class Incident(Struct, kw_only=True):
-    """What one fault, with all that followed from it, did to one task."""
+    """One fault of a task and all its consequences."""
 
     id: int
     task: int
@@ -80,30 +81,30 @@ class Incident(Struct, kw_only=True):
     evidence: list[int]
     opened_s: float
     down_since_s: float = -1.0
-    """Since when the task does not step; below 0: it does."""
+    """When the task stopped stepping; below 0: it steps."""
     pause_s: float = 0.0
     iterations_lost: int | None = 0
-    """None: of a command that has not printed how far it is since it was started again."""
+    """None: of a command that has not logged an iteration since its restart."""
     kept: int = 0
     dealt: int = 0
     kept_before: int = 0
-    """Of `kept`, what earlier interruptions of this incident kept; so for `dealt_before`."""
+    """Part of `kept` from earlier interruptions of this incident; `dealt_before` likewise."""
     dealt_before: int = 0
     ckpt_read: bool = False
     source: Source = Source()
-    """The farthest that a member's state was taken from."""
+    """The farthest source of any member's state."""
     ckpt_read_before: bool = False
-    """As it was when the task last stepped; so for `source_before`."""
+    """The value when the task last stepped; `source_before` likewise."""
     source_before: Source = Source()
     received_bytes: int = 0
-    """Of state, by all members, in all tries."""
+    """State bytes received by all members, in all attempts."""
     peer_bytes: int = 0
-    """Of these, from other members."""
+    """Part of these from other members."""
     near_bytes: int = 0
-    """Of these, from members on the same node."""
+    """Part of these from members on the same node."""
     outcome: str = ""
     closed_s: float = 0.0
     second_hand: bool = False
-    """Nothing is known of its cause but what others saw of it."""
+    """Only indirect evidence so far; the cause is unknown."""
     strikes: list[Strike] = field(default_factory=list[Strike])
-    """The newest."""
+    """The newest failure locations."""

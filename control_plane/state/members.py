@@ -1,4 +1,4 @@
-"""Queries on a task's members: who has answered, who is silent, what state they hold together."""
+"""Queries on a task's members: who has answered, who is unreachable, which state they hold."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .task import Held, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Whose answers the task waits for.
+    """Which processes the task waits for.
 
-    While it quiesces or reconfigures those of the generation's members, else those of processes
-    that start. Where some are finished, each member that leaves ends by itself: none is awaited.
+    In quiescing and reconfiguring: members of the generation; otherwise processes that start. When
+    some ranks have finished, each member ends on its own and the task waits for none.
     """
     if task.heals_in_memory and task.finished:
         return ""
@@ -25,7 +25,7 @@ def awaited(task: Task) -> Literal["", "processes", "members"]:
 
 
 def outstanding(task: Task) -> int:
-    """Answers that the task waits for, counted: linear in its ranks."""
+    """Count the outstanding answers; linear in the task's ranks."""
     whose = awaited(task)
     if whose == "processes":
         return sum(is_coming(task, rank) for rank in task.ranks.values())
@@ -37,50 +37,50 @@ def outstanding(task: Task) -> int:
 
 
 def is_coming(task: Task, rank: Rank) -> bool:
-    """Whether the process is to say that it is ready, of a command that it is started."""
+    """Whether the process still has to report ready (of a command: started)."""
     waits = ("ordered", "started") if task.heals_in_memory else ("ordered",)
     return rank.state in waits and rank.sound
 
 
 def count_outstanding(task: Task) -> None:
-    """Fold: who is to answer has changed by something else than an answer."""
+    """Fold: recount after a change that is not an answer."""
     task.num_outstanding = outstanding(task)
 
 
 def mute(task: Task) -> list[Rank]:
-    """Living members that have not said that they left the generation."""
+    """Living members that have not reported leaving the generation."""
     return [rank for rank in task.living_members() if is_mute(task, rank)]
 
 
 def is_mute(task: Task, rank: Rank) -> bool:
-    """Whether the member has not said that it left the generation."""
+    """Whether the member has not reported leaving the generation."""
     return rank.quiesced < task.generation and rank.state != "finished"
 
 
 def has_settled(task: Task, rank: Rank) -> bool:
-    """Whether the member has said that it is up in the current generation."""
+    """Whether the member has reported that it is up in the current generation."""
     return rank.reconfigured >= task.generation
 
 
 def is_silent(state: ClusterState, rank: Rank) -> bool:
-    """Whether nothing is heard of its node."""
+    """Whether the rank's node is unreachable or lost."""
     node = state.nodes.get(rank.slot.node)
     return node is None or node.silent
 
 
-# --- Coverage: whether some processes of a task have its whole state between them. ---
+# --- coverage: whether a set of processes holds the task's complete state ---
 
 
 def has_layouts(task: Task) -> bool:
-    """Whether its ranks may each have a part of the model or of the optimizer alone."""
+    """Whether each rank may hold only a part of the model or of the optimizer."""
     return task.spec.training is not None and not task.spec.training.parallel.is_plain
 
 
 def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
-    """Whether these have all of it, one of them after `step_version` steps or more.
+    """Whether these ranks hold the complete state, one of them at `step_version` or later.
 
-    Of one generation some may have taken a step that the others have yet to take, but can: then all
-    had come to its end. So they are not told apart.
+    Within one generation some ranks may be one step ahead. The others reached the end of the same
+    iteration and can take the step as well, so both versions count as the same state.
     """
     train = task.spec.training
     if train is None or train.parallel.is_plain:
@@ -96,8 +96,7 @@ def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
 
 
 def take_place(task: Task, rank: Rank, step_version: int) -> None:
-    """Fold: the rank has settled, and has the part of its place. Who is beside the layout keeps
-    what it had."""
+    """Fold: the rank came up and holds the state of its position. A standby keeps what it had."""
     if task.axes is None:
         rank.held, rank.step_version = None, step_version
     elif (place := place_of(task, rank)) < num_places(task.axes):
@@ -106,30 +105,30 @@ def take_place(task: Task, rank: Rank, step_version: int) -> None:
 
 
 def forget_beside(task: Task) -> None:
-    """Fold: the others train on: who is beside the layout has given what it had."""
+    """Fold: training resumes; standby members give up the state that they held."""
     for rank in task.living_members():
         if is_beside(task, rank):
             rank.held, rank.has_state, rank.step_version = None, False, -1
 
 
 def place_of(task: Task, rank: Rank) -> int:
-    """Of a member of the present generation."""
+    """The position of a member of the current generation."""
     return [member.rank for member in task.members].index(rank.rank)
 
 
 def is_beside(task: Task, rank: Rank) -> bool:
-    """Whether the layout has no place for this member."""
+    """Whether the member is a standby: the layout has no position for it."""
     return task.axes is not None and place_of(task, rank) >= num_places(task.axes)
 
 
 def speaks(task: Task, rank: Rank) -> bool:
-    """Whether the member tells of micro-batches: of a replica its first alone."""
+    """Whether the member reports micro-batches: the representative rank of its replica."""
     return task.axes is None or parallelism.speaks(task.axes, place_of(task, rank))
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
-    """Nothing is changed of it: it has ranks on a node that is silent, of which nothing is known;
-    or it is a command that runs, and leaving its slots would cost what it has not saved."""
+    """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
+    running command on unusable slots, where leaving them would cost unsaved work."""
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
     return bool(state.silent) and any(state.nodes[rank.slot.node].silent
@@ -137,29 +136,30 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
-    """Some of its slots are out, or quarantined, and it goes on in spite of that."""
+    """A command runs on disabled slots or on a quarantined node."""
     return any(not (node := state.nodes[rank.slot.node]).drained
                and (node.quarantine is not None or node.is_out(rank.slot.index))
                for rank in task.ranks.values())
 
 
 def is_whole(task: Task) -> bool:
-    """Whether nobody is missing of those that the task should have."""
+    """Whether no member of the target is missing."""
     if task.heals_in_memory:
         return len(task.living_members()) == len(task.target)
     return bool(task.ranks)
 
 
-def inject_fault(state: ClusterState, asked: FaultRequested) -> InjectFault | None:
-    """The order that breaks what was asked for, None where that is not allowed or not there.
+def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | None:
+    """The InjectFault order for a request; None if not allowed or the target does not exist.
 
-    Nor is it kept for a node that is silent: nobody asked for a fault at some later time.
+    An unreachable node gets none either: the request is for a fault now, not later.
     """
-    task = state.tasks.get(asked.task)
-    rank = task.ranks.get(asked.rank) if task is not None else None
-    node = state.nodes.get(asked.node if asked.what == "node" else rank.slot.node if rank else "")
+    task = state.tasks.get(request.task)
+    rank = task.ranks.get(request.rank) if task is not None else None
+    name = request.node if request.what == "node" else rank.slot.node if rank else ""
+    node = state.nodes.get(name)
     if not state.policy.allow_inject or node is None or node.health != "healthy":
         return None
-    return InjectFault(nodes=(node.name,), what=asked.what, task=task.id if task else 0,
+    return InjectFault(nodes=(node.name,), what=request.what, task=task.id if task else 0,
                        rank=rank.rank if rank else -1, attempt=rank.attempt if rank else 0,
-                       incarnation=node.incarnation, stop_s=max(asked.stop_s, 0.0))
+                       incarnation=node.incarnation, stop_s=max(request.stop_s, 0.0))

@@ -1,4 +1,4 @@
-"""A node as the state holds it: its slots, its processes, its conditions and device errors."""
+"""Nodes in the state: slots, processes, health checks and device errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from msgspec import Struct, field
 
 from ...events.records.types import Labels, Slot
 
-# --- What ails a node, as the state holds it: what its checks say, what its devices told, what
-# counts. ---
-#
-# All of it is bounded; the log keeps the rest.
+# --- health of a node ---
+# Failing checks, device errors, faults. All are bounded; the log keeps the rest.
 
 NUM_CHECKS_MAX = 64
 NUM_ERRED_MAX = 32
 NUM_OFFENCES_MAX = 16
-"""Of one node: so many are kept of each."""
+"""Limits of one node."""
 TEXT_CHARS_MAX = 200
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """The last word of one of the node's checks, where that is not `healthy`."""
+    """The last result of a health check that is not `healthy`."""
 
     check: str
     health: str
@@ -31,18 +29,18 @@ class Check(Struct, frozen=True, kw_only=True):
     rule: str
     seq: int
     at_s: float
-    """Since when it says so, for whatever reason."""
+    """Since when the check reports this health, for any reason."""
     incident: int = 0
-    """Which it is evidence of."""
+    """The incident that it is evidence of."""
 
     @property
     def is_site(self) -> bool:
-        """Whether a command of the site says so, and not a driver."""
+        """Whether a site's own command reports it, not a driver."""
         return self.check.startswith("check/")
 
 
 class Erred(Struct, kw_only=True):
-    """What the kernel or a driver told of a device: evidence."""
+    """A device error from the kernel or a driver: evidence."""
 
     seq: int
     at_s: float
@@ -54,12 +52,12 @@ class Erred(Struct, kw_only=True):
     code: int
     pid: int
     incident: int = 0
-    """Which it is evidence of; 0: of none yet."""
+    """The incident that it is evidence of; 0: none yet."""
     due: bool = False
-    """The time in which its rank would have failed is over: it stands alone."""
+    """The time limit for a related rank failure has passed: the error counts alone."""
 
     def is_like(self, other: Erred) -> bool:
-        """Whether both tell the same: an equal XID, or the same rule, of the same devices."""
+        """Whether both report the same: an equal XID, or the same rule, on the same devices."""
         same = self.code == other.code if self.code and other.code else self.rule == other.rule
         return same and self.devices == other.devices
 
@@ -72,9 +70,9 @@ class Offence(Struct, kw_only=True):
     status: str
     why: str
     fresh: bool = True
-    """It came after the last quarantine."""
+    """It occurred after the last quarantine."""
     incarnation: int = 0
-    """Of the node's agent then."""
+    """The incarnation of the node's agent at that time."""
 
 
 class Quarantine(Struct, frozen=True, kw_only=True):
@@ -86,7 +84,7 @@ class Quarantine(Struct, frozen=True, kw_only=True):
     incidents: tuple[int, ...]
 
 NUM_SLOTS_MAX = 1024
-"""Of one node; a report of more is absurd."""
+"""Slots of one node; larger reports are clamped."""
 
 Health = Literal["healthy", "unreachable", "lost", "left"]
 
@@ -109,57 +107,57 @@ class Node(Struct, kw_only=True):
     num_slots: int
     accelerator: str
     keeper: str = ""
-    """Where its keeper takes copies, host:port; empty: it has none."""
+    """Address of its checkpoint store, host:port; empty: it has none."""
     keeper_start: int = 0
-    """The keeper that may have copies: what earlier ones had is gone with them."""
+    """The current checkpoint store. What earlier ones stored is lost."""
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0
     eased_s: float = 0.0
-    """When what ails it last grew less: unhealthy no more, or not degraded any more."""
+    """When its health last improved: not unhealthy any more, or not degraded any more."""
     silenced_seq: int = 0
     replace: bool = False
     """Unreachable for replace_after_s."""
     drained: bool = False
-    """An operator wants it empty; it stays so when its agent joins again."""
+    """An operator drains it. It stays drained when its agent joins again."""
     drain_reason: str = ""
     harmed_s: float = -1.0
-    """When somebody asked to kill it; below 0: nobody did."""
+    """When a fault was injected into it; below 0: none was."""
     slots_out: list[int] = field(default_factory=list[int])
-    """Slots with a hardware fault; they come back when the agent joins again."""
+    """Slots disabled by a hardware fault. They are enabled when the agent joins again."""
     out_why: dict[int, str] = field(default_factory=dict[int, str])
-    """Of these, what took the slot out."""
+    """By disabled slot: the reason."""
     slots_sick: list[int] = field(default_factory=list[int])
-    """Slots that a check calls unhealthy; they come back when it calls them healthy for a time."""
+    """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
     slots_well: dict[int, float] = field(default_factory=dict[int, float])
-    """Of these, since when no check calls the slot so any more: each has a time of its own."""
+    """By slot of these: since when no check reports it unhealthy."""
     sick_why: str = ""
-    """Why these, or why not in spite of what a check says."""
+    """Why these slots are disabled, or why a check's report is not acted upon."""
     checks: list[Check] = field(default_factory=list[Check])
-    """Those that do not say healthy, the oldest first."""
+    """Checks that do not report healthy, the oldest first."""
     erred: list[Erred] = field(default_factory=list[Erred])
     incident: int = 0
-    """The open one that is of the node alone; no task was hurt."""
+    """The open incident of the node alone, which affected no task."""
     offences: list[Offence] = field(default_factory=list[Offence])
     quarantine: Quarantine | None = None
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is heard of it; its processes may live all the same."""
+        """Whether the node is unreachable or lost. Its processes may still run."""
         return self.health in ("unreachable", "lost")
 
     @property
     def takes_tasks(self) -> bool:
-        """Whether something may be started on it: healthy, neither drained nor quarantined."""
+        """Whether ranks may start on it: healthy, neither drained nor quarantined."""
         return self.health == "healthy" and not self.drained and self.quarantine is None
 
     def is_out(self, index: int) -> bool:
-        """Whether nothing may be started on this slot: it erred, or a check says so."""
+        """Whether the slot is disabled, by a device error or by a check."""
         return index in self.slots_out or index in self.slots_sick
 
     def usable(self) -> tuple[Slot, ...]:
-        """Its slots that a plan may give, by index."""
+        """Its slots that a plan may allocate, by index."""
         if not self.takes_tasks:
             return ()
         return tuple(Slot(self.name, index) for index in range(self.num_slots)

@@ -1,4 +1,4 @@
-"""A task as the state holds it: its ranks, its checkpoints, and what was observed of its ranks."""
+"""Tasks in the state: ranks, checkpoints, and what was observed of the ranks."""
 
 from __future__ import annotations
 
@@ -15,110 +15,111 @@ from .incident import Fault, Series
 
 
 class Logged(Struct, kw_only=True):
-    """What a command's own log has told, of its newest round of processes that told anything."""
+    """Progress of a command, from the newest round of processes that logged any."""
 
     round: int
     rank: int
-    """Who tells: whoever of the round was first."""
+    """The rank whose log counts: the first of the round that logged progress."""
     first: int
-    """The iteration that it told first."""
+    """The first iteration that it logged."""
     iterations: int
-    """How many there are to be; 0: not known."""
+    """Planned iterations; 0: unknown."""
     size: int
     """Slots of the round."""
     furthest: int
-    """The most that was done before the round, or when it was first heard of."""
+    """The largest iteration before the round, or at its first report."""
     global_batch: int = 0
-    """As last told; 0: not told."""
+    """As last logged; 0: never."""
     disturbed: bool = False
-    """A process of it stood still after the last report."""
+    """A process of the round was stopped after the last report."""
 
 
 class Standing(Struct, kw_only=True):
-    """A task on its way from one number of slots to another, or back to the same."""
+    """A transition in progress: from one number of slots to another, or back to the same."""
 
     size: int
-    """Members before; 0: it had no slots."""
+    """Members before; 0: the task had no slots."""
     since_s: float
-    """When it last told of a finished iteration before it stood; below 0: it steps, and waits for
-    what is still to come."""
+    """When it last reported an iteration before it stalled; below 0: it steps again, and the
+    transition waits for its other members."""
     iteration: int
-    """How many were finished then."""
+    """Iterations finished then."""
     iteration_s: float
-    """What one took, undisturbed; 0: nobody knows."""
+    """Undisturbed time of one iteration; 0: unknown."""
     stood_s: float = 0.0
-    """In earlier parts of the way."""
+    """Downtime of earlier stalls in this transition."""
     axes: Axes | None = None
-    """The layout before."""
+    """The layout before the transition."""
     void: bool = False
-    """Healing was held meanwhile: it says nothing of what a change costs."""
+    """Healing was paused meanwhile, so the downtime is not a measurement."""
 
 
 class Stall(Struct, frozen=True, kw_only=True):
-    """A member stands, as RankStalled told and RankUnstalled has not denied."""
+    """A stalled member: reported by RankStalled, not revoked by RankUnstalled."""
 
     iteration: int
     where: Whereabouts
     what: str
     collective: int
     since_s: float
-    """When it passed its last mark, by the log's clock: late rather than early."""
+    """When it passed its last progress mark, by the log's clock; rather late than early."""
     normal_s: float
     told_s: float
     seq: int
-    """What tells so."""
+    """The record that reports it."""
     stack: str = ""
-    """What its process does."""
+    """The innermost stack frame of its process."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it got: work of its own after a collective is beyond it, and before the next."""
+        """Sort key of its progress: own work counts as after its collective and before the next."""
         return self.iteration, 2 * self.collective + (self.where == "own")
 
 
 class Crawl(Struct, frozen=True, kw_only=True):
-    """A member passes marks, and yet its iteration does not end: as StepTimeChanged said last."""
+    """A slow iteration: a member passes progress marks, but its iteration does not end (the last
+    StepTimeChanged)."""
 
     iteration: int
     own_s: float
-    """Its own work of it until then, without waiting for others."""
+    """Own work in the iteration so far, without waiting."""
     normal_s: float
-    """What its own work usually takes."""
+    """Usual own work of an iteration."""
     since_s: float
-    """When the iteration began, by the log's clock: late rather than early."""
+    """When the iteration began, by the log's clock; rather late than early."""
     told_s: float
     seq: int
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """How fast a rank works, as StepTimeChanged told last."""
+    """The step time of a rank, from its last StepTimeChanged."""
 
     generation: int
-    """0: of an earlier process, from which is known what the rank can do."""
+    """0: measured on an earlier process of the rank, as a reference."""
     num_micro_batches: int
-    """Its part of an iteration then."""
+    """Its micro-batches of an iteration then."""
     iteration_s: float
     own_s: float
     normal_s: float
     normal_num: int
-    """Its part of an iteration when `normal_s` was told first."""
+    """Its micro-batches when `normal_s` was first reported."""
     normal_iteration_s: float
-    """What an iteration took then."""
+    """Iteration time then."""
     seq: int
 
 
 class Slow(Struct, frozen=True, kw_only=True):
-    """A rank that keeps others waiting, though all go on."""
+    """A straggler: it progresses, but the others wait for it."""
 
     ratio: float
-    """Its own work takes so many times what it did, or what that of its peers takes."""
+    """Own work relative to its own past, or to its peers."""
     holds_up: float
-    """For it an iteration takes so many times what it would."""
+    """Iteration time relative to that without the delay."""
     since_s: float
 
 
 class Priced(Struct, frozen=True, kw_only=True):
-    """What a degraded node costs, as StragglerCostEstimated told last."""
+    """The cost of a degraded node, from its last StragglerCostEstimated."""
 
     tasks: tuple[int, ...]
     ratios: tuple[float, ...]
@@ -134,7 +135,8 @@ RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """Which part of a task's state a process has: that of a place in the layout of a generation."""
+    """The part of a task's state that a process holds: that of one position of a generation's
+    layout."""
 
     generation: int
     axes: Axes
@@ -142,7 +144,7 @@ class Held(Struct, frozen=True, kw_only=True):
 
 
 class Rank(Struct, kw_only=True):
-    """One process of a task, from its StartRank to its end."""
+    """One process of a task, from StartRank to its end."""
 
     rank: int
     attempt: int
@@ -154,58 +156,58 @@ class Rank(Struct, kw_only=True):
     log_path: str = ""
     endpoint: str = ""
     quiesced: int = 0
-    """The last generation that it left in order."""
+    """The last generation that it left by Quiesce."""
     step_version: int = -1
-    """Optimizer steps that its state had taken then."""
+    """Optimizer steps of its state then."""
     reconfigured: int = 0
     """The last generation that it came up in."""
     failed: int = 0
-    """The last generation in which a collective, or the coming up, failed under it."""
+    """The last generation in which a collective or the setup failed on it."""
     failed_seq: int = 0
     failed_status: str = ""
     overdue: str = ""
-    """What it was too late for; it is to be ended at once."""
+    """Which deadline it missed; decide stops it immediately."""
     suspended_s: float = -1.0
-    """Since when its process is stopped; below 0: it is not."""
+    """When its process was stopped (SIGSTOP); below 0: it is not."""
     suspended_seq: int = 0
-    """What tells so."""
+    """The record that reports it."""
     harmed_s: float = -1.0
-    """When somebody asked to break it; below 0: nobody did."""
+    """When a fault was injected into it; below 0: none was."""
     has_state: bool = False
-    """It has settled in some generation. Of a task that has layouts, `held` says on what."""
+    """It came up in some generation. With layouts, `held` says which part it holds."""
     held: Held | None = None
     joined_iteration: int = -1
     error: str = ""
     error_text: str = ""
     error_seq: int = 0
     second_hand: bool = False
-    """Its error tells of another's end."""
+    """Its error is indirect evidence: another process ended."""
 
     @property
     def suspended(self) -> bool:
-        """Whether its process stands still, as far as told."""
+        """Whether its process is reported as stopped."""
         return self.suspended_seq > 0
 
     @property
     def stopping(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was ordered to stop."""
         return bool(self.stop_orders)
 
     @property
     def sound(self) -> bool:
-        """Whether it is to go on: not told to end, not late, without an error."""
+        """Whether it is to continue: not stopping, no missed deadline, no error."""
         return not (self.stopping or self.overdue or self.error_seq)
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """One checkpoint, on its way to be published or published."""
+    """One checkpoint, saved or published."""
 
     generation: int
     step_version: int
     path: str
     final: bool
     node: str = ""
-    """Who was ordered to publish it."""
+    """The node that was ordered to publish it."""
 
 
 class Task(Struct, kw_only=True):
@@ -214,86 +216,88 @@ class Task(Struct, kw_only=True):
     id: int
     spec: JobSpec
     weight: float
-    """w(t) of the paper; the spec's until an operator sets another."""
+    """w(t) of the Unicron paper; from the spec until an operator sets another."""
     submitted_s: float
     since_s: float
     phase: Phase = "idle"
     ending: Literal["", "failed", "cancelled"] = ""
     outcome: str = ""
     why: str = ""
-    """Why it waits, or how it ended."""
+    """Why the task waits, or how it ended."""
     withheld: str = ""
-    """What would be ordered now, were healing on."""
+    """The order that is suppressed while healing is paused."""
     target: tuple[Seat, ...] = ()
     throughput: ThroughputSet | None = None
     modelled: Modelled | None = None
-    """T(t, x) of what its spec's `model` describes, as it was found before it was submitted."""
+    """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     ghosts: list[Rank] = field(default_factory=list[Rank])
-    """Processes given up that nobody has reaped yet; stopped when they are reached again."""
+    """Orphaned processes: given up, end not confirmed. They are stopped when their node is
+    reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
-    """Faults of a rank since it last made progress."""
+    """Faults by rank since it last made progress."""
     blamed: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    """By rank: the slot taken out for its faults. Progress on another one proves it right."""
+    """By rank: the slot disabled for its faults. Progress on another slot confirms that the slot
+    was the cause."""
     series: Series | None = None
     reattempts: int = 0
     declined: str = ""
-    """Why its processes cannot heal in memory, although its spec asks for that."""
+    """Why its processes cannot recover in memory, although the spec asks for it."""
     rounds: int = 0
-    """Command tier: how often all were started."""
+    """Command tier: how often all processes were started."""
     generation: int = 0
     members: tuple[Member, ...] = ()
     axes: Axes | None = None
-    """The layout of the generation; None: data-parallel, with all members."""
+    """The layout of the generation; None: data-parallel over all members."""
     mode: str = ""
-    """Of the quiesce that is going on: now, boundary."""
+    """Mode of the quiesce in progress: now, boundary."""
     evidence_over: int = 0
-    """The generation whose failed collective found no root cause in time."""
+    """The generation whose failed collective got no root cause in time."""
     failed_s: float = -1.0
-    """When a collective of this generation first failed."""
+    """When a collective of this generation first failed; below 0: none did."""
     stepped: int = 0
     """The last generation that finished an iteration."""
     settled: int = 0
-    """The step version that the last generation settled on."""
+    """The step version that the last generation continues from."""
     finished: list[int] = field(default_factory=list[int])
     num_outstanding: int = 0
-    """Answers to orders that the task waits for (answers.py, `outstanding`)."""
+    """Outstanding answers to orders (members.py, `outstanding`)."""
     quiesce_order: int = 0
     reconfigure_order: int = 0
     resume_order: int = 0
     saver: int = -1
-    """The rank that was told to save before the task leaves; -1: none in this generation."""
+    """The rank ordered to save a checkpoint on preemption; -1: none in this generation."""
     save_late: int = 0
-    """The generation whose last state was not saved in time."""
+    """The generation whose checkpoint on preemption came too late."""
     saved: Checkpoint | None = None
-    """Complete, not yet ordered to be published."""
+    """Complete; its publication is not ordered yet."""
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
-    """By the seq of the order."""
+    """By seq of the publish order."""
     checkpoint: Checkpoint | None = None
     keepers: tuple[Keeper, ...] = ()
-    """Who takes copies of its state now."""
+    """The checkpoint stores that receive its in-memory checkpoints."""
     keep_order: int = 0
     copies: list[Copy] = field(default_factory=list[Copy])
-    """What keepers hold of it, as told: the two newest of each node, the newest last."""
+    """In-memory checkpoints as reported: the two newest of each node, newest last."""
     kept_on: list[str] = field(default_factory=list[str])
-    """Nodes whose keepers may hold something of it."""
+    """Nodes whose stores may hold in-memory checkpoints of the task."""
     drop_order: int = 0
-    """DropMemoryCheckpoints, while one of them has not answered."""
+    """The open DropMemoryCheckpoints, until all nodes answered."""
     iteration: int = 0
-    """Iterations told as finished."""
+    """Iterations reported as finished."""
     logged: Logged | None = None
     furthest: int = 0
-    """The most that `iteration` ever was: what is done again is no progress."""
+    """The maximum of `iteration`. Repeated iterations are no progress."""
     progressed_s: float = 0.0
-    """When it last told of a finished iteration; 0: never."""
+    """When it last reported an iteration; 0: never."""
     iteration_flops: float = 0.0
     times_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    """By number of members, of a command by slots: what the last undisturbed iterations took."""
+    """By number of members (of a command: slots): times of the last undisturbed iterations."""
     standing: Standing | None = None
-    """The change that it is in."""
+    """The transition in progress."""
     stood_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """By kind of change: for how long it stood the last times."""
+    """By kind of change: the last downtimes."""
     loss: float | None = None
     step_s: float = 0.0
     rate_flops: float = 0.0
@@ -301,21 +305,21 @@ class Task(Struct, kw_only=True):
     forward_calls: int = 0
     faults: list[Fault] = field(default_factory=list[Fault])
     stalls: dict[int, Stall] = field(default_factory=dict[int, Stall])
-    """By rank: members of this generation that stand, as told."""
+    """By rank: stalled members of this generation."""
     crawls: dict[int, Crawl] = field(default_factory=dict[int, Crawl])
-    """By rank: members of this generation whose one iteration lasts too long by their own work."""
+    """By rank: members of this generation in a slow iteration."""
     paces: dict[int, Pace] = field(default_factory=dict[int, Pace])
     slow: dict[int, Slow] = field(default_factory=dict[int, Slow])
-    """By rank: those that hold up the others."""
+    """By rank: the stragglers."""
     slowed: dict[str, int] = field(default_factory=dict[str, int])
-    """By slot (node/index): how often what ran there was started again for being slow."""
+    """By slot (node/index): restarts of its process for being slow."""
     incident: int = 0
     healed: int = 0
     iterations_lost: int = 0
 
     @property
     def final_known(self) -> bool:
-        """Whether a complete final checkpoint is published or on its way."""
+        """Whether a complete final checkpoint is saved or published."""
         ways = [self.saved, self.checkpoint, *self.publishing.values()]
         return any(way is not None and way.final for way in ways)
 
@@ -326,21 +330,22 @@ class Task(Struct, kw_only=True):
 
     @property
     def unsaved(self) -> int:
-        """Iterations that would be lost with all its processes, as far as told."""
+        """Iterations lost if all its processes end now, as reported."""
         return self.lost_with("")
 
     def lost_with(self, node: str) -> int:
-        """Iterations that would be lost with all its processes and with this node's copies."""
+        """Iterations lost if all its processes and this node's in-memory checkpoints are lost."""
         copied = [copy.step_version for copy in self.copies if copy.node != node]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property
     def heals_in_memory(self) -> bool:
-        """Whether its processes are generations' members; else they all start again together."""
+        """Whether its processes recover in memory as members of a generation; otherwise all restart
+        together."""
         return self.spec.training is not None and not self.declined
 
     def member(self, number: int) -> Rank | None:
-        """The living process that is this member of the current generation."""
+        """The running process of this member of the current generation."""
         rank = self.ranks.get(number)
         for member in self.members:
             if member.rank == number and rank is not None and member.attempt == rank.attempt:
@@ -348,7 +353,7 @@ class Task(Struct, kw_only=True):
         return None
 
     def living_members(self) -> list[Rank]:
-        """Members of the current generation whose process is not gone, in their order."""
+        """Members of the current generation whose process still runs, in order."""
         found: list[Rank] = []
         for member in self.members:
             rank = self.ranks.get(member.rank)
@@ -358,5 +363,5 @@ class Task(Struct, kw_only=True):
 
     @property
     def seats_at(self) -> dict[int, Slot]:
-        """Where the target has each rank: whose process is there has a seat."""
+        """By rank: the slot that the target assigns."""
         return {seat.rank: seat.slot for seat in self.target}

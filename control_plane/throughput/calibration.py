@@ -1,4 +1,4 @@
-"""Calibration: undisturbed iterations correct what was modelled of T(t, x)."""
+"""Calibration: times of undisturbed iterations correct the modelled T(t, x)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from . import table as throughput
 from .transition_cost import num_slots
 
 NUM_WARM_UP = 2
-"""Iterations after a Resume that do not count: the interrupted one, and one to get warm."""
+"""Iterations after a Resume that do not count: the interrupted one, and one to warm up."""
 NUM_TIMES_MAX = 256
-"""Times that the state keeps of one task at one size, whatever the policy asks for."""
+"""Limit of times in the state per task and size, whatever the policy sets."""
 NUM_SIZES_MAX = 16
-"""Sizes of which it keeps them; the one measured longest ago is forgotten first."""
+"""Limit of sizes per task; the one measured longest ago is dropped first."""
 
 
 def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
-    """Fold: remember how long undisturbed iterations took at this number of members.
+    """Fold: store the times of undisturbed iterations at this number of members.
 
-    A size that the task only passes through (a rank starts again beside it, and takes its share of
-    the machine) says nothing of what the task would do if it stayed.
+    A size during a transition does not count: a rank that restarts on the same machine slows the
+    others.
     """
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
@@ -37,10 +37,10 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    """Fold: the same of a command, by what its log tells.
+    """Fold: store the iteration times in a command's log.
 
-    A report is the mean of some iterations: it counts as one time for each, but for no more than a
-    third of what makes a measurement, so that one that is off does not decide.
+    A report is the mean of several iterations and counts as one time for each, up to a third of a
+    measurement. So one outlier does not decide.
     """
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
@@ -52,14 +52,13 @@ def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None
 
 
 def batch_counts(task: Task) -> bool:
-    """Whether an iteration of the command has as many samples as its model says."""
+    """Whether a logged iteration has as many samples as the model of the command says."""
     logged, model = task.logged, task.spec.model
     return logged is None or model is None or logged.global_batch in (0, model.global_batch)
 
 
 def _counts(state: ClusterState, task: Task) -> bool:
-    """Whether it is of interest how long an iteration takes now: the task is not disturbed, and
-    no rank holds up the others."""
+    """Whether times count now: the task trains without an incident and without stragglers."""
     return (_num_times(state) > 0 and not task.spec.throughput and task.phase == "training"
             and not task.incident and not task.slow)
 
@@ -75,7 +74,7 @@ def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
 
 
 def forget_times(state: ClusterState, task: Task, num: int) -> None:
-    """Fold: the last iterations are found to have been slow; the task does not take so long."""
+    """Fold: drop the times of the last iterations, which were slowed by a straggler."""
     times = task.times_s.get(num_slots(task), [])
     del times[max(len(times) - max(num, 0), 0):]
     if not times:
@@ -83,10 +82,10 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
-    """A new table where the measured rate differs enough from the one that plans are made with.
+    """Yield a new table if the measured rate differs enough from the table in use.
 
-    What the first measured task tells of one slot goes into all modelled tables. Asked again in
-    the same state this tells nothing.
+    The FLOP/s of one slot, from the first measured task, updates all modelled tables. In the same
+    state a second call yields nothing.
     """
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
@@ -105,7 +104,7 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def measured(state: ClusterState, task: Task) -> dict[int, float]:
-    """Size -> FLOP/s, for each size with enough iterations: FLOP over their median time."""
+    """Size -> FLOP/s for each size with enough iterations: FLOP over the median time."""
     num = _num_times(state)
     if not num or task.iteration_flops <= 0:
         return {}
@@ -114,10 +113,10 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
-    """Fold: what a measured table tells of one slot, by the smallest size that was measured.
+    """Fold: set the FLOP/s of one slot from the smallest measured size of a table.
 
-    The first task that was measured keeps the word until it ends. A task with a model of its own
-    tells nothing: its shape is not counted in slots.
+    The first measured task sets it until it ends. A task with its own model does not: its shape is
+    not proportional to slots.
     """
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
@@ -133,7 +132,7 @@ def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
 
 
 def differs(new: float, old: float, least: float) -> bool:
-    """Whether `new` is off from `old` by more than the share `least`."""
+    """Whether `new` differs from `old` by more than the share `least`."""
     return abs(new - old) > least * old
 
 

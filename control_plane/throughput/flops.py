@@ -1,7 +1,7 @@
 """Parameters and FLOPs of a GPT: dense, with grouped queries, with experts.
 
-Counted as Megatron counts: a multiplication and an addition are two, the scores of attention are
-counted whole though half of them are masked, norms and other element-wise work are not counted.
+Counted as in Megatron: a multiply-add is two, attention scores count fully although half of them
+are masked, norms and other element-wise work do not count.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ...events.spec.model import MegatronModel
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """Numbers of parameters. Those of experts are on their own: another group shares them."""
+    """Numbers of parameters. Experts are separate: another group shards them."""
 
     shared_layer: int
-    """Of one layer, without its experts."""
+    """One layer without experts."""
     expert_layer: int
-    """Of all experts of one layer; 0 without."""
+    """All experts of one layer; 0 without experts."""
     embedding: int
-    """Of one matrix of the vocabulary."""
+    """One embedding matrix."""
     num_layers: int
     num_embeddings: int
 
@@ -30,7 +30,7 @@ class Parameters(Struct, frozen=True, kw_only=True):
 
 
 def parameters(model: MegatronModel) -> Parameters:
-    """Weights, biases and norms as in a GPT; a router for each layer of experts."""
+    """Count weights, biases and norms of a GPT, and a router for each layer of experts."""
     hidden = model.hidden
     mlp = 2 * hidden * model.ffn + (hidden * model.ffn if model.swiglu else 0)
     shared = attention_weights(model) + 4 * hidden
@@ -44,30 +44,30 @@ def parameters(model: MegatronModel) -> Parameters:
 
 
 def attention_weights(model: MegatronModel) -> int:
-    """Of queries, keys, values and the projection of one layer."""
+    """Weights of queries, keys, values and the projection of one layer."""
     keys = model.hidden // model.num_heads * model.num_groups
     return 2 * model.hidden * (model.hidden + keys)
 
 
 def mlp_weights(model: MegatronModel) -> int:
-    """That one token passes in one layer, the router's included."""
+    """MLP weights that one token passes in one layer, with the router."""
     mlp = (3 if model.swiglu else 2) * model.hidden * model.ffn
     return model.top_k * mlp + model.hidden * model.num_experts
 
 
 def layer_flops(model: MegatronModel) -> tuple[int, int]:
-    """(of the weights, of the scores): forward, one layer, one sample."""
+    """(weights, scores): forward FLOPs of one layer for one sample."""
     weights = 2 * model.sequence * (attention_weights(model) + mlp_weights(model))
     return weights, 4 * model.sequence * model.sequence * model.hidden
 
 
 def head_flops(model: MegatronModel) -> int:
-    """Of the logits: forward, one sample."""
+    """Forward FLOPs of the logits for one sample."""
     return 2 * model.sequence * model.hidden * model.vocabulary
 
 
 def iteration_flops(model: MegatronModel) -> float:
-    """FLOPs of the model in one iteration: forward once and backward twice that.
+    """Model FLOPs of one iteration: forward, and twice that backward.
 
     Dense with ffn = 4 h: 72 B s l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without its
     recomputation; Korthikanti et al., 2022).
@@ -78,7 +78,7 @@ def iteration_flops(model: MegatronModel) -> float:
 
 
 def executed_flops(model: MegatronModel, recompute: str) -> float:
-    """FLOPs that the GPUs do in one iteration: with what is computed again.
+    """Hardware FLOPs of one iteration, with recomputation.
 
     Full recomputation: 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan et al., SC'21, appendix).
     """

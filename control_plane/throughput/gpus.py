@@ -1,4 +1,4 @@
-"""Kinds of GPU: what their makers promise of them."""
+"""Kinds of GPU and their specifications."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _GIB_BYTES = 1 << 30
 
 
 class GpuKind(Struct, frozen=True, kw_only=True):
-    """One GPU in the server that its maker sells it in. Rates per second and GPU.
+    """One GPU in its maker's reference server. Rates per second and GPU.
 
-    `peak_flops`: dense tensor cores in fp16 and bf16; `fp8_flops` 0 where there is no fp8.
-    `nvlink_bytes_s` and `network_bytes_s` are of one direction.
+    `peak_flops`: dense tensor cores in fp16 and bf16; `fp8_flops`: 0 without fp8. `nvlink_bytes_s`
+    and `network_bytes_s` are for one direction.
     """
 
     peak_flops: float
     fp8_flops: float = 0.0
     memory_bytes: int
-    """What CUDA reports as total: less than what is printed on it."""
+    """Total memory as CUDA reports it: less than the nominal size."""
     memory_bytes_s: float
     nvlink_bytes_s: float
     network_bytes_s: float
@@ -47,7 +47,7 @@ KINDS: dict[Gpu, GpuKind] = {
                        nvlink_bytes_s=200e9, network_bytes_s=50e9),
     "H20-96": GpuKind(peak_flops=148e12, fp8_flops=296e12, memory_bytes=int(95.0 * _GIB_BYTES),
                       memory_bytes_s=4000e9, nvlink_bytes_s=450e9, network_bytes_s=50e9),
-    # Data sheet of the H200 SXM; memory as one tells of itself.
+    # Data sheet of the H200 SXM; memory as reported by a device.
     "H200-141": GpuKind(peak_flops=989.4e12, fp8_flops=1978.9e12,
                         memory_bytes=int(139.8 * _GIB_BYTES), memory_bytes_s=4800e9,
                         nvlink_bytes_s=450e9, network_bytes_s=50e9),

@@ -1,8 +1,8 @@
-"""The search: for each number of GPUs the layout that trains fastest, and why.
+"""Layout search: the fastest layout for each number of GPUs, and what limits it.
 
-All of `layouts.shapes` under the memory model, with each dp at which the fullest replica has fewer
-micro-batches: a dp in between would gain a little of the optimizer's step alone. A shape's time is
-worked out once; what depends on dp is worked out for all dp at once.
+It tries all `layouts.shapes` under the memory model, with each dp that reduces the micro-batches of
+the fullest replica: other dp would shorten the optimizer step only. The time of a shape is computed
+once, and what depends on dp for all dp together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .memory import capacity, memory
 from .step_time import Floats, bubble, constants_of, ending, parts
 
 GAIN_RATIO_MIN = 1.005
-"""What would be faster by less is not worth a word."""
+"""Smaller gains are not mentioned."""
 ROOMY_TIMES = 2
-"""Memory binds where so many times as much would make the task faster."""
+"""Memory binds if this factor of memory gives a faster layout."""
 _GIB_BYTES = 1 << 30
 Ints = NDArray[np.int64]
 
@@ -36,11 +36,11 @@ class Best(Struct, frozen=True, kw_only=True):
     size: int
     layout: Layout
     rate_flops: float
-    """Achieved FLOP/s of all of them: the model's FLOPs, not what is computed again."""
+    """Achieved FLOP/s of all GPUs: model FLOPs, without recomputation."""
 
 
 class Search:
-    """T(t, x) for every x up to `num_gpus`, by the model alone; `memory_bytes` of each GPU."""
+    """T(t, x) for every x up to `num_gpus`, by the model alone, with `memory_bytes` per GPU."""
 
     def __init__(self, model: MegatronModel, num_gpus: int, memory_bytes: float) -> None:
         self.model, self.num_gpus, self.memory_bytes = model, num_gpus, memory_bytes
@@ -48,15 +48,15 @@ class Search:
         self._rates: Floats = np.zeros(num_gpus + 1)
         self._chosen: Ints = np.full(num_gpus + 1, -1, dtype=np.int64)
         self._layouts: list[Layout] = []
-        self._dealt: dict[int, Ints] = {}
+        self._dp_steps: dict[int, Ints] = {}
         self._before: Layout | None = None
         self._done: set[int] = set()
-        """Chunks with which the shape before fits at each dp."""
+        """Chunks with which the previous shape fits at each dp."""
         for layout in shapes(model, num_gpus):
             self._try(layout)
 
     def best(self) -> list[Best]:
-        """By size, each faster than all smaller ones; empty if nothing fits."""
+        """The best layouts by size, each faster than all smaller ones; empty if nothing fits."""
         fastest = np.maximum.accumulate(self._rates)
         return [self._best(size) for size in (np.flatnonzero(np.diff(fastest) > 0) + 1).tolist()]
 
@@ -66,7 +66,7 @@ class Search:
                     layout=replace(layout, dp=size // layout.model_parallel))
 
     def _try(self, layout: Layout) -> None:
-        """All dp and chunks of one shape, but for chunks with which less recomputation fits."""
+        """Try all dp and chunks of a shape, except chunks that fit with less recomputation."""
         if self._before is None or replace(self._before, recompute=layout.recompute) != layout:
             self._done.clear()
         least, self._before = layout.dp, layout
@@ -75,28 +75,28 @@ class Search:
         fewest = self._fewest(layout, least, most)
         if fewest == 0:
             return
-        dealt = -(-self._steps(num) // least) * least
-        dealt = np.unique(np.concatenate(([fewest], dealt[(dealt > fewest) & (dealt <= most)])))
-        even = dealt[num % (dealt * layout.pp) == 0]
+        dps = -(-self._steps(num) // least) * least
+        dps = np.unique(np.concatenate(([fewest], dps[(dps > fewest) & (dps <= most)])))
+        even = dps[num % (dps * layout.pp) == 0]
         stages = divisors(self.model.num_layers // layout.pp, CHUNKS_NUM_MAX)
         for chunks in stages if layout.pp > 1 and len(even) else [1]:
             if chunks in self._done:
                 continue
-            other, counts = replace(layout, chunks=chunks), dealt if chunks == 1 else even
+            other, counts = replace(layout, chunks=chunks), dps if chunks == 1 else even
             begin = self._first(other, counts.tolist())
             self._keep(other, counts[begin:])
             if fewest == least and begin == 0:
                 self._done.add(chunks)
 
     def _fewest(self, layout: Layout, least: int, most: int) -> int:
-        """The smallest dp, a multiple of `least`, with which it fits; 0 if there is none."""
+        """The smallest dp, a multiple of `least`, that fits; 0 if none does."""
         if most < least or not self._fits(layout, most):
             return 0
         counts = range(least, most + 1, least)
         return counts[self._first(layout, counts)]
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
-        """The place of the first dp with which it fits: more dp never needs more memory."""
+        """The index of the first dp that fits: a larger dp never needs more memory."""
         if self._fits(layout, counts[0]):
             return 0
         return bisect_left(counts, True, key=lambda dp: self._fits(layout, dp))
@@ -105,21 +105,21 @@ class Search:
         return memory(self.model, replace(layout, dp=dp)).total <= self.memory_bytes
 
     def _steps(self, num: int) -> Ints:
-        """Each dp whose fullest replica has fewer of `num` micro-batches than with dp - 1."""
-        if num not in self._dealt:
+        """Each dp whose fullest replica has fewer of `num` micro-batches than at dp - 1."""
+        if num not in self._dp_steps:
             each = np.unique(-(-num // np.arange(1, num + 1)))
-            self._dealt[num] = np.unique(-(-num // each))
-        return self._dealt[num]
+            self._dp_steps[num] = np.unique(-(-num // each))
+        return self._dp_steps[num]
 
-    def _keep(self, layout: Layout, dealt: Ints) -> None:
-        """Remember it wherever it is faster than all before."""
-        if not len(dealt):
+    def _keep(self, layout: Layout, dps: Ints) -> None:
+        """Record the layout at sizes where it is the fastest so far."""
+        if not len(dps):
             return
         micro_s = parts(self.model, layout, self.constants).total_s
-        num = -(-(self.model.global_batch // layout.micro) // dealt)
+        num = -(-(self.model.global_batch // layout.micro) // dps)
         seconds = (num + bubble(layout)) * micro_s + ending(
-            self.model, layout, self.constants, micro_s).seconds_each(dealt.astype(np.float64))
-        rates, sizes = self.flops / seconds, dealt * layout.model_parallel
+            self.model, layout, self.constants, micro_s).seconds_each(dps.astype(np.float64))
+        rates, sizes = self.flops / seconds, dps * layout.model_parallel
         better = rates > self._rates[sizes]
         self._rates[sizes[better]] = rates[better]
         self._chosen[sizes[better]] = len(self._layouts)
@@ -128,10 +128,10 @@ class Search:
 
 @lru_cache(maxsize=64)
 def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
-    """T(t, x) of the model for x up to `num_gpus`, each x with its layout and what binds it.
+    """T(t, x) of the model for x up to `num_gpus`, each with its layout and what limits it.
 
-    A function of its arguments alone, so that what is remembered is what would be found. Takes
-    tenths of a second: it is no part of a decision.
+    Deterministic, so the cache is safe. It takes tenths of a second and is never part of a
+    decision.
     """
     room = capacity(model)
     found = Search(model, num_gpus, room).best()
@@ -148,7 +148,8 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 
 def told(model: MegatronModel, best: Best, free: Best) -> str:
-    """One sentence: the layout, and what binds. `free`: the best with ROOMY_TIMES the memory."""
+    """Describe the layout and what limits it. `free`: the best layout with ROOMY_TIMES the
+    memory."""
     used = memory(model, best.layout).total / _GIB_BYTES
     text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
@@ -160,7 +161,7 @@ def told(model: MegatronModel, best: Best, free: Best) -> str:
 
 
 def losses(model: MegatronModel, layout: Layout) -> list[tuple[str, float]]:
-    """(what, share of an iteration) of all but arithmetic, the most first."""
+    """(what, share of an iteration) of everything but arithmetic, largest first."""
     constants = constants_of(model)
     each = parts(model, layout, constants)
     num = model.global_batch // layout.micro
@@ -181,7 +182,7 @@ def losses(model: MegatronModel, layout: Layout) -> list[tuple[str, float]]:
 
 
 def _refused(model: MegatronModel, num_gpus: int) -> str:
-    """Why there is no layout at all, by the one that comes nearest."""
+    """Why no layout fits, by the one that needs least memory."""
     nearest, least = "", math.inf
     for shape in shapes(model, num_gpus):
         most = min(model.global_batch // shape.micro, num_gpus // shape.model_parallel)

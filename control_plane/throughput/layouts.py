@@ -1,4 +1,4 @@
-"""Layouts: the ways in which Megatron can spread one model over GPUs."""
+"""Layouts: how Megatron can distribute one model over GPUs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from ...events.spec.model import Axes, MegatronModel
 
 Recomputed = Literal["none", "selective", "full"]
 MICRO_NUM_MAX = 8
-"""Samples of a micro-batch that the search tries at most, where the model leaves it open."""
+"""Largest micro-batch that the search tries if the model leaves it open."""
 CONTEXT_LENGTH = 4096
-"""Tokens that a rank keeps at least of each sample: shorter sequences are not split."""
+"""Fewest tokens of a sample per rank: shorter sequences are not split."""
 CHUNKS_NUM_MAX = 32
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """Who holds what: tp * cp * pp * dp GPUs.
+    """A distribution of the model over tp * cp * pp * dp GPUs.
 
-    `ep` GPUs of those that have the same layers and different samples share the experts. `chunks`
-    is Megatron's number of virtual pipeline stages: layers that are next to each other in the model
-    and on one GPU come in so many groups. Sequence parallel whenever tp > 1. `shards` says what is
-    spread over data-parallel ranks: `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which is no
-    layout of the search.
+    `ep` GPUs with the same layers and different samples share the experts. `chunks` is Megatron's
+    number of virtual pipeline stages: the layers of one GPU form that many groups of consecutive
+    layers. Sequence parallel whenever tp > 1. `shards` is what is sharded over data-parallel ranks:
+    `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which the search does not use.
     """
 
     tp: int = 1
@@ -51,12 +50,12 @@ class Layout(Struct, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> Axes:
-        """What a command has to know of it."""
+        """The axes that a command gets."""
         return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
                     micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
 
     def told(self) -> str:
-        """As a person would say it: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""
+        """A readable description: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""
         parts = [("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("EP", self.ep)]
         axes = [f"{name} {count}" for name, count in parts if count > 1]
         text = f"{' x '.join([*axes, f'DP {self.dp}'])}, micro-batch {self.micro}"
@@ -68,10 +67,10 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this; empty if it would.
+    """Why Megatron would not start with this layout; empty if it would.
 
-    Rules of megatron-core 0.16 (TransformerConfig, parallel_state, schedules), and tensor parallel
-    inside one node, which is ours.
+    Rules of megatron-core 0.16 (TransformerConfig, parallel_state, schedules), and our own: tensor
+    parallel inside one node.
     """
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
@@ -104,15 +103,15 @@ def refusal(model: MegatronModel, layout: Layout) -> str:
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Those of `number` that are at most `most`, ascending."""
+    """Divisors of `number` up to `most`, ascending."""
     return [x for x in range(1, min(number, most) + 1) if number % x == 0]
 
 
 def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
-    """Every layout of at most `num_gpus` GPUs but for dp and chunks: told with the least dp.
+    """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks.
 
-    Context parallel where each rank keeps CONTEXT_LENGTH tokens; expert parallel where there are
-    experts. Of layouts that differ in recomputation alone, the one with least comes first.
+    Context parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts.
+    Layouts that differ only in recomputation are ordered by it, least first.
     """
     micros = [model.micro_batch] if model.micro_batch else divisors(
         model.global_batch, MICRO_NUM_MAX)
@@ -131,7 +130,7 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
 
 
 def recomputes(model: MegatronModel) -> tuple[Recomputed, ...]:
-    """What may be computed again, from least to most; scores that are not kept are, always."""
+    """Permitted recomputation, from least to most. Flash attention always recomputes the scores."""
     if model.recompute != "any":
         return (model.recompute,)
     return ("none", "full") if model.flash_attention else ("none", "selective", "full")

@@ -15,11 +15,12 @@ from .gpus import KINDS
 from .layouts import Layout
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, KEPT_BYTES = 2, 4, 12, 4
-"""Of one parameter: 16 bits; fp32; an fp32 master and Adam's two moments; a kept sum in fp32."""
+"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 master and Adam's two moments; fp32
+accumulated local gradient."""
 FSDP_BYTES = 16
-"""Of one parameter where all is spread: fp32 weights, gradients and Adam's two moments."""
+"""Bytes per parameter with FSDP: fp32 weight, gradient and Adam's two moments."""
 LOGIT_BYTES = 4
-"""Of one logit: in fp32, for the loss."""
+"""Bytes per logit: fp32, for the loss."""
 RESERVED_BYTES = 3 << 29
 """CUDA's context, NCCL's buffers, the libraries' workspaces."""
 
@@ -32,7 +33,7 @@ class Memory(Struct, frozen=True, kw_only=True):
     optimizer: float
     activations: float
     kept: float
-    """What recovery keeps."""
+    """The accumulated local gradient that recovery keeps."""
 
     @property
     def total(self) -> float:
@@ -50,7 +51,7 @@ def fits(model: MegatronModel, layout: Layout) -> bool:
 
 
 def memory(model: MegatronModel, layout: Layout) -> Memory:
-    """Of the first stage of the pipeline, or of the last if that is fuller."""
+    """The memory of the fullest stage: the first or the last of the pipeline."""
     first = _stage(model, layout, last=layout.pp == 1)
     if layout.pp == 1:
         return first
@@ -60,8 +61,8 @@ def memory(model: MegatronModel, layout: Layout) -> Memory:
 
 def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
                                                                                         float]:
-    """(without experts, of experts) on one GPU of a stage with so many matrices of the vocabulary.
-    """
+    """(without experts, experts): parameters per GPU of a stage with `num_embeddings` embedding
+    matrices."""
     has = parameters(model)
     layers = model.num_layers / layout.pp
     shared = (has.shared_layer * layers + has.embedding * num_embeddings) / layout.tp
@@ -89,7 +90,7 @@ def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
 
 
 def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: bool) -> float:
-    """What backward passes that are still to come need."""
+    """Activations kept for outstanding backward passes."""
     tokens = model.sequence * layout.micro / layout.cp
     spread = layout.tp if layout.sequence_parallel else 1
     layer = layer_activations(model, layout)
@@ -109,7 +110,8 @@ def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: boo
 
 
 def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
-    """Micro-batches whose activations a stage holds at once; more with chunks (equation 4)."""
+    """Micro-batches whose activations a stage holds at the same time; more with chunks (equation
+    4)."""
     if not first:
         return 1.0
     most = layout.pp + (layout.pp - 1) / layout.chunks if layout.chunks > 1 else layout.pp

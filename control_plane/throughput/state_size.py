@@ -1,4 +1,4 @@
-"""Bytes of a task's state: what a process that begins elsewhere has to be sent, or has to read."""
+"""Bytes of a task's state that a process elsewhere has to receive or read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .training_layouts import layout_within, megatron_model
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
-"""Of one parameter: two moments in fp32, and its master where it has 16 bits."""
+"""Bytes per parameter: two fp32 moments, and an fp32 master of 16-bit weights."""
 
 
 def seat_bytes(task: Task, count: int) -> int:
-    """What one of `count` seats holds. A rank of a training task holds its part of the model, one
-    of a command its share of what its model describes; 0 without one."""
+    """Bytes that one of `count` seats holds: a training rank its part of the model, a command its
+    share of what its model describes; 0 without a model."""
     train = task.spec.train
     if train is not None:
         return trained_bytes(train, count)
@@ -26,13 +26,13 @@ def seat_bytes(task: Task, count: int) -> int:
 
 
 def trained_bytes(train: Train, count: int) -> int:
-    """Of one of `count` ranks, by its part of a GPT with learned positions, and its shards."""
+    """Bytes of one of `count` ranks: its part of a GPT with learned positions, with its shards."""
     axes = layout_within(train, count) or Axes()
     shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
     bytes_of_each = (WEIGHT_BYTES[train.precision]
                      + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
     model = train.model
-    # `parameters` counts neither its biases nor its last norm.
+    # `parameters` counts neither biases nor the last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)
     total = parameters(megatron_model(train)).total + more
     return int(bytes_of_each * total) // len(replica(axes, 0))

@@ -1,8 +1,8 @@
-"""The analytical model: how long an iteration takes in one layout.
+"""The analytical model: the iteration time of a layout.
 
-Arithmetic at a share of the peak, element-wise work at a share of the memory's rate, tensor
-parallel over NVLink, everything else over NVLink or the network, the bubble of the pipeline, the
-reduction of gradients and the optimizer's step. No power, exponent or logarithm: the same bits on
+The terms: arithmetic at a share of the peak, element-wise work at a share of the memory bandwidth,
+tensor parallel over NVLink, other communication over NVLink or the network, the pipeline bubble,
+the reduction of gradients, the optimizer step. No power, exponent or logarithm: the same bits on
 every machine.
 """
 
@@ -21,26 +21,26 @@ from .memory import LOGIT_BYTES, layer_activations, layer_scores, rank_parameter
 Floats = NDArray[np.float64]
 
 STEP_BYTES = 34
-"""Moved by one step of the optimizer for each parameter: read 18, write 16."""
+"""Bytes that the optimizer step moves per parameter: read 18, write 16."""
 
 
 class Constants(Struct, frozen=True, kw_only=True):
-    """What is fitted: docs/guides/throughput-model.md says to what, and how well."""
+    """Fitted constants; docs/guides/throughput-model.md has the data and the accuracy."""
 
     gemm_share: float
-    """Of the peak, by a large matrix product."""
+    """Share of the peak in a large matrix product."""
     scores_share: float
-    """Of the peak, by attention's scores, counted whole."""
+    """Share of the peak in attention scores, counted fully."""
     passes: float
-    """Times that a byte of activations is moved in a forward and a backward pass."""
+    """Moves of an activation byte in a forward and backward pass."""
     link_share: float
-    """Of NVLink's rate, by a collective."""
+    """Share of NVLink's rate in a collective."""
     network_share: float
-    """Of the network's rate, by a collective."""
+    """Share of the network's rate in a collective."""
 
 
 class Parts(Struct, frozen=True, kw_only=True):
-    """Seconds of one micro-batch on the slowest stage, by what takes them."""
+    """Seconds of one micro-batch on the slowest stage, by term."""
 
     arithmetic_s: float
     elements_s: float
@@ -58,27 +58,27 @@ class Parts(Struct, frozen=True, kw_only=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """What ends an iteration, by dp: gradients are reduced, the optimizer steps."""
+    """The end of an iteration as a function of dp: gradient reduction and optimizer step."""
 
     shared_bytes: float
     experts_bytes: float
-    """Sent for each GPU's parameters were dp without end; experts' are alike on fewer."""
+    """Bytes sent per GPU in the limit of infinite dp; experts have fewer replicas."""
     step_s: float
-    """On one GPU, if nothing is spread."""
+    """The step on one GPU without sharding."""
     spread: bool
     cp: int
     ep: int
     node_ranks: int
-    """Data-parallel ranks, cp times dp, that share a node."""
+    """Data-parallel ranks (cp times dp) per node."""
     link_bytes_s: float
     shared_bytes_s: float
     experts_bytes_s: float
-    """NVLink, and the network for each of the two."""
+    """Rates of NVLink, and of the network for shared and expert parameters."""
     hidden_s: float
-    """So much of the reduction goes on behind the last micro-batch."""
+    """Part of the reduction that overlaps the last micro-batch."""
 
     def seconds(self, dp: int) -> tuple[float, float]:
-        """(reduction that is seen, step)."""
+        """(reduction that is not overlapped, step)."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / (
@@ -88,7 +88,7 @@ class Ending(Struct, frozen=True, kw_only=True):
         return max(sent_s - self.hidden_s, 0.0), self.step_s / (ranks if self.spread else 1)
 
     def seconds_each(self, dp: Floats) -> Floats:
-        """The sum of both for each dp, to the last bit as `seconds` has them."""
+        """The sum of both for each dp, bit-identical to `seconds`."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(
@@ -101,15 +101,13 @@ class Ending(Struct, frozen=True, kw_only=True):
 
 
 def bubble(layout: Layout) -> float:
-    """Micro-batches for which a stage stands idle in each iteration."""
+    """Idle time of a stage in each iteration, in micro-batches."""
     return (layout.pp - 1) / layout.chunks
 
 
 def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> float:
-    """What one iteration takes. The layout is taken as one that Megatron accepts.
-
-    As long as the replica with most micro-batches: they may be dealt unevenly.
-    """
+    """The time of one iteration of a layout that Megatron accepts: that of the replica with most
+    micro-batches."""
     num = -(-(model.global_batch // layout.micro) // layout.dp)
     micro_s = parts(model, layout, constants).total_s
     reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(layout.dp)
@@ -117,7 +115,7 @@ def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> f
 
 
 def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
-    """Of one micro-batch. They do not depend on dp, but with FSDP."""
+    """The terms of one micro-batch; with FSDP they depend on dp."""
     kind, layers = KINDS[model.gpu], model.num_layers / layout.pp
     head = _head_s(model, layout, kind, constants)
     return Parts(
@@ -131,9 +129,10 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
 
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
-    """Gradients there and back; with ZeRO-1 there, and weights in 16 bits back.
+    """The end of an iteration: gradients all-reduced; with ZeRO-1 reduced, and 16-bit weights
+    gathered.
 
-    In fp32, but with precision fp16, where Megatron sums them in fp16 unless told otherwise.
+    In fp32, except with precision fp16: Megatron then sums in fp16 by default.
     """
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
@@ -156,7 +155,7 @@ def _peak(model: MegatronModel, kind: GpuKind) -> float:
 
 
 def _arithmetic_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Matrix products of one layer, forward and backward. Attention's are in 16 bits always."""
+    """Matrix products of one layer, forward and backward; attention is always in 16 bits."""
     weights, scores = layer_flops(model)
     share = layout.micro / (layout.tp * layout.cp)
     weights_s = weights * share / (_peak(model, kind) * is_.gemm_share)
@@ -172,7 +171,7 @@ def _elements_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Consta
 
 
 def _tensor_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Two all-reduces in each pass: of b s h in 16 bits."""
+    """Two all-reduces of b s h in 16 bits in each pass."""
     if layout.tp == 1:
         return 0.0
     num = 6 if layout.recompute == "full" else 4
@@ -182,7 +181,7 @@ def _tensor_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 
 
 def _context_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Keys and values go round, forward and twice that backward, behind the scores."""
+    """Ring exchange of keys and values, twice as much backward, overlapped with the scores."""
     if layout.cp == 1:
         return 0.0
     keys = model.hidden // model.num_heads * model.num_groups
@@ -205,7 +204,8 @@ def _experts_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constan
 
 def _head_s(model: MegatronModel, layout: Layout, kind: GpuKind,
             is_: Constants) -> tuple[float, float]:
-    """Logits and loss: (arithmetic, elements). The last stage has them beside its layers."""
+    """Logits and loss: (arithmetic, elements). The last stage has them in addition to its
+    layers."""
     share = layout.micro / (layout.tp * layout.cp)
     products_s = 3 * head_flops(model) * share / (kind.peak_flops * is_.gemm_share)
     size = LOGIT_BYTES * model.sequence * share * model.vocabulary
@@ -222,7 +222,7 @@ def _pipeline_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Consta
 
 
 def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """FSDP: weights gathered for each pass, gradients scattered, of every micro-batch."""
+    """FSDP: gather weights for each pass and scatter gradients, for every micro-batch."""
     if layout.shards != "all":
         return 0.0
     size = 2 * parameters(model).total * (layout.dp - 1) / layout.dp
@@ -232,8 +232,8 @@ def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
     """Bytes per second of a collective among GPUs within `span` neighbours.
 
-    Beyond a node, the node's network is shared by the `groups` that speak at once; what is in one
-    node is put together over NVLink first.
+    Beyond a node, the `groups` that communicate at the same time share the node's network; data
+    inside a node is combined over NVLink first.
     """
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
@@ -242,12 +242,10 @@ def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Cons
     return min(link, kind.network_bytes_s * is_.network_share * wires)
 
 
-# --- The throughput model's constants, as `make bench-throughput` fits them. ---
-#
-# To 246 published rows of A100 and H100 in 16 bits, each source counting the same: what they are
-# worth in and out of sample stands in docs/guides/throughput-model.md. A kind without rows takes
-# those of the kind that is built most alike: its level is a guess, and one measured point corrects
-# it.
+# --- constants, as `make bench-throughput` fits them ---
+# Fitted to 246 published rows of A100 and H100 in 16 bits, with equal weight of each source.
+# docs/guides/throughput-model.md has the accuracy in and out of sample. A kind without rows takes
+# the constants of the most similar kind: its level is a guess that one measured point corrects.
 
 AMPERE = Constants(gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628,
                    network_share=0.993)
@@ -256,5 +254,5 @@ HOPPER = Constants(gemm_share=0.686, scores_share=0.279, passes=6.94, link_share
 
 
 def constants_of(model: MegatronModel) -> Constants:
-    """Of the model's kind of GPU."""
+    """The constants of the model's kind of GPU."""
     return AMPERE if model.gpu[0] in "VA" else HOPPER

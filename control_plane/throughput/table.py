@@ -12,17 +12,18 @@ from ...events.spec.model import Axes, Modelled
 from .training_layouts import layout_within, speed
 
 SLOT_FLOPS = 1e12
-"""Prior: what one slot achieves. Nominal: until a task of the cluster was measured, modelled rates
-compare with one another only. A task whose spec has a `model` has rates of its own instead."""
+"""Prior of the FLOP/s of one slot. Nominal: until a task is measured, modelled rates are only
+relative. A task whose spec has a `model` has its own rates."""
 
 
 def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
           modelled: Modelled | None = None) -> ThroughputSet:
-    """The declared table where there is one, else the model; for each size that the spec allows.
+    """The declared table if there is one, else the modelled one, for each size that the spec
+    allows.
 
-    Declared: sizes in between earn what the next smaller declared size earns, below the smallest
-    nothing; with a model, they follow its shape from the nearest declared one. Modelled: what the
-    model says, or `slot_flops` times the shape.
+    Declared: a size in between has the rate of the next smaller declared size; below the smallest,
+    0. With a model, it follows the model's shape from the nearest declared size. Modelled: the
+    model's rate, or `slot_flops` times the shape.
     """
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
@@ -39,17 +40,17 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
 
 def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
                    modelled: Modelled | None = None) -> ThroughputSet:
-    """Measured sizes stand for themselves; each other follows the shape from the nearest of them.
+    """A table through measured sizes; each other size follows the shape from the nearest one.
 
-    `rates`: size -> FLOP/s, at least one. Of two equally near the smaller counts. No size is said
-    to earn more than a larger one that was measured.
+    `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts. No size
+    exceeds the rate of a larger measured one.
     """
     return _through(task, "measured", spec, rates, modelled)
 
 
 def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
              rates: dict[int, float], modelled: Modelled | None) -> ThroughputSet:
-    """The shape through these points. One of which the shape knows nothing speaks for itself."""
+    """The shape through these points. A point where the shape is 0 counts for itself only."""
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))
@@ -64,10 +65,10 @@ def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
 
 
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
-    """How much `size` slots earn beside other sizes of the task, by the model.
+    """Relative throughput of `size` slots, by the model.
 
-    Training: as its layout on so many has it, 0 where there is none. A command: what its model
-    says, in FLOP/s; without one, `size`.
+    Training: by its layout, 0 if there is none. A command: the model's FLOP/s; without a model,
+    `size`.
     """
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
@@ -78,14 +79,14 @@ def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
 
 
 def layout(modelled: Modelled | None, size: int) -> str:
-    """The layout that the model has for so many slots, and what binds it; empty without a model."""
+    """The model's layout for `size` slots and what limits it; empty without a model."""
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
     return modelled.layouts[at - 1] if modelled is not None and at else ""
 
 
 def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
-    """The layout on so many slots, in numbers; None where no model says it, and for training that
-    is data-parallel alone."""
+    """The layout on `size` slots as numbers; None without a model and for data-parallel
+    training."""
     if spec.training is not None:
         return layout_within(spec.training, size)
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
@@ -93,10 +94,10 @@ def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
-    """All that the spec allows; with a model the first of them for each step of the model, and the
-    floor. Of training only those on which it has a layout.
+    """Sizes of the table: all that the spec allows, of training those with a layout; with a model,
+    the first allowed size of each step of the model, and the floor.
 
-    The largest alone where it has none of them, so that there is something to say.
+    If none of these remains, the largest allowed size, so that the table is not empty.
     """
     counts = spec.slots.counts
     if modelled is None:
@@ -113,17 +114,17 @@ def _below(rates: Mapping[int, float], size: int) -> float:
 
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:
-    """T(t, size) of any size: workers may idle, T(x) = max over y <= x. Sizes ascend."""
+    """T(t, size) of any size: slots may idle, so T(x) = max over y <= x. Sizes ascend."""
     return max(throughput.rates_flops[:bisect_right(throughput.sizes, size)],
                default=0.0) if throughput is not None else 0.0
 
 
 def candidates(throughput: ThroughputSet, now: int,
                floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) worth choosing, by size, as `rate_at` has it.
+    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`.
 
-    A size that earns no more than a smaller one is left out, unless the task has it `now`, or asks
-    for no fewer.
+    A size without a higher rate than a smaller one is left out, unless it is the present size
+    (`now`) or the floor.
     """
     found: list[tuple[int, float]] = []
     best = 0.0

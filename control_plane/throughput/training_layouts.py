@@ -1,8 +1,8 @@
-"""Layouts of a training task: which one it has on so many slots, and how fast that is.
+"""Layouts of a training task: the fastest one on a number of slots, and its speed.
 
-By the analytical model's terms, so that the shape of T(t, x) is that of a command with a `model`;
-its level is measured. A spec names no GPU: the shape is that of an A100. Of the model that a loop
-of one's own trains nothing is known: its layouts differ by how evenly they deal, and by bubbles.
+It uses the terms of the analytical model, so the shape of T(t, x) equals that of a command with a
+`model`; the level is measured. A spec names no GPU: the shape is that of an A100. The model of a
+custom loop is unknown: only micro-batches and bubbles distinguish its layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SPEEDS_NUM = 4096
 
 
 def megatron_model(train: Train) -> MegatronModel:
-    """What the task trains, as the analytical model is asked."""
+    """The trained model as input of the analytical model."""
     model = train.model
     return MegatronModel(
         num_layers=model.num_layers, hidden=model.hidden, num_heads=model.num_heads,
@@ -30,9 +30,9 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def speed(train: Train | Loop, num_slots: int) -> float:
-    """How many times as fast as one slot alone so many are, all of them; 0: there is no layout.
+    """Speed of `num_slots` slots relative to one; 0: there is no layout.
 
-    Data-parallel alone: an iteration takes ceil(micro-batches / slots) times one micro-batch.
+    Data-parallel only: an iteration takes ceil(micro-batches / slots) times one micro-batch.
     """
     if train.parallel.is_plain:
         num = train.num_micro_batches
@@ -41,16 +41,17 @@ def speed(train: Train | Loop, num_slots: int) -> float:
 
 
 def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of exactly so many slots, of equals the first that is named.
+    """The fastest permitted layout of exactly `num_slots` slots; of equals, the first in the spec.
 
-    None: there is none, or the task is data-parallel alone.
+    None: there is none, or the task is data-parallel only.
     """
     return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
 
 
 @lru_cache(maxsize=_SPEEDS_NUM)
 def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of at most so many slots, of equals one of the fewest."""
+    """The fastest permitted layout of at most `num_slots` slots; of equals, one with the fewest
+    slots."""
     if train.parallel.is_plain:
         return None
     best = max(range(num_slots + 1), key=lambda num: (_fastest(train, num)[0], -num))
@@ -69,9 +70,9 @@ def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
 
 
 def _iteration_s(train: Train | Loop, axes: Axes) -> float:
-    """Of the replica that has most micro-batches; with chunks, as Megatron has them, a multiple of
-    the pipeline's size."""
-    if isinstance(train, Loop):  # of its model nothing is known
+    """Iteration time of the replica with most micro-batches; with chunks, Megatron needs a multiple
+    of the pipeline's size."""
+    if isinstance(train, Loop):  # its model is unknown
         num = -(-train.num_micro_batches // axes.dp)
         return (num + (axes.pp - 1) / axes.chunks) / (axes.tp * axes.pp)
     model = megatron_model(train)

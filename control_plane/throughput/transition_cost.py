@@ -1,12 +1,12 @@
-"""What the cluster has shown of itself: how often it breaks, and for how long a change stands.
+"""Measured reliability: the MTBF of the cluster, and the downtime of transitions.
 
-A fault is an incident, whatever it was, unless somebody asked for it (FaultRequested), or the job
-names what is not there. A node that takes several tasks with it is one fault. Only the time of
-running processes counts, while a leader watched.
+Every incident is a fault, except injected ones (FaultRequested) and wrong input in the job spec. A
+node that interrupts several tasks is one fault. Only the time of running processes counts, while a
+leader is active.
 
-A task stands for as long as it made no progress: the time between two told iterations, less what
-those between them take undisturbed. A command that goes on from its own checkpoint tells old ones
-again: what they take is part of it.
+The downtime of a transition is the time between two reported iterations, less the undisturbed time
+of the iterations between them. A command that continues from its own checkpoint reports old
+iterations again: their time is downtime.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from ..state.task import Standing, Task
 
 
 class Transition(Struct, frozen=True, kw_only=True):
-    """D_transition by kind of change: for so long the change costs what the task earns now."""
+    """D_transition by kind of change: for that time the task loses its present throughput."""
 
     same_s: float
-    """Back to as many slots, after a fault."""
+    """To the same number of slots, after a fault."""
     shrink_s: float
     grow_s: float
     stop_s: float
-    """To none."""
+    """To no slots."""
     reshape_s: float = 0.0
-    """To a layout that splits a replica in another way: all of the state moves."""
+    """To a layout that splits a replica differently: all of the state moves."""
 
     @classmethod
     def alike(cls, length_s: float) -> Transition:
-        """One number for all kinds."""
+        """The same time for all kinds."""
         return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
                    reshape_s=length_s)
 
 HARMED_S_MAX = 600.0
-"""A fault that was asked for longer ago has come to nothing."""
+"""An injected fault that is older has had no effect."""
 NUM_STOOD_MAX = 16
-"""Changes of one kind that the state keeps of one task."""
+"""Downtimes of one kind that the state keeps per task."""
 NUM_STOOD_MIN = 3
-"""So many are a measurement."""
+"""Downtimes that make a measurement."""
 MTBF_S_MIN = 1.0
 
 
-# --- how often it breaks ------------------------------------------------------------------------
+# --- MTBF ---
 def watch(state: ClusterState, record: Record) -> None:
-    """Fold, before the record's time is the state's: the time until it was watched.
+    """Fold, before the record's time is set: add the slot time since the last record.
 
-    Not where a leader begins: before that there was none.
+    Not at EpochStarted: there was no leader before it.
     """
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
@@ -64,12 +64,13 @@ def watch(state: ClusterState, record: Record) -> None:
 
 
 def was_harmed(harmed_s: float, at_s: float) -> bool:
-    """Whether what somebody asked to break at `harmed_s` may have broken for that at `at_s`."""
+    """Whether a fault injected at `harmed_s` may be the cause at `at_s`."""
     return harmed_s >= 0 and at_s - harmed_s <= HARMED_S_MAX
 
 
 def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
-    """Whether an incident that is being opened counts; the task's faults are not taken in yet."""
+    """Whether an incident that is being opened counts as a fault; the task's faults are not cleared
+    yet."""
     nodes = [state.nodes.get(rank.slot.node) for rank in task.ranks.values()]
     harmed = [rank.harmed_s for rank in task.ranks.values()]
     harmed += [node.harmed_s for node in nodes if node is not None]
@@ -83,9 +84,8 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
 
 
 def settle_mtbf(state: ClusterState) -> None:
-    """Fold: the time between two faults of one slot, by the prior and what was seen, as a Gamma
-    prior joins them. The value stands until it is off by `calibrate_min`; one without end, of an
-    old log's policy, does not stand."""
+    """Fold: update the MTBF of one slot from the prior and the observations (a Gamma prior). The
+    value changes only if it is off by `calibrate_min`, or if it is not finite (old logs)."""
     policy, last = state.policy, state.mtbf_gpu_s
     num = policy.mtbf_faults + state.num_faults
     seen_s = policy.mtbf_faults * policy.mtbf_gpu_s + state.observed_slot_s
@@ -94,12 +94,10 @@ def settle_mtbf(state: ClusterState) -> None:
         state.mtbf_gpu_s = found
 
 
-# --- for how long a change stands ---------------------------------------------------------------
+# --- downtime of transitions ---
 def transition(state: ClusterState, task: Task) -> Transition:
-    """D_transition of each kind of change: the median of the last ones, else the policy's prior.
-
-    Of leaving it is what leaving and coming back take.
-    """
+    """D_transition by kind of change: the median of recent transitions, else the policy's prior.
+    For preemption: the time to stop plus the time to start again later."""
     prior_s = state.policy.transition_s
 
     def usual_s(kind: str) -> float | None:
@@ -117,12 +115,13 @@ def transition(state: ClusterState, task: Task) -> Transition:
 
 
 def num_slots(task: Task) -> int:
-    """On how many it trains: a command on all that it was given."""
+    """Slots that the task trains on: of a command, all of its target."""
     return len(task.members) if task.heals_in_memory else len(task.target)
 
 
 def stands(state: ClusterState, task: Task) -> None:
-    """Fold: from its last told iteration on it stands, if it did not already."""
+    """Fold: the task stalls, counted from its last reported iteration, unless a stall is in
+    progress."""
     if not task.heals_in_memory:
         return
     size = len(task.members)
@@ -136,9 +135,10 @@ def stands(state: ClusterState, task: Task) -> None:
 
 
 def halts(state: ClusterState, task: Task) -> None:
-    """Fold: a command has no process any more. If it told of iterations it stands since the last.
+    """Fold: the last process of a command ended. If it logged iterations, the transition began at
+    the last one.
 
-    With no slots it waits for others: that is no transition of its own.
+    A command without slots waits for others: that is no transition.
     """
     logged = task.logged
     if not task.target or logged is None:
@@ -150,7 +150,7 @@ def halts(state: ClusterState, task: Task) -> None:
 
 
 def goes_on(state: ClusterState, task: Task, iteration: int) -> None:
-    """Fold: a new round of a command tells of its first iterations."""
+    """Fold: a new round of a command logged its first iterations."""
     standing = task.standing
     if standing is not None and not task.heals_in_memory:
         _add(state, task, standing, iteration)
@@ -158,7 +158,7 @@ def goes_on(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 def steps_again(state: ClusterState, task: Task, iteration: int) -> None:
-    """Fold: a new generation has finished an iteration; `iteration` are told of now."""
+    """Fold: a new generation finished an iteration; `iteration` is the newest reported."""
     standing = task.standing
     if standing is not None and standing.since_s >= 0:
         _add(state, task, standing, iteration)
@@ -166,7 +166,7 @@ def steps_again(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 def arrived(state: ClusterState, task: Task) -> None:
-    """Fold: if it steps with all that it was given, the change is over."""
+    """Fold: if the task steps with its whole target, the transition is complete."""
     standing, target = task.standing, {seat.rank for seat in task.target}
     if standing is None or standing.since_s >= 0 or not target:
         return
@@ -175,7 +175,7 @@ def arrived(state: ClusterState, task: Task) -> None:
 
 
 def stood_to_leave(state: ClusterState, task: Task) -> None:
-    """Fold: it has no slots any more, and no process."""
+    """Fold: the task has no slots and no process any more."""
     standing = task.standing
     if standing is None:
         return
@@ -187,7 +187,7 @@ def stood_to_leave(state: ClusterState, task: Task) -> None:
 
 
 def void_standings(state: ClusterState) -> None:
-    """Fold: where healing is held, what stands waits for a person."""
+    """Fold: while healing is paused, transitions wait for a person and measure nothing."""
     for task in state.tasks.values() if state.held else ():
         if task.standing is not None:
             task.standing.void = True
@@ -219,8 +219,8 @@ def _is_reshaped(standing: Standing, task: Task) -> bool:
 
 
 def _iteration_s(task: Task, size: int) -> float:
-    """What an undisturbed iteration takes on so many members, by the nearest size that was
-    measured; 0: none was."""
+    """Undisturbed iteration time at `size` members, from the nearest measured size; 0: none
+    measured."""
     if not task.times_s or not size:
         return 0.0
     near = min(sorted(task.times_s), key=lambda known: abs(known - size))
@@ -228,7 +228,7 @@ def _iteration_s(task: Task, size: int) -> float:
 
 
 def _times_slower(task: Task, size: int, known: int) -> float:
-    """How many times the iteration of `known` members one of `size` takes, by the table."""
+    """Iteration time of `size` members relative to that of `known` members, by the table."""
     table = task.throughput
     rates = dict(zip(table.sizes, table.rates_flops, strict=False)) if table is not None else {}
     ratio = rates.get(known, 0.0) / rates[size] if rates.get(size) else 0.0
